@@ -1,0 +1,184 @@
+"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pointsman._errors import did_you_mean
+from pointsman.layer import MoE
+from pointsman.routers.router import Router, check_top_k
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import Routing, RoutingContext
+
+Callback = Callable[[str, Routing, RoutingContext | None], None]
+
+
+def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Every router with the qualified name of its layer: the MoE layer's, or the router's own if it stands alone."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            inside.add(id(module.router))
+            yield name, module.router
+        elif isinstance(module, Router) and id(module) not in inside:
+            yield name, module
+
+
+def _routers(model: nn.Module) -> list[Router]:
+    found = [router for _, router in named_routers(model)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE layer and no router in it")
+    return found
+
+
+class set_top_k:  # noqa: N801 - used like a function
+    """Sets k, at once, in every router of a model, an MoE layer or a bare router.
+
+    As a context manager it restores every router's own k on exit:
+
+        set_top_k(model, 4)
+        with set_top_k(model, 1): …
+
+    Raises:
+        ValueError: k is no whole number from 1 to the number of experts; then no router has changed.
+    """
+
+    def __init__(self, module: nn.Module, k: int) -> None:
+        routers = _routers(module)
+        for router in routers:
+            check_top_k(k, router.num_experts)
+        self._before = [(router, router.top_k) for router in routers]
+        for router in routers:
+            router.top_k = k
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for router, k in self._before:
+            router.top_k = k
+
+
+class record_routing:  # noqa: N801 - used like a function
+    """`with record_routing(model) as records:` records[layer name] = that layer's last Routing, detached.
+
+    With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept.
+    """
+
+    def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
+        self._model, self._callback = model, callback
+        self._handles: list[RemovableHandle] = []
+        self.records: dict[str, Routing] = {}
+
+    def __enter__(self) -> dict[str, Routing]:
+        for name, router in named_routers(self._model):
+            self._handles.append(router.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self.records
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> None:
+            context = args[1] if len(args) > 1 else kwargs.get("context")
+            if self._callback is None:
+                self.records[name] = routing.detach()
+            else:
+                self._callback(name, routing.detach(), context)
+
+        return hook
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def freeze(model: nn.Module, *roles: str) -> None:
+    """Stops training of every part with one of these roles ("router", "experts", "attention", …).
+
+    Raises:
+        ValueError: a role that no part of the model has.
+    """
+    known = {role for module in model.modules() if isinstance(role := getattr(module, "role", None), str)}
+    for role in roles:
+        if role not in known:
+            raise ValueError(
+                f"freeze: no part of {type(model).__name__} has the role {role!r}: {did_you_mean(role, known)}"
+            )
+    for module in model.modules():
+        if getattr(module, "role", None) in roles:
+            module.requires_grad_(False)
+
+
+def step_end(model: nn.Module) -> None:
+    """Once after each optimizer step: norms kept, schedules, running statistics."""
+    with torch.no_grad():
+        for _, router in named_routers(model):
+            router.step_end()
+
+
+def track_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Calls `step_end(model)` after every step of this optimizer, until the handle is removed."""
+    return optimizer.register_step_post_hook(lambda *_: step_end(model))
+
+
+def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The last values of the attached losses: layer name -> loss name -> weighted scalar."""
+    return {name: dict(module.last_losses) for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Scales the attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor)."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.loss_scale.copy_(torch.as_tensor(scale))
+
+
+def materialize(model: nn.Module) -> nn.Module:
+    """Replaces, in place, every generated or frozen linear router by a plain linear one with the same logits.
+
+    HyperRouter, SMoE-Dropout and the temperature controls become `smoe`; mixers, k and losses stay. The saved model
+    then loads as one built with the spec `smoe`.
+
+    Raises:
+        ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
+    """
+    plain: list[tuple[Router, LinearScorer]] = []
+    for name, router in named_routers(model):
+        with torch.no_grad():
+            weights = router.score.plain_linear()
+        if weights is None:
+            raise ValueError(
+                f"materialize: layer {name!r} has the router {router.spec!r}, which no linear router equals"
+            )
+        weight, bias = weights
+        scorer = LinearScorer(router.dim, router.num_experts, bias=bias is not None).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            scorer.weight.copy_(weight)
+            if scorer.bias is not None and bias is not None:
+                scorer.bias.copy_(bias)
+        scorer.train(router.training)
+        plain.append((router, scorer))
+    for router, scorer in plain:
+        router.score = scorer
+        router.spec = _plain_spec(router)
+    return model
+
+
+def _plain_spec(router: Router) -> str:
+    head, plus, tail = router.spec.partition("+")
+    name, *options = head.split(":")
+    kept = [
+        option for option in options if option.partition("=")[0] in ("balance", "z_loss", "capacity", "renormalize")
+    ]
+    if name in ("smoe", "switch"):
+        return router.spec
+    bias = [] if getattr(router.score, "bias", None) is not None else ["bias=false"]
+    return ":".join(["smoe", *bias, *kept]) + plus + tail

@@ -1,0 +1,118 @@
+"""MoE = Router + Experts: the only place they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman import routers as routers  # registers the named routers
+from pointsman.experts import Experts
+from pointsman.routers.registry import build_router
+from pointsman.routers.router import Router
+from pointsman.routing import Routing, RoutingContext
+
+
+class MoE(nn.Module):
+    """A sparse mixture of experts: y = sum over the chosen experts of weight * expert(x).
+
+    Args:
+        dim: width of the hidden states.
+        hidden_dim: inner width of each expert.
+        num_experts: E.
+        top_k: experts a token (`set_top_k` changes it).
+        router: a router spec, or a Router.
+        activation: "relu", "gelu" or "silu".
+        gated: whether experts are gated (SwiGLU with "silu").
+        bias: whether experts have biases.
+        dropout: dropout of the experts' hidden units.
+        attach_losses: whether the router's losses are added by autograd to whatever the output enters, so that no
+            training loop can forget them.
+    """
+
+    role = "moe"
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        top_k: int = 2,
+        router: str | Router = "smoe",
+        activation: str = "relu",
+        gated: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        attach_losses: bool = True,
+    ) -> None:
+        super().__init__()
+        if isinstance(router, str):
+            router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k)
+        if (router.dim, router.num_experts) != (dim, num_experts):
+            raise ValueError(
+                f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; "
+                f"the layer has dim={dim}, num_experts={num_experts}"
+            )
+        self.router = router
+        self.experts = Experts(
+            dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
+        )
+        self.attach_losses = attach_losses
+        self.loss_scale: Tensor
+        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
+        self.last_losses: dict[str, Tensor] = {}
+
+    @property
+    def top_k(self) -> int:
+        return self.router.top_k
+
+    def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
+        """[B, T, dim] -> [B, T, dim], or [tokens, dim] -> [tokens, dim]: one sequence."""
+        return self.forward_with_routing(hidden, context)[0]
+
+    def forward_with_routing(self, hidden: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, Routing]:
+        """The output, and the routing that made it (whose carry a model keeps beside its memory)."""
+        routing: Routing = self.router(hidden, context)
+        output = self.experts(hidden.reshape(-1, hidden.shape[-1]), routing).view(hidden.shape)
+        if self.attach_losses:
+            output = self._attach(output, routing)
+        return output, routing
+
+    def _attach(self, output: Tensor, routing: Routing) -> Tensor:
+        self.last_losses = {name: value.detach() for name, value in routing.losses.items()}
+        if not (routing.losses or routing.statistics) or not torch.is_grad_enabled() or not output.requires_grad:
+            return output
+        gather = self.router.gather if self.training and routing.statistics else None
+        attached: Tensor = AttachLosses.apply(
+            output, self.loss_scale, gather, routing.statistics, *routing.losses.values()
+        )  # type: ignore[no-untyped-call]
+        return attached
+
+
+class AttachLosses(torch.autograd.Function):
+    """The identity on the output, whose backward also sends `scale` into each loss.
+
+    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        scale: Tensor,
+        gather: Callable[[Mapping[str, Tensor]], None] | None,
+        statistics: Mapping[str, Tensor],
+        *losses: Tensor,
+    ) -> Tensor:
+        ctx.scale, ctx.gather, ctx.statistics = scale, gather, statistics
+        ctx.dtypes = [loss.dtype for loss in losses]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gather is not None:
+            ctx.gather(ctx.statistics)
+        return (grads[0], None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))

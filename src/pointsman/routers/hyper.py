@@ -1,0 +1,98 @@
+"""HyperRouter (Do et al., EMNLP 2023): a fixed random hypernetwork generates the router from a trained embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.ops.scoring import linear
+from pointsman.routers.registry import Site, register_router
+from pointsman.routers.router import FrozenStage, Scorer, Stages
+from pointsman.routers.topk import INIT_STD
+from pointsman.routing import RoutingContext
+
+
+class FrozenLinear(FrozenStage):
+    """A linear map whose weight and bias never train: buffers, so that nothing can thaw them."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor
+        self.register_buffer("weight", torch.randn(width_out, width_in) * INIT_STD)
+        self.register_buffer("bias", torch.zeros(width_out))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+class HyperScorer(Scorer):
+    """[W | b] = H(e) as [E, dim + 1], z = W h + b (Eq. 2); H(e) = W2 relu(W1 e + b1) + b2 is fixed, only e trains.
+
+    H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
+    moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
+    kept until e changes.
+    """
+
+    def __init__(self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module) -> None:
+        super().__init__()
+        self.shape = (num_experts, dim + 1)
+        self.embedding = nn.Parameter(torch.randn(embed_dim))
+        self.hypernetwork = hypernetwork
+        self._cache: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
+
+    def generate(self) -> tuple[Tensor, Tensor]:
+        """W [E, dim] and b [E], generated from e."""
+        first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
+        generated = self.hypernetwork(self.embedding.to(first.weight.dtype)).view(self.shape)
+        return generated[:, :-1], generated[:, -1]
+
+    def plain_linear(self) -> tuple[Tensor, Tensor]:
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.generate()
+        embedding = self.embedding
+        key = (id(embedding), embedding._version, embedding.device, embedding.dtype)
+        if self._cache is None or self._cache[0] != key:
+            weight, bias = self.generate()
+            self._cache = (key, weight.contiguous(), bias.contiguous())
+        return self._cache[1:]
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        weight, bias = self.plain_linear()
+        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
+        self._cache = None
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._cache = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
+def hyperrouter(site: Site, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False) -> Stages:
+    """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
+
+    hyper_dim: hidden units of the hypernetwork.
+    embed_dim: length of the embedding (none = dim).
+    share: one hypernetwork for all layers, each with its own embedding (the paper's parameter table suggests one).
+    """
+    embed_dim = site.dim if embed_dim is None else embed_dim
+    for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
+        if value < 1:
+            raise ValueError(f"hyperrouter: option {name}={value}: allowed are whole numbers from 1")
+
+    def build() -> nn.Module:
+        outputs = site.num_experts * (site.dim + 1)
+        return nn.Sequential(FrozenLinear(embed_dim, hyper_dim), nn.ReLU(), FrozenLinear(hyper_dim, outputs))
+
+    if share:
+        key = f"hypernetwork-{embed_dim}-{hyper_dim}-{site.num_experts}-{site.dim}"
+        hypernetwork = site.shared[key] if key in site.shared else site.shared.setdefault(key, build())
+    else:
+        hypernetwork = build()
+    return Stages(HyperScorer(site.dim, site.num_experts, embed_dim, hypernetwork))

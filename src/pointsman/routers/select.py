@@ -1,0 +1,86 @@
+"""Selection: scores and k -> experts and weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.selection import top_k
+from pointsman.routers.router import Scores, Selector
+from pointsman.routing import RoutingContext
+
+TINY = 1e-9  # keeps a sum of sigmoids away from zero
+
+
+class TopK(Selector):
+    """The k experts of the highest choice; weights are their probabilities, renormalised over the k or as they are.
+
+    For a softmax, renormalised top-k equals a softmax over the top-k logits (SPEC of the released code, HyperRouter's
+    Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
+    """
+
+    def __init__(self, renormalize: bool) -> None:
+        super().__init__()
+        self.renormalize = renormalize
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        experts = top_k(scores.choice.detach().flatten(0, 1), k)
+        weights = probs.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return experts, weights
+
+    def extra_repr(self) -> str:
+        return f"renormalize={self.renormalize}"
+
+
+class RandomExperts(Selector):
+    """Experts drawn uniformly, each with weight 1/k (THOR, Zuo et al. 2022).
+
+    Training: one set of k experts for the whole forward. Evaluation: one for each token.
+    """
+
+    stochastic = True
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        tokens, num_experts = probs.shape
+        draws = torch.rand(1 if self.training else tokens, num_experts, device=probs.device)
+        experts = draws.topk(k, dim=-1).indices.expand(tokens, k)
+        return experts, torch.full((tokens, k), 1 / k, dtype=probs.dtype, device=probs.device)
+
+
+class Capacity(Selector):
+    """Drops what exceeds an expert's capacity: ceil(factor * T * k / E) assignments a sequence, earlier tokens first.
+
+    The order is (token, rank of the choice), so that what is kept at a token never depends on later tokens; padding
+    takes no place. The published layers count over the batch, or let all first choices go before all second ones.
+    """
+
+    def __init__(self, inner: Selector, factor: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.factor = factor
+        self.renormalize = getattr(inner, "renormalize", False)
+        self.stochastic = inner.stochastic
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        experts, weights = self.inner(scores, k, context)
+        batch, length, num_experts = scores.probs.shape
+        capacity = math.ceil(self.factor * length * k / num_experts)
+        slots = experts.reshape(batch, length * k)
+        if context.padding_mask is not None:
+            real = context.padding_mask.repeat_interleave(k, dim=1)
+            slots = torch.where(real, slots, num_experts)
+        # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
+        order = torch.argsort(slots, dim=1, stable=True)
+        sorted_slots = slots.gather(1, order)
+        start = torch.searchsorted(sorted_slots, sorted_slots, right=False)
+        place = torch.empty_like(slots).scatter_(
+            1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
+        )
+        over = (place >= capacity).reshape(batch * length, k)
+        return experts.masked_fill(over, -1), weights.masked_fill(over, 0)

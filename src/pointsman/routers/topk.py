@@ -1,0 +1,70 @@
+"""Linear routers with top-k selection: SMoE (Shazeer et al. 2017) and Switch (Fedus et al. 2022)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.ops.scoring import linear
+from pointsman.routers.registry import Site, register_router
+from pointsman.routers.router import Scorer, Sigmoid, Softmax, Stages
+from pointsman.routing import RoutingContext
+
+INIT_STD = 0.02
+
+
+class LinearScorer(Scorer):
+    """z = W h + b, W ~ N(0, 0.02^2), b = 0.
+
+    Args:
+        noise: standard deviation of Gaussian noise on the logits, in training only.
+        jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter); experts see the clean one.
+    """
+
+    def __init__(
+        self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.noise = noise
+        self.jitter = jitter
+        self.stochastic = noise > 0 or jitter > 0
+        self.weight = nn.Parameter(torch.randn(num_experts, dim) * INIT_STD)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        if self.training and self.jitter:
+            hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        logits = linear(hidden, self.weight.to(hidden.dtype), bias)
+        if self.training and self.noise:
+            logits = logits + self.noise * torch.randn_like(logits)
+        return logits
+
+    def plain_linear(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+
+@register_router("smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers")
+def smoe(
+    site: Site, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, noise: float = 0.0
+) -> Stages:
+    """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
+
+    gate: softmax over all experts, or a sigmoid for each.
+    bias: whether the linear map has one.
+    noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
+    """
+    return Stages(
+        LinearScorer(site.dim, site.num_experts, bias=bias, noise=noise), Sigmoid() if gate == "sigmoid" else Softmax()
+    )
+
+
+@register_router("switch", paper="Fedus et al. 2022, arXiv 2101.03961", balance=0.01, renormalize=False)
+def switch(site: Site, *, jitter: float = 0.0) -> Stages:
+    """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
+
+    jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (the paper: 0.01).
+    """
+    return Stages(LinearScorer(site.dim, site.num_experts, jitter=jitter))

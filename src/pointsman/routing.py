@@ -1,0 +1,137 @@
+"""What a router decided (`Routing`), and what it may look at (`RoutingContext`).
+
+Shapes: B sequences, T tokens a sequence, E experts, k chosen experts, H heads, D head width, S keys (memory + T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Carry = Mapping[str, Tensor]
+"""What a mixer needs of earlier tokens: tensors [B, S, ...], the newest token last."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The chosen (token, expert) pairs, sorted by expert: what the kernels read.
+
+    Attributes:
+        token: [P] int64, the row of each pair in the flattened hidden states.
+        expert: [P] int64, ascending.
+        weight: [P], the combine weight of each pair (differentiable).
+        offsets: [E + 1] int64; the pairs of expert e are `offsets[e]:offsets[e + 1]`.
+    """
+
+    token: Tensor
+    expert: Tensor
+    weight: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionTrace:
+    """The attention that produced the router's input, for routers that let attended tokens inform each other.
+
+    Attributes:
+        query: [B, H, T, D]; key, value: [B, H, S, D] with S = memory + T.
+        out_weight: [H, D, dim], the blocks of the output projection as it is.
+        output: [B, T, dim], the raw attention output, before residual and norm.
+        scale: factor of the query-key products.
+        bias: function (start, stop) of a block of query rows to what is added to the scaled products of that block,
+            [B, H, stop - start, S] or broadcastable to it; None without a relative-position term.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out_weight: Tensor
+    output: Tensor
+    scale: float
+    bias: Callable[[int, int], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class RoutingContext:
+    """All that a router may look at besides the hidden states.
+
+    Attributes:
+        causal: whether token i may only depend on tokens j <= i of its sequence.
+        padding_mask: [B, T] bool, True for a real token; None where all are real.
+        token_ids: [B, T] int64.
+        attention: the trace of the attention before the layer.
+        past: what `Routing.carry` of the earlier segment handed on.
+    """
+
+    causal: bool = True
+    padding_mask: Tensor | None = None
+    token_ids: Tensor | None = None
+    attention: AttentionTrace | None = None
+    past: Carry | None = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts, with what weight.
+
+    Attributes:
+        experts: [B*T, k] int64; -1 means none (padding, over capacity). Under expert choice [B*T, E].
+        weights: [B*T, k], the combine weights, at least float32; 0 where experts is -1.
+        probs: [B*T, E], the distribution that selection saw, after mixing.
+        logits: [B*T, E], before normalisation and mixing.
+        losses: name -> scalar, already weighted.
+        carry: what the router needs of these tokens later, for `RoutingContext.past`.
+        unmixed: [B*T, E], the distribution before mixing; `probs` itself without a mixer.
+        statistics: what the router gathers for `step_end`, detached.
+        flat: pairs that a router chose itself (expert choice); otherwise they follow from experts and weights.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probs: Tensor
+    logits: Tensor
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+    carry: Carry | None = None
+    unmixed: Tensor | None = None
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    flat: Pairs | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.probs.shape[-1]
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The expert-sorted pairs; assignments to -1 are left out."""
+        if self.flat is not None:
+            return self.flat
+        k = self.experts.shape[-1]
+        chosen = self.experts.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        order = order[chosen.index_select(0, order) >= 0]
+        expert = chosen.index_select(0, order)
+        offsets = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
+        offsets[1:] = torch.bincount(expert, minlength=self.num_experts).cumsum(0)
+        weight = self.weights.reshape(-1).index_select(0, order)
+        return Pairs(order // k, expert, weight, offsets)
+
+    def detach(self) -> Routing:
+        """The same routing without autograd history."""
+        flat = self.flat
+        if flat is not None:
+            flat = Pairs(flat.token, flat.expert, flat.weight.detach(), flat.offsets)
+        return Routing(
+            self.experts,
+            self.weights.detach(),
+            self.probs.detach(),
+            self.logits.detach(),
+            {name: value.detach() for name, value in self.losses.items()},
+            None if self.carry is None else {name: value.detach() for name, value in self.carry.items()},
+            None if self.unmixed is None else self.unmixed.detach(),
+            self.statistics,
+            flat,
+        )
