@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Both set up a virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+RUN := $(VENV)/.run
+DEV := $(VENV)/.dev
+
+.PHONY: help quickstart test check bench docs clean
+
+help:
+	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
+	@echo "make test         run the tests"
+	@echo "make check        format, lint and type-check"
+	@echo "make bench        measure the MoE layer against its limit and its peers"
+	@echo "make docs         build the documentation into site/"
+
+$(RUN): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[report]'
+	@touch $@
+
+$(DEV): $(RUN)
+	$(INSTALL) --editable '.[report,hf,track,dev]'
+	@touch $@
+
+quickstart: $(RUN)
+	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --out runs/quickstart
+
+test: $(DEV)
+	$(BIN)/python -m pytest
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(DEV)
+	$(BIN)/pointsman bench
+
+docs: $(DEV)
+	$(INSTALL) --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache

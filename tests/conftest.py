@@ -1,0 +1,23 @@
+"""Shared by all tests: one thread of arithmetic, a fixed seed, and a home of its own for caches."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder of real data sets; tests that need it are skipped without it."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    if not folder:
+        pytest.skip("POINTSMAN_DATA is not set")
+    return Path(folder)
