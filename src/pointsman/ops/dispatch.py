@@ -1,0 +1,133 @@
+"""Which row goes where: the plan that brings each expert's tokens together on a CPU, and back.
+
+A *slot* is one (token, expert, weight) assignment; slots are listed in the order of their tokens. Experts work on
+*rows*: the slots sorted by expert, each expert's part padded to one of few sizes, since oneDNN builds a new kernel
+(0.2 to 0.5 ms) for every row count that it has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pointsman.routing import Routing
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The assignments in the order of their tokens.
+
+    Attributes:
+        expert: [S] int64.
+        bags: [tokens] int64, the first slot of each token.
+        weight: [S] or [tokens, k], differentiable.
+        per_token: k where every token has k slots, otherwise 0.
+    """
+
+    expert: Tensor
+    bags: Tensor
+    weight: Tensor
+    per_token: int
+
+
+def slots(routing: Routing, tokens: int) -> Slots:
+    """The slots of a routing; assignments to -1 are left out."""
+    if routing.flat is not None:
+        pairs = routing.flat
+        token = pairs.token.numpy()
+        order = torch.from_numpy(np.argsort(token, kind="stable"))
+        bags = _starts(np.bincount(token, minlength=tokens))
+        return Slots(pairs.expert.index_select(0, order), bags, pairs.weight.index_select(0, order), 0)
+    experts = routing.experts
+    k = experts.shape[-1]
+    flat, weight = experts.reshape(-1), routing.weights.reshape(-1)
+    valid = flat.numpy() >= 0
+    if valid.all():
+        return Slots(flat, torch.arange(0, tokens * k, k), weight, k)
+    kept = torch.from_numpy(np.flatnonzero(valid))
+    bags = _starts(valid.reshape(tokens, k).sum(1))
+    return Slots(flat.index_select(0, kept), bags, weight.index_select(0, kept), 0)
+
+
+def _starts(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.cumsum(counts) - counts)
+
+
+def bucket(rows: int) -> int:
+    """The padded size of an expert with that many rows: at most 16 sizes an octave, 3 % more rows on average."""
+    if rows <= 8:
+        return rows
+    step = 8 if rows <= 128 else 1 << (rows.bit_length() - 5)
+    return -(-rows // step) * step
+
+
+class Part(NamedTuple):
+    """One expert's part: its slots among the sorted slots, their number, and its padded rows."""
+
+    slots: slice
+    size: int
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each slot's row lies.
+
+    Attributes:
+        order: [S] the slots sorted by expert.
+        token: [S] the token of each sorted slot.
+        rows: [S] the row of each sorted slot.
+        position: [S] the row of each slot in token order.
+        bags: [tokens] the first slot of each token.
+        parts: each expert's part.
+        total: rows of all experts.
+    """
+
+    order: Tensor
+    token: Tensor
+    rows: Tensor
+    position: Tensor
+    bags: Tensor
+    parts: list[Part]
+    total: int
+
+    def combine(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Each token's weighted sum over the rows [total, dim] of its slots: [tokens, dim]."""
+        if not self.total:
+            return rows.new_zeros(self.bags.numel(), rows.shape[1])
+        return F.embedding_bag(self.position, rows, self.bags, mode="sum", per_sample_weights=weight)
+
+    def gather(self, hidden: Tensor, part: Part) -> Tensor:
+        """The hidden states of an expert's tokens, zeros behind them: [padded, dim], a new tensor."""
+        token = self.token[part.slots]
+        padded = part.rows.stop - part.rows.start
+        if part.size == padded:
+            return hidden.index_select(0, token)
+        output = hidden.new_empty(padded, hidden.shape[1])
+        torch.index_select(hidden, 0, token, out=output[: part.size])
+        output[part.size :].zero_()
+        return output
+
+
+def plan(expert: Tensor, bags: Tensor, per_token: int, num_experts: int) -> Plan:
+    """The plan for slots in token order. numpy sorts short integers by radix: a tenth of torch.argsort's time."""
+    narrow = np.uint8 if num_experts <= 256 else np.uint16 if num_experts <= 65536 else np.int64
+    ids = expert.numpy().astype(narrow)
+    order = np.argsort(ids, kind="stable")
+    counts = np.bincount(ids, minlength=num_experts)
+    parts, slot, row = [], 0, 0
+    for count in counts.tolist():
+        parts.append(Part(slice(slot, slot + count), count, slice(row, row + bucket(count))))
+        slot, row = slot + count, parts[-1].rows.stop
+    shift = np.array([part.rows.start - part.slots.start for part in parts])
+    rows = np.arange(order.size) + np.repeat(shift, counts)
+    position = np.empty_like(rows)
+    position[order] = rows
+    token = order // per_token if per_token else np.searchsorted(bags.numpy(), order, side="right") - 1
+    tensor = torch.from_numpy
+    return Plan(tensor(order), tensor(token), tensor(rows), tensor(position), bags, parts, row)

@@ -1,0 +1,151 @@
+"""Matrix products on a CPU: through BLAS, or through oneDNN.
+
+oneDNN's float32 kernels, which the same wheel holds, reach twice the rate of MKL on AMD processors; on others they may
+not. `Kernels.gemm` says which one is used; `measure_kernels` chooses by a timing. In bfloat16 both are oneDNN.
+
+Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Gemm(Protocol):
+    """The products that a feed-forward expert needs. Nothing here is differentiable."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        """rows weight' + bias, rectified if asked: [n, out]."""
+        ...
+
+    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """output = rows weight' + bias."""
+        ...
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """rows weight: [n, in], the gradient of `linear`'s rows."""
+        ...
+
+    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
+        """output = rows weight."""
+        ...
+
+    def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        """total + rows weight', in place or not."""
+        ...
+
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
+        """output = gradient' rows: [out, in], the gradient of `linear`'s weight."""
+        ...
+
+
+class Blas:
+    """torch.mm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        output = F.linear(rows, weight, bias)
+        return output.relu_() if relu else output
+
+    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        if bias is None:
+            torch.mm(rows, weight.t(), out=output)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=output)
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return torch.mm(rows, weight)
+
+    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
+        torch.mm(rows, weight, out=output)
+
+    def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        return total.addmm_(rows, weight.t())
+
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
+        torch.mm(gradient.t(), rows, out=output)
+
+
+class BlasRelu(Blas):
+    """torch.mm, with oneDNN's rectified linear product: bfloat16."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
+
+
+class OneDNN:
+    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow."""
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        return _onednn_linear(rows, weight, bias, relu)
+
+    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        output.copy_(_onednn_linear(rows, weight, bias))
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return _onednn_linear(rows, weight.t())
+
+    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
+        output.copy_(_onednn_linear(rows, weight.t()))
+
+    def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
+        return result
+
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
+        if gradient.shape[1] <= rows.shape[1]:  # the first operand is copied into rows: let it be the narrower one
+            output.copy_(_onednn_linear(gradient.t(), rows.t()))
+        else:
+            output.copy_(_onednn_linear(rows.t(), gradient.t()).t())
+
+
+def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "relu" if relu else "none", [], "")
+    return output
+
+
+BLAS, BLAS_RELU, ONEDNN = Blas(), BlasRelu(), OneDNN()
+
+
+@cache
+def onednn_works(dtype: torch.dtype) -> bool:
+    """Whether oneDNN's products, which are not public, exist here and give what torch.mm gives on a small input."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    rows, weight, bias, total, gradient = draw(24, 40), draw(56, 40), draw(56), draw(24, 56), draw(24, 56)
+
+    def close(got: Tensor, expected: Tensor) -> bool:
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        return bool((got.double() - expected).norm() <= tolerance * expected.norm())
+
+    exact: Any = [tensor.double() for tensor in (rows, weight, bias, total, gradient)]
+    try:
+        with torch.no_grad():
+            kept = rows.clone()
+            right = close(_onednn_linear(rows, weight, bias, True), (exact[0] @ exact[1].t() + exact[2]).relu())
+            if dtype == torch.float32:
+                wide, narrow = torch.empty(56, 40), torch.empty(40, 56)
+                ONEDNN.weight_gradient(wide, gradient, rows)
+                ONEDNN.weight_gradient(narrow, rows, gradient)
+                right &= close(ONEDNN.product(gradient, weight), exact[4] @ exact[1])
+                right &= close(wide, exact[4].t() @ exact[0]) and close(narrow, exact[0].t() @ exact[4])
+                right &= close(ONEDNN.accumulate(total, rows, weight), exact[3] + exact[0] @ exact[1].t())
+            return right and torch.equal(rows, kept)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def choose(name: str, dtype: torch.dtype) -> Gemm:
+    """The products of the backend `name` ("blas" or "onednn") for a dtype; BLAS where oneDNN does not work."""
+    if name == "onednn" and onednn_works(dtype):
+        return ONEDNN if dtype == torch.float32 else BLAS_RELU
+    return BLAS
