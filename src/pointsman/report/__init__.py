@@ -1,0 +1,5 @@
+"""Tables, plots and one self-contained HTML page for a run or a comparison."""
+
+from pointsman.report.tables import ComparisonTable
+
+__all__ = ["ComparisonTable"]
