@@ -46,7 +46,7 @@ SPECS = [
 
 
 def trace(hidden: Tensor, heads: int = 2, width: int = 5) -> AttentionTrace:
-    """An attention whose every token depends on that token of `hidden` alone (causality is then the mixer's to keep)."""
+    """An attention whose every token depends on that token of `hidden` alone (the rest is the mixer's to keep)."""
     generator = torch.Generator().manual_seed(7)
     make = nn.functional.linear
 

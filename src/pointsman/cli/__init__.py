@@ -1,0 +1,1 @@
+"""The command line: one file a command, no logic that the library lacks."""

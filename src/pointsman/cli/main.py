@@ -1,0 +1,88 @@
+"""`pointsman COMMAND …`: finds the command, and turns a user's mistake into one line and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from pointsman._errors import RunError, did_you_mean
+
+COMMANDS = {
+    "compare": "train routers on equal footing and compare them (the main job)",
+    "train": "train one model, from flags or from a paper's recipe",
+    "evaluate": "a run's quality at every k",
+    "finetune": "a run on a classification task",
+    "diagnose": "what the routers of a run or a model do",
+    "audit": "health and any-k quality of a Hugging Face MoE",
+    "report": "the page, the figures and the papers' tables of runs",
+    "routers": "list and explain the routers; what they cost",
+    "bench": "measure the MoE layer against its limit and its peers",
+    "export": "a run's weights for use elsewhere",
+}
+USAGE = """usage: pointsman COMMAND [options]
+
+routing for sparse mixtures of experts: every router on one layer, compared fairly
+
+commands:
+{commands}
+
+options:
+  -h, --help     this text; `pointsman COMMAND --help` explains a command
+  --version      the version
+
+start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 2 a mistake of the user's, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"pointsman {version('pointsman')}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")
+    try:
+        return int(importlib.import_module(f"pointsman.cli.{name}").run(words[1:]))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except (RunError, ValueError) as mistake:
+        return fail(str(mistake))
+    except OSError as error:
+        return fail(describe(error))
+    except ImportError as error:
+        if error.name and not error.name.startswith("pointsman"):
+            return fail(f"the package {error.name!r} is not installed: pip install 'pointsman[report,hf,track]'")
+        raise
+
+
+def describe(error: OSError) -> str:
+    """An operating-system error as one line: what, where, and what would help."""
+    place = f": {error.filename}" if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"no space left on the disk{place}; nothing already saved is lost; free some space and run it again"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission{place}; choose another folder with --out"
+    return f"{error.strerror or error}{place}"
+
+
+def fail(message: str) -> int:
+    print(f"pointsman: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Flags that commands share, a configuration file below them, and one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pointsman._errors import RunError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with the nearest flag; flags may also stand in a --config file."""
+
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"pointsman {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise RunError(f"{self.prog}: {message}")
+
+    def common(self, out: str) -> None:
+        """--out, --device, --config, --set."""
+        self.add_argument("--out", type=Path, metavar="DIR", help=out)
+        self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+        self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
+        self.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the run, e.g. learning_rate=1e-3"
+        )
+
+    def flags(self) -> list[str]:
+        return [word for action in self._actions for word in action.option_strings if word.startswith("--")]
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The parsed flags: command line over --config file over defaults."""
+        values, unknown = self.parse_known_args(list(words))
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if flag.startswith("-"):
+                raise RunError(f"{self.prog}: unknown flag {flag}: {did_you_mean(flag, self.flags())}")
+            raise RunError(f"{self.prog}: unexpected argument {flag!r}")
+        if getattr(values, "config", None) is not None:
+            self.set_defaults(**self._from_file(values.config))
+            values = self.parse_args(list(words))
+        return values
+
+    def _from_file(self, path: Path) -> dict[str, Any]:
+        try:
+            text = path.read_text(encoding="utf-8")
+            table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except OSError as error:
+            raise RunError(f"{self.prog}: --config {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise RunError(f"{self.prog}: --config {path}: not {path.suffix or '.toml'}: {error}") from None
+        actions = {word[2:]: action for action in self._actions for word in action.option_strings if word[:2] == "--"}
+        values: dict[str, Any] = {}
+        for key, value in table.items():
+            flag = key.replace("_", "-")
+            if flag not in actions:
+                raise RunError(f"{self.prog}: --config {path}: unknown flag {key!r}: {did_you_mean(flag, actions)}")
+            action = actions[flag]
+            if action.dest == "set":
+                pairs = value.items() if isinstance(value, dict) else (one.split("=", 1) for one in value)
+                values["set"] = [f"{name}={setting}" for name, setting in pairs]
+            elif isinstance(action, argparse._StoreTrueAction):
+                values[action.dest] = bool(value)
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+                values[action.dest] = self._get_value(action, text)
+        return values
+
+
+def whole(least: int = 0) -> Callable[[str], int]:
+    """A flag's value as a whole number from `least`."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least}")
+        return number
+
+    return convert
+
+
+def number_from(least: float, most: float) -> Callable[[str], float]:
+    """A flag's value as a number from `least` to `most`."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers from {least} to {most}")
+        return number
+
+    return convert
+
+
+def k_list(text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers."""
+    return tuple(dict.fromkeys(whole(1)(part.strip()) for part in text.split(",")))
+
+
+def words(text: str) -> list[str]:
+    """`a,b,c` as a list without repetitions; empty parts are a mistake."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: an empty name between commas")
+    return list(dict.fromkeys(parts))
+
+
+def token_budget(text: str) -> int | None:
+    """`all` or a number of tokens."""
+    return None if text == "all" else whole(1)(text)
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """`key=value` pairs of --set as a dictionary."""
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise RunError(f"--set {pair!r}: allowed is KEY=VALUE")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def data_folder() -> Path | None:
+    """$POINTSMAN_DATA, the folder in which data sets are looked for first."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    return Path(folder) if folder else None
+
+
+def choose_device(name: str | None) -> str:
+    """The device asked for, checked; by default CUDA where there is one."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RunError(f"--device {name!r}: allowed are cpu, cuda, cuda:0, mps, …") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"--device {name}: this machine has no CUDA device; allowed here is cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RunError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    return str(device)
