@@ -22,8 +22,22 @@ DERIVED = {"model.vocab_size": "it is the vocabulary of the data", "model.seed":
 """Settings that follow from others."""
 
 NO_EFFECT_ON_TRAINING = frozenset(
-    "eval_batch_size eval_segment_length eval_memory_length eval_tokens eval_top_k eval_split valid_tokens "
-    "validate_every checkpoint_every keep_checkpoints log_every observe_every tensorboard preset".split()
+    [
+        "eval_batch_size",
+        "eval_segment_length",
+        "eval_memory_length",
+        "eval_tokens",
+        "eval_top_k",
+        "eval_split",
+        "valid_tokens",
+        "validate_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "observe_every",
+        "tensorboard",
+        "preset",
+    ]
 )
 """Settings that may change when a run is continued: none of them touches a weight."""
 
@@ -190,13 +204,27 @@ class RunConfig:
         return cls.from_dict(values, where)
 
 
-_POSITIVE = (
-    "steps batch_size segment_length accumulation eval_batch_size eval_segment_length "
-    "keep_checkpoints log_every observe_every".split()
-)
-_NOT_NEGATIVE = (
-    "seed memory_length eval_memory_length warmup_steps clip_norm weight_decay validate_every checkpoint_every".split()
-)
+_POSITIVE = [
+    "steps",
+    "batch_size",
+    "segment_length",
+    "accumulation",
+    "eval_batch_size",
+    "eval_segment_length",
+    "keep_checkpoints",
+    "log_every",
+    "observe_every",
+]
+_NOT_NEGATIVE = [
+    "seed",
+    "memory_length",
+    "eval_memory_length",
+    "warmup_steps",
+    "clip_norm",
+    "weight_decay",
+    "validate_every",
+    "checkpoint_every",
+]
 
 
 def default_top_k(num_experts: int) -> tuple[int, ...]:
