@@ -1,0 +1,152 @@
+"""What every diagnostic is: a small streaming object with float64 sums, `update`, `merge` and `result`.
+
+Memory never grows with the number of tokens. Nothing here waits for the device before `result`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pointsman.routing import Routing
+
+
+class Diagnostic:
+    """Streams over routings. Its state is the float64 tensors and `Moments` among its attributes.
+
+    `update(routing, mask=None, hidden=None, token_ids=None)` takes in one forward: `mask` [tokens] bool, True for a
+    real token (None: all); `hidden` [tokens, dim], what the router saw; `token_ids` [tokens].
+    `merge(other)` adds what another process gathered: shards merged equal one pass.
+    `result()` is a dict of numbers, lists and None that `json.dumps(allow_nan=False)` accepts; what does not exist
+    is None.
+    """
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        raise NotImplementedError
+
+    def merge(self, other: Self) -> Self:
+        """Takes in what `other` gathered; returns self."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(value, Moments):
+                mine.merge(value)
+            elif isinstance(value, Tensor):
+                setattr(self, name, value.clone() if mine is None else mine + value.to(mine.device))
+        return self
+
+    def result(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        tensors: list[Tensor] = []
+        for value in vars(self).values():
+            tensors.extend(
+                [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Moments) else []
+            )
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class Moments:
+    """Count, mean and standard deviation of a stream, by Chan's pairwise update (no cancellation of large sums)."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def add(self, values: Tensor, mask: Tensor | None = None) -> None:
+        """Takes in `values` [n], those where `mask` [n] is True."""
+        values = values.detach().double()
+        real = torch.ones_like(values) if mask is None else mask.to(values.dtype)
+        values = values if mask is None else torch.where(mask, values, 0.0)
+        count = real.sum()
+        mean = (values * real).sum() / count.clamp_min(1)
+        spread = ((values - mean).square() * real).sum()
+        self._take(count, mean, spread)
+
+    def merge(self, other: Moments) -> None:
+        if other.tensors:
+            self._take(*(tensor.clone() for tensor in other.tensors))
+
+    def _take(self, count: Tensor, mean: Tensor, spread: Tensor) -> None:
+        if not self.tensors:
+            self.tensors = [count, mean, spread]
+            return
+        count0, mean0, spread0 = self.tensors
+        count, mean, spread = (tensor.to(count0.device) for tensor in (count, mean, spread))
+        total = count0 + count
+        share = count / total.clamp_min(1)
+        delta = mean - mean0
+        self.tensors = [total, mean0 + delta * share, spread0 + spread + delta.square() * count0 * share]
+
+    @property
+    def count(self) -> int:
+        return int(self.tensors[0]) if self.tensors else 0
+
+    @property
+    def mean(self) -> float | None:
+        return number(self.tensors[1]) if self.count else None
+
+    @property
+    def std(self) -> float | None:
+        """Population standard deviation (divisor n)."""
+        return number((self.tensors[2] / self.tensors[0]).clamp_min(0).sqrt()) if self.count else None
+
+
+def number(value: Tensor | float | None) -> float | None:
+    """A float, or None where it does not exist (nan, infinity)."""
+    if value is None:
+        return None
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def numbers(values: Tensor | Iterable[float]) -> list[float | None]:
+    """A flat list of floats; None for those that do not exist."""
+    return [number(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+def table(values: Tensor) -> list[list[float | None]]:
+    """A matrix as a list of lists."""
+    return [numbers(row) for row in values]
+
+
+def ratio(top: float | None, bottom: float | None) -> float | None:
+    """top / bottom; None where either is missing or bottom is 0."""
+    return None if top is None or not bottom else number(top / bottom)
+
+
+def chosen(routing: Routing, mask: Tensor | None) -> Tensor:
+    """The chosen experts [tokens, k] with -1 at padding."""
+    experts = routing.experts
+    return experts if mask is None else experts.masked_fill(~mask.to(experts.device)[:, None], -1)
+
+
+def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
+    """The expert of the greatest combine weight [tokens], the earlier column among equals; -1 where there is none."""
+    experts = chosen(routing, mask)
+    weights = routing.weights.detach().masked_fill(experts < 0, -1.0)
+    best = (weights == weights.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
+    return experts.gather(-1, best)[:, 0]
+
+
+def unmixed(routing: Routing) -> Tensor:
+    """The distribution before mixing [tokens, E]."""
+    return routing.probs if routing.unmixed is None else routing.unmixed
+
+
+def counts(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in `experts` (any shape, -1 = none): [E] float64, without waiting for the device."""
+    flat = experts.reshape(-1) + 1
+    ones = torch.ones((), dtype=torch.float64, device=flat.device).expand(flat.shape)
+    return torch.zeros(num_experts + 1, dtype=torch.float64, device=flat.device).index_add_(0, flat, ones)[1:]

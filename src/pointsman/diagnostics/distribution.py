@@ -1,0 +1,101 @@
+"""What the router's distribution looks like: entropy, before and after mixing, and the margin of the choice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, ratio, unmixed
+from pointsman.routing import Routing
+
+
+def entropies(probs: Tensor) -> Tensor:
+    """H = -sum_i p_i ln p_i of each row [tokens, E], in nats and float64; rows are first scaled to sum 1."""
+    probs = probs.detach().double()
+    total = probs.sum(-1, keepdim=True)
+    entropy: Tensor = torch.special.entr(probs / torch.where(total > 0, total, 1.0)).sum(-1)
+    return entropy
+
+
+class Entropy(Diagnostic):
+    """Entropy of the router's full distribution over all E experts, before top-k, averaged over tokens.
+
+    H_t = -sum_i p_ti ln p_ti in nats (uniform: ln E; HyperRouter, Tables 4 and A5). `mean` and `std` (population,
+    over tokens) are of the distribution before mixing: softmax of all logits, or sigmoids scaled to sum 1; `mixed_mean`
+    and `mixed_std` of what selection saw; `ratio` = mixed_mean / mean (Mutual-Inform's ratio is to another model's:
+    see `against`). `chosen_mean`: of the combine weights over the k chosen, scaled to sum 1.
+    """
+
+    def __init__(self) -> None:
+        self.before, self.after, self.weights = Moments(), Moments(), Moments()
+        self.num_experts = 0
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        self.num_experts = routing.num_experts
+        before = unmixed(routing)
+        of_before = entropies(before)
+        self.before.add(of_before, mask)
+        self.after.add(of_before if before is routing.probs else entropies(routing.probs), mask)
+        experts = chosen(routing, mask)
+        self.weights.add(entropies(routing.weights.masked_fill(experts < 0, 0)), (experts >= 0).any(-1))
+
+    def merge(self, other: Self) -> Self:
+        self.num_experts = self.num_experts or other.num_experts
+        return super().merge(other)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens": self.before.count,
+            "mean": self.before.mean,
+            "std": self.before.std,
+            "mixed_mean": self.after.mean,
+            "mixed_std": self.after.std,
+            "ratio": ratio(self.after.mean, self.before.mean),
+            "chosen_mean": self.weights.mean,
+            "uniform": math.log(self.num_experts) if self.num_experts else None,
+        }
+
+
+class Margin(Diagnostic):
+    """How far the choice is from another one: m_t = p_(k) - p_(k+1), the sorted scores of what selection saw.
+
+    `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None where every expert is chosen (k = E),
+    and under expert choice, where no token chooses. A selection bias is not part of the scores.
+    """
+
+    def __init__(self) -> None:
+        self.margin, self.first = Moments(), Moments()
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        k = routing.experts.shape[-1]
+        if routing.num_experts < 2 or routing.flat is not None:
+            return
+        best = routing.probs.detach().topk(min(k + 1, routing.num_experts), dim=-1).values.double()
+        if k < routing.num_experts:
+            self.margin.add(best[:, k - 1] - best[:, k], mask)
+        self.first.add(best[:, 0] - best[:, 1], mask)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens": self.margin.count,
+            "mean": self.margin.mean,
+            "std": self.margin.std,
+            "first_mean": self.first.mean,
+        }

@@ -1,0 +1,134 @@
+"""How tokens spread over the experts: load, and which experts are chosen together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.base import Diagnostic, chosen, counts, number, numbers, table
+from pointsman.routing import Routing
+
+CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
+
+
+def load_summary(assigned: Tensor) -> dict[str, Any]:
+    """Figures of one load vector: the number of assignments of each expert [E].
+
+    `share` f_i = n_i / sum n; `cv` = std(n) / mean(n), population (its square: Shazeer's CV^2); `dead`: the experts
+    without an assignment; `effective` = exp(H(f)), from 1 to E; `max_violation` = (max n - mean n) / mean n (MaxVio);
+    `busiest`, `idlest`: the share of the ceil(E / 5) experts with most and least.
+    """
+    assigned = assigned.double().cpu()
+    total, experts = float(assigned.sum()), assigned.numel()
+    if not total:
+        names = ("cv", "effective", "max_violation", "busiest", "idlest")
+        return {"share": [None] * experts, "dead": [], **dict.fromkeys(names)}
+    share = assigned / total
+    mean = total / experts
+    fifth = math.ceil(experts / 5)
+    ordered = share.sort(descending=True).values
+    return {
+        "share": numbers(share),
+        "dead": torch.nonzero(assigned == 0)[:, 0].tolist(),
+        "cv": number(assigned.std(correction=0) / mean),
+        "effective": number(torch.special.entr(share).sum().exp()),
+        "max_violation": number((assigned.max() - mean) / mean),
+        "busiest": number(ordered[:fifth].sum()),
+        "idlest": number(ordered[-fifth:].sum()),
+    }
+
+
+class Load(Diagnostic):
+    """Assignments of each expert; every one of a token's k choices counts 1, padding and dropped ones 0.
+
+    The figures of `load_summary`, and `tokens`, `assignments`, `importance` (the share of all combine weight that each
+    expert got), `dropped` (the share of tokens * k assignments that capacity took; None under expert choice).
+    """
+
+    def __init__(self) -> None:
+        self.assigned: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.tokens: Tensor | None = None
+        self.slots: Tensor | None = None
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        experts = chosen(routing, mask)
+        real = experts.new_tensor(experts.shape[0], dtype=torch.float64) if mask is None else mask.sum().double()
+        slots = real * (0 if routing.flat is not None else experts.shape[-1])
+        kept = torch.where(experts < 0, 0.0, routing.weights.detach().double())
+        weight = torch.zeros(routing.num_experts + 1, dtype=torch.float64, device=experts.device)
+        weight = weight.index_add_(0, experts.reshape(-1) + 1, kept.reshape(-1))[1:]
+        other = Load()
+        other.assigned, other.weight = counts(experts, routing.num_experts), weight
+        other.tokens, other.slots = real.to(experts.device), slots.to(experts.device)
+        self.merge(other)
+
+    def result(self) -> dict[str, Any]:
+        if self.assigned is None or self.weight is None or self.tokens is None or self.slots is None:
+            return {"tokens": 0, "assignments": 0, "importance": [], "dropped": None, **load_summary(torch.zeros(0))}
+        slots, assigned = float(self.slots), float(self.assigned.sum())
+        weight = float(self.weight.sum())
+        return {
+            "tokens": int(self.tokens),
+            "assignments": int(assigned),
+            "importance": numbers(self.weight / weight) if weight else [None] * self.weight.numel(),
+            "dropped": 1 - assigned / slots if slots else None,
+            **load_summary(self.assigned),
+        }
+
+
+class CoActivation(Diagnostic):
+    """Which experts a token chooses together: C_ij = the number of tokens that chose both i and j; C_ii: that chose i.
+
+    `given` [E, E]: P(j | i) = C_ij / C_ii, the diagonal 1 (None where i is dead). `pairs`: the 10 pairs with the
+    highest lift C_ij T / (C_ii C_jj), T tokens (1 = as if independent), among those with at least 10 joint tokens, each
+    {"experts": [i, j], "tokens": C_ij, "lift": …}.
+    """
+
+    def __init__(self) -> None:
+        self.together: Tensor | None = None
+        self.tokens: Tensor | None = None
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        experts = chosen(routing, mask)
+        width = routing.num_experts
+        together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)
+        for start in range(0, experts.shape[0], CHUNK):
+            rows = experts[start : start + CHUNK]
+            hot = torch.zeros(rows.shape[0], width + 1, device=experts.device).scatter_(1, rows + 1, 1.0)[:, 1:]
+            together += (hot.T @ hot).double()  # counts up to CHUNK are exact in float32
+        real = (experts >= 0).any(-1).sum().double()
+        self.together = together if self.together is None else self.together + together
+        self.tokens = real if self.tokens is None else self.tokens + real
+
+    def result(self) -> dict[str, Any]:
+        if self.together is None or self.tokens is None:
+            return {"tokens": 0, "given": [], "pairs": []}
+        together, tokens = self.together.cpu(), float(self.tokens)
+        alone = together.diagonal()
+        lift = torch.nan_to_num(together * tokens / torch.outer(alone, alone)).triu(1)
+        lift = torch.where(together >= 10, lift, 0.0)
+        width = together.shape[0]
+        pairs = []
+        for place in lift.reshape(-1).sort(descending=True, stable=True).indices[:10].tolist():
+            i, j = divmod(place, width)
+            if lift[i, j] > 0:
+                pairs.append({"experts": [i, j], "tokens": int(together[i, j]), "lift": number(lift[i, j])})
+        return {"tokens": int(tokens), "given": table(together / alone[:, None]), "pairs": pairs}

@@ -1,0 +1,212 @@
+"""A cheap look at the routing while a model trains: rows for metrics.jsonl, scalars, and warnings.
+
+monitor = RoutingMonitor(model, every=100)
+for step in range(1, steps + 1):
+    with monitor.observe(step):
+        loss = model(tokens)          # the forward of every micro-batch; backward stays outside
+    …
+    for row in monitor.rows():        # empty except at every 100th step
+        metrics.write(json.dumps(row))
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.control import named_routers, record_routing
+from pointsman.diagnostics.base import counts as expert_counts
+from pointsman.diagnostics.base import number, unmixed
+from pointsman.diagnostics.load import load_summary
+from pointsman.routing import Routing, RoutingContext
+
+logger = logging.getLogger("pointsman.routing")
+ENOUGH = 20  # assignments an expert would get by an even spread before none at all is worth a warning
+COLLAPSED = 0.1  # (effective number of experts - k) / (E - k) below this is a collapse
+MOST_LAYERS = 16  # a scalar for each layer up to here; above, only the least, mean and greatest over layers
+
+
+class _Window:
+    """What one layer did since its last row."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.assigned = torch.zeros(num_experts, dtype=torch.float64)
+        self.tokens = torch.zeros((), dtype=torch.float64)
+        self.clear()
+
+    def clear(self) -> None:
+        self.assigned.zero_()
+        self.tokens.zero_()
+        self.sampled: list[Tensor] = []  # [sum of entropies, sum of margins, tokens] of a sampled forward
+        self.k = 0
+
+    def count(self, routing: Routing) -> None:
+        if self.assigned.device != routing.experts.device:
+            self.assigned, self.tokens = (t.to(routing.experts.device) for t in (self.assigned, self.tokens))
+        self.assigned += expert_counts(routing.experts, routing.num_experts)
+        self.tokens += (routing.experts >= 0).any(-1).sum()
+        self.k = routing.experts.shape[-1]
+
+    def sample(self, routing: Routing, mask: Tensor | None) -> None:
+        probs = unmixed(routing)
+        total = probs.sum(-1, keepdim=True).clamp_min(1e-30)
+        entropy = torch.special.entr(probs / total).sum(-1)
+        margin = torch.full_like(entropy, torch.nan)
+        if self.k < routing.num_experts:
+            best = routing.probs.topk(self.k + 1, dim=-1).values
+            margin = best[:, -2] - best[:, -1]
+        values = torch.stack([entropy, margin, torch.ones_like(entropy)], -1)
+        if mask is not None:
+            values = torch.where(mask[:, None], values, 0.0)
+        self.sampled.append(values.double().sum(0))
+
+
+class RoutingMonitor:
+    """Gathers loads in every observed forward, entropy and margin in those of every N-th step.
+
+    A row, for each layer at each step that `every` divides:
+    `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "tokens", "batches"}`.
+    `load` is the share of each expert [E] over the `batches` observed since the row before (X-MoE gathers its loads for
+    100), with `tokens` tokens, and `dead` how many experts got none of them; `entropy` (nats, before mixing) and
+    `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None where there is no value.
+
+    An expert that got nothing in a window, and a layer whose effective number of experts exp(H(load)) comes close to
+    k, are warned of by name: through the logger `pointsman.routing`, and as rows
+    `{"kind": "warning", "step", "layer", "experts", "message"}`; the same warning again only after twice as many steps.
+
+    Args:
+        model: any model with MoE layers.
+        every: N.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 100) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"RoutingMonitor: every={every!r}: allowed are whole numbers from 1")
+        self.every = every
+        self._model = model
+        self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}
+        self._batches = 0
+        self._step = 0
+        self._next_warning: dict[tuple[str, str], int] = {}
+
+    @contextmanager
+    def observe(self, step: int) -> Iterator[None]:
+        """Watches the forwards inside; backward stays outside, where checkpointing would run them again."""
+        self._step = step
+        self._batches += 1
+        with record_routing(self._model, self._take):
+            yield
+
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+        window = self._windows[name]
+        window.count(routing)
+        if self._step % self.every == 0:
+            mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
+            window.sample(routing, mask)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the step observed last, once; empty if it is none that `every` divides."""
+        if self._batches == 0 or self._step % self.every:
+            return []
+        rows: list[dict[str, Any]] = []
+        for name, window in self._windows.items():
+            if window.sampled:
+                rows.append(self._row(name, window))
+                rows.extend(self._warnings(name, window))
+            window.clear()
+        self._batches = 0
+        return rows
+
+    def _row(self, name: str, window: _Window) -> dict[str, Any]:
+        entropy, margin, tokens = torch.stack(window.sampled).sum(0).tolist()
+        summary = load_summary(window.assigned)
+        return {
+            "kind": "routing",
+            "step": self._step,
+            "layer": name,
+            "entropy": number(entropy / tokens) if tokens else None,
+            "load": summary["share"],
+            "margin": number(margin / tokens) if tokens else None,
+            "dead": len(summary["dead"]),
+            "tokens": int(window.tokens),
+            "batches": self._batches,
+        }
+
+    def _warnings(self, name: str, window: _Window) -> list[dict[str, Any]]:
+        experts = window.assigned.numel()
+        total = float(window.assigned.sum())
+        summary = load_summary(window.assigned)
+        found: list[tuple[str, list[int], str]] = []
+        if total >= ENOUGH * experts and summary["dead"]:
+            dead: list[int] = summary["dead"]
+            what = f"{_names(dead)} of {experts} got no token"
+            found.append(("dead", dead, f"{what} in {self._batches} batches"))
+        spare = experts - window.k
+        if spare > 0 and total >= ENOUGH * experts and (summary["effective"] - window.k) / spare < COLLAPSED:
+            top = sorted(window.assigned.topk(window.k).indices.tolist())
+            taken = float(window.assigned[top].sum()) / total
+            message = f"routing has collapsed: {_names(top)} took {taken:.0%} of all assignments"
+            found.append(("collapse", top, message))
+        rows = []
+        for kind, which, message in found:
+            if self._step < self._next_warning.get((name, kind), 0):
+                continue
+            self._next_warning[name, kind] = 2 * self._step
+            logger.warning("step %d, layer %s: %s", self._step, name, message)
+            rows.append({"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message})
+        return rows
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The counts since the last row, so that a resumed run writes the same rows."""
+        state = {"batches": torch.tensor(self._batches)}
+        for name, window in self._windows.items():
+            state[f"{name}.assigned"] = window.assigned.cpu().clone()
+            state[f"{name}.tokens"] = window.tokens.cpu().clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._batches = int(state["batches"])
+        for name, window in self._windows.items():
+            window.assigned = state[f"{name}.assigned"].clone()
+            window.tokens = state[f"{name}.tokens"].clone()
+
+
+def _names(experts: list[int]) -> str:
+    shown = ", ".join(str(expert) for expert in experts[:8]) + (", …" if len(experts) > 8 else "")
+    return f"expert {shown}" if len(experts) == 1 else f"experts {shown}"
+
+
+def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Rows of one step as tag -> value for TensorBoard and the like; the number of tags does not grow with experts.
+
+    `routing/<layer>/entropy|margin|effective|dead|busiest` for each layer; with more than 16 layers their
+    `routing/least|mean|greatest/…` over layers instead.
+    """
+    by_layer: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["kind"] != "routing":
+            continue
+        load = torch.tensor([share or 0.0 for share in row["load"]], dtype=torch.float64)
+        values = {
+            "entropy": row["entropy"],
+            "margin": row["margin"],
+            "effective": load_summary(load)["effective"],
+            "dead": float(row["dead"]),
+            "busiest": float(load.max()),
+        }
+        by_layer[row["layer"]] = {key: value for key, value in values.items() if value is not None}
+    if len(by_layer) <= MOST_LAYERS:
+        return {f"routing/{layer}/{key}": value for layer, of in by_layer.items() for key, value in of.items()}
+    gathered: dict[str, float] = {}
+    for key in ("entropy", "margin", "effective", "dead", "busiest"):
+        over_layers = [of[key] for of in by_layer.values() if key in of]
+        if over_layers:
+            gathered[f"routing/least/{key}"] = min(over_layers)
+            gathered[f"routing/mean/{key}"] = sum(over_layers) / len(over_layers)
+            gathered[f"routing/greatest/{key}"] = max(over_layers)
+    return gathered

@@ -1,0 +1,151 @@
+import json
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pointsman import MoE, RoutingContext
+from pointsman.diagnostics import RoutingMonitor, scalars
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, router: str = "smoe", num_experts: int = 4, top_k: int = 2) -> None:
+        super().__init__()
+        self.first = MoE(8, 16, num_experts, top_k=top_k, router=router)
+        self.second = MoE(8, 16, num_experts, top_k=top_k, router=router)
+
+    def forward(self, hidden, context=None):
+        return self.second(self.first(hidden, context), context)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return TwoLayers()
+
+
+def test_rows_come_at_every_nth_step_and_count_every_batch(model):
+    monitor = RoutingMonitor(model, every=3)
+    written, shares = [], torch.zeros(4, dtype=torch.float64)
+    for step in range(1, 8):
+        hidden = torch.randn(2, 5, 8)
+        with monitor.observe(step):
+            model(hidden)
+        if step <= 3:
+            chosen = model.first.router(hidden).experts
+            shares += torch.bincount(chosen.reshape(-1), minlength=4).double()
+        if step == 3:
+            routing = model.first.router(hidden)
+        written += monitor.rows()
+        assert monitor.rows() == []
+    assert [(row["step"], row["layer"]) for row in written] == [
+        (3, "first"),
+        (3, "second"),
+        (6, "first"),
+        (6, "second"),
+    ]
+    row = written[0]
+    assert row["kind"] == "routing"
+    assert row["batches"] == 3
+    assert row["tokens"] == 30
+    assert row["load"] == pytest.approx((shares / shares.sum()).tolist())
+    p = routing.probs.detach().double()
+    assert row["entropy"] == pytest.approx(float(-(p * p.log()).sum(-1).mean()), abs=1e-6)
+    ordered = p.sort(-1, descending=True).values
+    assert row["margin"] == pytest.approx(float((ordered[:, 1] - ordered[:, 2]).mean()), abs=1e-6)
+    json.dumps(written, allow_nan=False)
+
+
+def test_padding_is_not_counted(model):
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    hidden = torch.randn(2, 3, 8)
+    garbage = hidden.clone()
+    garbage[~mask] = 1e6
+    found = []
+    for batch in (hidden, garbage):
+        monitor = RoutingMonitor(model, every=1)
+        with monitor.observe(1):
+            model(batch, RoutingContext(padding_mask=mask))
+        found.append(monitor.rows()[0])
+    assert found[0] == found[1]
+    assert found[0]["tokens"] == 3
+
+
+def test_no_margin_where_every_expert_is_chosen():
+    monitor = RoutingMonitor(model := TwoLayers(top_k=4), every=1)
+    with monitor.observe(1):
+        model(torch.randn(1, 6, 8))
+    row = monitor.rows()[0]
+    assert row["margin"] is None
+    assert "routing/first/margin" not in scalars([row])
+
+
+def test_warnings_name_layer_and_expert_and_grow_rare(model, caplog):
+    with torch.no_grad():
+        model.second.router.score.bias.copy_(torch.tensor([100.0, 90.0, 0.0, -10.0]))
+    monitor = RoutingMonitor(model, every=1)
+    rows = []
+    with caplog.at_level(logging.WARNING, logger="pointsman.routing"):
+        for step in range(1, 33):
+            with monitor.observe(step):
+                model(torch.randn(4, 16, 8))
+            rows += [row for row in monitor.rows() if row["kind"] == "warning"]
+    second = [row for row in rows if row["layer"] == "second"]
+    dead = [row for row in second if "got no token" in row["message"]]
+    assert dead[0]["experts"] == [2, 3]
+    assert [row["step"] for row in dead] == [1, 2, 4, 8, 16, 32]
+    assert any("collapsed" in row["message"] and row["experts"] == [0, 1] for row in second)
+    assert not [row for row in rows if row["layer"] == "first"]
+    assert "layer second: experts 2, 3 of 4 got no token" in caplog.text
+
+
+def test_few_tokens_are_no_reason_to_warn(model, caplog):
+    with torch.no_grad():
+        model.second.router.score.bias.copy_(torch.tensor([100.0, 90.0, 0.0, -10.0]))
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        model(torch.randn(1, 4, 8))
+    assert all(row["kind"] == "routing" for row in monitor.rows())
+    assert not caplog.text
+
+
+def test_a_resumed_monitor_writes_the_same_row(model):
+    batches = [torch.randn(1, 7, 8) for _ in range(4)]
+    rows = []
+    for resumed in (False, True):
+        monitor = RoutingMonitor(model, every=4)
+        for step, batch in enumerate(batches, 1):
+            with monitor.observe(step):
+                model(batch)
+            if resumed and step == 2:
+                state = monitor.state_dict()
+                monitor = RoutingMonitor(model, every=4)
+                monitor.load_state_dict(state)
+        rows.append(monitor.rows())
+    assert rows[0] == rows[1]
+
+
+def test_hooks_are_gone_afterwards(model):
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        model(torch.randn(1, 4, 8))
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_scalars_are_bounded():
+    row = {"kind": "routing", "step": 1, "entropy": 1.0, "load": [0.5, 0.5], "margin": None, "dead": 0}
+    few = scalars([{**row, "layer": f"layer.{i}"} for i in range(3)])
+    assert len(few) == 3 * 4
+    assert few["routing/layer.0/effective"] == pytest.approx(2.0)
+    many = scalars([{**row, "layer": f"layer.{i}", "entropy": float(i)} for i in range(100)])
+    assert len(many) == 3 * 4
+    assert (many["routing/least/entropy"], many["routing/greatest/entropy"]) == (0.0, 99.0)
+    assert math.isclose(many["routing/mean/entropy"], 49.5)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_must_be_a_whole_number(model, every):
+    with pytest.raises(ValueError, match="every="):
+        RoutingMonitor(model, every=every)
