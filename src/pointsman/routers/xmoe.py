@@ -1,0 +1,168 @@
+"""X-MoE (Chi et al., NeurIPS 2022): tokens and experts meet by their cosine on a low-dimensional sphere."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.ops.scoring import linear
+from pointsman.routers.registry import Site, register_router
+from pointsman.routers.router import Normalizer, Scorer, Stages, raised
+from pointsman.routing import RoutingContext
+
+NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
+TEMPERATURE_FLOOR = 1e-4
+TAU0 = {"softmax": 0.3, "sigmoid": 0.07}  # the paper's, section 4.1
+
+
+class CosineScorer(Scorer):
+    """s_i = (W h) . e_i / (|W h| |e_i|) (Eq. 7), each norm at least 1e-4.
+
+    W starts as nn.Linear does; the rows e_i start in random directions with norm `expert_norm`, and `step_end` brings
+    them back to it: the smaller the norm, the faster an optimizer's step of given size turns them.
+
+    Args:
+        routing_dim: width of the sphere's space; None = no projection, W is the identity.
+        normalize_tokens, normalize_experts: False leaves that side's norm in the score.
+        orthogonal: the rows start as those of an orthogonal matrix.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        routing_dim: int | None,
+        *,
+        expert_norm: float,
+        normalize_tokens: bool = True,
+        normalize_experts: bool = True,
+        orthogonal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.expert_norm = expert_norm
+        self.normalize_tokens, self.normalize_experts = normalize_tokens, normalize_experts
+        self.needs_step_end = normalize_experts
+        self.projection = None if routing_dim is None else nn.Linear(dim, routing_dim, bias=False)
+        directions = torch.randn(num_experts, dim if routing_dim is None else routing_dim)
+        if orthogonal:
+            nn.init.orthogonal_(directions)
+        self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        experts = self.expert_embeddings.to(hidden.dtype)
+        if self.normalize_experts:
+            experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
+        tokens = hidden if self.projection is None else linear(hidden, self.projection.weight.to(hidden.dtype))
+        scores = linear(tokens, experts)
+        if self.normalize_tokens:
+            scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
+        return scores
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        """|e_i| = expert_norm again; a frozen router stays bit for bit as it is."""
+        if self.normalize_experts and self.expert_embeddings.requires_grad:
+            directions = F.normalize(raised(self.expert_embeddings), dim=-1)
+            self.expert_embeddings.copy_(directions * self.expert_norm)
+
+
+class TemperatureGate(Normalizer):
+    """p = softmax(s / tau) or sigmoid(s_i / tau) (Eq. 8), tau a learnable scalar that never falls below 1e-4."""
+
+    def __init__(self, gate: str, temperature: float) -> None:
+        super().__init__()
+        self.gate = gate
+        self.temperature = nn.Parameter(torch.tensor(temperature))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        scaled = logits / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
+        return torch.sigmoid(scaled) if self.gate == "sigmoid" else torch.softmax(scaled, -1)
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        """Back onto the floor from below it, where there would be no gradient to leave it by."""
+        if self.temperature.requires_grad:
+            self.temperature.clamp_(min=TEMPERATURE_FLOOR)
+
+    def extra_repr(self) -> str:
+        return self.gate
+
+
+def _weight_is_the_gate_at_top_1(site: Site) -> bool:
+    return site.top_k > 1
+
+
+@register_router(
+    "xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=_weight_is_the_gate_at_top_1
+)
+def xmoe(
+    site: Site,
+    *,
+    routing_dim: int | Literal["full"] | None = None,
+    normalize: bool = True,
+    expert_norm: float = 0.1,
+    gate: Literal["softmax", "sigmoid"] = "softmax",
+    tau0: float | None = None,
+) -> Stages:
+    """X-MoE: cosines in a low-dimensional space, a learnable temperature, balance loss 0.01 on softmax(cosines / tau0).
+
+    Built with top_k=1 the combine weight is the gate's value; with a larger k it is renormalised over the k.
+
+    routing_dim: width of the space (none = half the experts, at least 2; full = the hidden states' own, no projection).
+    normalize: cosines; false = dot products, and the embeddings' norms are free.
+    expert_norm: the norm that the expert embeddings start with and are kept at.
+    gate: softmax over all experts, or a sigmoid for each.
+    tau0: temperature of the balance loss, and the first value of the gate's (none = 0.3 for softmax, 0.07 for sigmoid).
+    """
+    if routing_dim is None:
+        routing_dim = max(2, site.num_experts // 2)
+    tau0 = TAU0[gate] if tau0 is None else tau0
+    _check("xmoe", routing_dim=routing_dim, expert_norm=expert_norm, tau0=tau0)
+    scorer = CosineScorer(
+        site.dim,
+        site.num_experts,
+        None if routing_dim == "full" else routing_dim,
+        expert_norm=expert_norm,
+        normalize_tokens=normalize,
+        normalize_experts=normalize,
+    )
+    return Stages(scorer, TemperatureGate(gate, tau0), balance_temperature=tau0)
+
+
+@register_router(
+    "xmoe-torchscale",
+    paper="X-MoE as the library torchscale has it",
+    balance=0.01,
+    renormalize=_weight_is_the_gate_at_top_1,
+)
+def xmoe_torchscale(site: Site, *, routing_dim: int = 16, expert_norm: float = 1.5) -> Stages:
+    """X-MoE as torchscale, and its many forks, have it; nothing is dropped.
+
+    Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
+    of experts; embeddings start orthogonal and are kept at norm 1.5; no temperature, neither in the softmax nor in the
+    balance loss.
+
+    routing_dim: width of the space.
+    expert_norm: the norm of the expert embeddings.
+    """
+    _check("xmoe-torchscale", routing_dim=routing_dim, expert_norm=expert_norm)
+    return Stages(
+        CosineScorer(
+            site.dim,
+            site.num_experts,
+            routing_dim,
+            expert_norm=expert_norm,
+            normalize_tokens=False,
+            orthogonal=True,
+        )
+    )
+
+
+def _check(name: str, **options: float | str) -> None:
+    for option, value in options.items():
+        least, words = (1, "whole numbers from 1, or full") if option == "routing_dim" else (0, "numbers above 0")
+        if not isinstance(value, str) and (value < least or value == 0):
+            raise ValueError(f"{name}: option {option}={value}: allowed are {words}")
