@@ -1,19 +1,23 @@
-"""pointsman: routing for sparse mixtures of experts."""
+"""pointsman: routing for sparse mixtures of experts. The public names, each imported when first used."""
 
-from pointsman.control import (
-    freeze,
-    losses,
-    materialize,
-    record_routing,
-    set_loss_scale,
-    set_top_k,
-    step_end,
-    track_steps,
-)
-from pointsman.layer import MoE
-from pointsman.routers.registry import build_router, build_routers, list_routers
-from pointsman.routers.router import Router
-from pointsman.routing import AttentionTrace, Routing, RoutingContext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pointsman.control import (
+        freeze,
+        losses,
+        materialize,
+        record_routing,
+        set_loss_scale,
+        set_top_k,
+        step_end,
+        track_steps,
+    )
+    from pointsman.layer import MoE
+    from pointsman.routers.registry import build_router, build_routers, list_routers
+    from pointsman.routers.router import Router
+    from pointsman.routing import AttentionTrace, Routing, RoutingContext
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,3 +38,23 @@ __all__ = [
     "step_end",
     "track_steps",
 ]
+
+
+_HOMES = {
+    "routing": ("AttentionTrace", "Routing", "RoutingContext"),
+    "routers.router": ("Router",),
+    "routers.registry": ("build_router", "build_routers", "list_routers"),
+    "layer": ("MoE",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes a second to import: `pointsman --help` must not wait for it
+    if name not in __all__:
+        raise AttributeError(f"module 'pointsman' has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "control")
+    return getattr(import_module(f"pointsman.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

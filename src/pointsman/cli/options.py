@@ -34,7 +34,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
         self.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the run, e.g. learning_rate=1e-3"
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="any setting of the run, e.g. learning_rate=1e-3",
         )
 
     def flags(self) -> list[str]:

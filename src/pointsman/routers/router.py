@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pointsman import losses as loss_functions
+from pointsman import auxiliary
 from pointsman.routing import Carry, Routing, RoutingContext
 
 
@@ -222,9 +222,9 @@ class Router(nn.Module):
         if self.balance:
             softmax = isinstance(self.normalize, Softmax) and self.balance_temperature == 1.0
             probs = unmixed if softmax else torch.softmax(logits / self.balance_temperature, -1)
-            values["balance"] = self.balance * loss_functions.balance(probs, experts, mask)
+            values["balance"] = self.balance * auxiliary.balance(probs, experts, mask)
         if self.z_loss:
-            values["z_loss"] = self.z_loss * loss_functions.z_loss(logits, mask)
+            values["z_loss"] = self.z_loss * auxiliary.z_loss(logits, mask)
         return values
 
     def gather(self, statistics: Mapping[str, Tensor]) -> None:
