@@ -9,7 +9,7 @@ class RunError(ValueError):
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """The tail of an error about an unknown name: the nearest allowed name, if one is near, and all that are allowed."""
+    """The tail of an error about an unknown name: the nearest allowed one, if any is near, and all that are allowed."""
     known = sorted(allowed)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""

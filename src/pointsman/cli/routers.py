@@ -1,0 +1,95 @@
+"""`pointsman routers [NAME] [--cost]`: lists and explains the routers, and what a model with them costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from pointsman.cli.options import Parser
+
+EPILOG = """examples:
+  pointsman routers
+  pointsman routers hyperrouter
+  pointsman routers --cost --preset small
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("routers", "List the routers, explain one, or show what a model costs.", EPILOG)
+    flags.add_argument("name", nargs="?", metavar="NAME", help="a router or mixer to explain, or a spec with --cost")
+    flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
+    flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    import pointsman  # noqa: F401 - registers the routers
+
+    if values.cost:
+        return cost(values)
+    if values.name:
+        print(explain(values.name))
+        return 0
+    print(listing())
+    return 0
+
+
+def listing() -> str:
+    """All routers, mixers and baselines, a line each."""
+    from pointsman.routers.registry import BASELINES, entry, list_mixers, list_routers
+
+    def lines(names: Sequence[str], prefix: str = "") -> list[str]:
+        return [f"  {prefix + name:<20} {entry(name).summary.splitlines()[0]}" for name in names]
+
+    return "\n".join(
+        [
+            "routers",
+            *lines(list_routers()),
+            "",
+            "mixers, on any router: ROUTER+MIXER",
+            *lines(list_mixers(), "+"),
+            "",
+            "baselines without a router",
+            *(f"  {name:<20} {text}" for name, text in BASELINES.items()),
+            "",
+            "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one",
+        ]
+    )
+
+
+def explain(name: str) -> str:
+    """What a router is, where it comes from, and its options with types and defaults."""
+    from pointsman.routers.registry import BASELINES, COMMON, describe, entry, list_mixers
+
+    if name in BASELINES:
+        return f"{name}\n\n{BASELINES[name]}"
+    found = entry(name)
+    mixer = name in list_mixers()
+    defaults = {"balance": found.balance}
+
+    def lines(options: dict[str, Any]) -> list[str]:
+        return [
+            f"  {key:<14} {describe(option.annotation)}; default {_default(defaults.get(key, option.default))}"
+            for key, option in options.items()
+        ]
+
+    own = lines(found.options) or ["  none of its own"]
+    common = [] if mixer else ["", "options of every router", *lines(COMMON.options)]
+    return "\n".join(
+        [("+" if mixer else "") + name, "", found.summary, "", f"from: {found.paper}", "", "options", *own, *common]
+    )
+
+
+def _default(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "none"}.get(value, str(value))
+        if not isinstance(value, float)
+        else str(value)
+    )
+
+
+def cost(values: argparse.Namespace) -> int:
+    """Prints the cost tables of a preset."""
+    raise NotImplementedError
