@@ -1,111 +1,159 @@
-"""The experts on a CPU: forward and backward of all of them as one operation.
-
-With slots s = (token t, expert e, weight w), rows x_s = x_t and hidden units h_s:
-
-    y_t = sum_s w_s (W_out h_s + b_out)
-    dw_s = h_s . (W_out' dy_t) + b_out . dy_t        so the experts' outputs are not kept
-    dW_out = sum_s (w_s dy_t) h_s',   dW_in = sum_s du_s (w_s x_s)',   dx_t = sum_s w_s W_in' du_s
-
-with du_s the gradient of the pre-activation for w_s = 1: the weight only ever multiplies tensors that are dim wide.
-"""
+"""The experts on a CPU as one differentiable operation: layout, forward, backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from pointsman.ops.dispatch import Plan
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, expert_gradients
-from pointsman.ops.reference import ExpertParameters, experts
+from pointsman.ops import dense, sparse
+from pointsman.ops.dispatch import Plan, Slots, plan, slots_of_pairs, slots_of_tokens
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept
+from pointsman.ops.gemm import choose
+from pointsman.ops.kernels import measure_kernels
+from pointsman.ops.recycling import empty_gradient
+from pointsman.ops.reference import ExpertParameters
+
+DTYPES = {torch.float32, torch.bfloat16}
 
 
-def forward(
-    hidden: Tensor, weight: Tensor, parameters: ExpertParameters, plan: Plan, first: HiddenUnits, keep: bool
-) -> tuple[Tensor, list[Kept]]:
-    """The combined output [tokens, dim], and what each used expert keeps for `backward`.
+@dataclass(frozen=True)
+class Options:
+    """How experts compute: activation, dropout probability and the seed of its mask, the GEMM ("": measured)."""
 
-    Args:
-        hidden: [tokens, dim].
-        weight: [S], the combine weights of the slots in token order, in the dtype of `hidden`.
-        first: the experts' first half.
-        keep: whether backward will follow.
+    activation: str
+    dropout: float
+    seed: int
+    gemm: str
+
+    def hidden_units(self, dtype: torch.dtype) -> HiddenUnits:
+        generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
+        gemm = choose(self.gemm or measure_kernels().gemm, dtype)
+        return HiddenUnits(self.activation, self.dropout, gemm, generator)
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Which expert works on which token: `expert` [tokens, k] (-1: none); or, with `token` [P], pairs: `expert` [P]."""
+
+    token: Tensor | None
+    expert: Tensor
+
+
+class Work:
+    """One call's layout: every token at every expert (`dense`), or gathered by expert.
+
+    `weight` is given as it came, one for each assignment and at least float32; the kernels' form of it is made here.
     """
-    rows = hidden.new_empty(plan.total, hidden.shape[1])
-    kept: list[Kept] = []
-    for expert, part in zip(experts(parameters), plan.parts, strict=True):
-        if not part.size:
-            continue
-        units, keeping = first.forward(plan.gather(hidden, part), expert)
-        first.gemm.linear_into(rows[part.rows], units, expert.w_out, expert.b_out)
-        if keep:
-            kept.append(keeping)
-    return plan.combine(rows, weight), kept
+
+    def __init__(self, hidden: Tensor, assignments: Assignments, num_experts: int, options: Options) -> None:
+        token, expert = assignments.token, assignments.expert
+        self.options = options
+        self.num_experts = num_experts
+        slots = slots_of_tokens(expert) if token is None else slots_of_pairs(token, expert, hidden.shape[0])
+        self.slots: Slots = slots
+        self.plan: Plan | None = None
+        if slots.per_token != num_experts:
+            self.plan = plan(slots, num_experts)
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
+    ) -> tuple[Tensor, list[Kept]]:
+        first = self.options.hidden_units(hidden.dtype)
+        factors = self._factors(weight, hidden.dtype)
+        if self.plan is None:
+            return dense.forward(hidden, factors, parameters, first, keep)
+        return sparse.forward(hidden, factors, parameters, self.plan, first, keep)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        parameters: ExpertParameters,
+        kept: Sequence[Kept],
+        gradients: Gradients,
+        hidden_wanted: bool,
+        weight_wanted: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        first = self.options.hidden_units(hidden.dtype)
+        factors = self._factors(weight, hidden.dtype)
+        gradient = gradient.contiguous()
+        wanted = hidden_wanted, weight_wanted
+        if self.plan is None:
+            dx, dw = dense.backward(gradient, hidden, factors, parameters, first, kept, gradients, *wanted)
+        else:
+            dx, dw = sparse.backward(gradient, hidden, factors, parameters, self.plan, first, kept, gradients, *wanted)
+        return dx, None if dw is None else self._weight_gradient(dw, weight)
+
+    def kept_rows(self, tokens: int) -> list[int]:
+        """How many rows each item of what `forward` keeps has, in its order."""
+        if self.plan is None:
+            return dense.kept_rows(tokens, self.num_experts)
+        return [part.rows.stop - part.rows.start for part in self.plan.parts if part.size]
+
+    def _by_expert(self) -> Tensor:
+        return self.slots.expert.view(-1, self.num_experts)
+
+    def _factors(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.plan is None:
+            full = weight.new_zeros(weight.shape)
+            return full.scatter_add_(1, self._by_expert(), weight).to(dtype)
+        flat = weight.reshape(-1)
+        chosen = self.slots.chosen
+        return (flat if chosen is None else flat.index_select(0, chosen)).to(dtype)
+
+    def _weight_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        gradient = gradient.to(weight.dtype)
+        if self.plan is None:
+            return gradient.gather(1, self._by_expert())
+        chosen = self.slots.chosen
+        if chosen is None:
+            return gradient.view(weight.shape)
+        return gradient.new_zeros(weight.numel()).index_copy_(0, chosen, gradient).view(weight.shape)
 
 
-def backward(
-    gradient: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    parameters: ExpertParameters,
-    plan: Plan,
-    first: HiddenUnits,
-    kept: Sequence[Kept],
-    gradients: Gradients,
-    hidden_wanted: bool,
-    weight_wanted: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
-    gemm = first.gemm
-    weight_rows = weight.new_zeros(plan.total).index_copy_(0, plan.rows, weight.index_select(0, plan.order))
-    hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
-    weight_gradient = weight.new_empty(plan.total) if weight_wanted else None
-    saved = iter(kept)
-    for expert, result, part in zip(
-        experts(parameters), expert_gradients(gradients, len(plan.parts)), plan.parts, strict=True
+def apply(
+    hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
+) -> Tensor:
+    """The experts' combined output [tokens, dim], for contiguous tensors of one dtype of `DTYPES`."""
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, *parameters)
     ):
-        if not part.size:
-            for tensor in result:
-                if tensor is not None:
-                    tensor.zero_()
-            continue
-        keeping = next(saved)
-        again = first.again(keeping)
-        outer = plan.gather(gradient, part)
-        inner = gemm.product(outer, expert.w_out)
-        if weight_gradient is not None:
-            torch.sum(again.units * inner, -1, out=weight_gradient[part.rows])
-            if expert.b_out is not None:
-                weight_gradient[part.rows] += torch.mv(outer, expert.b_out)
-        up, gate = first.backward(inner, keeping, again)
-        factor = weight_rows[part.rows]
-        if result.w_out is not None or result.b_out is not None:
-            outer.mul_(factor[:, None])
-        if result.w_out is not None:
-            gemm.weight_gradient(result.w_out, outer, again.units)
-        if result.b_out is not None:
-            torch.sum(outer, 0, out=result.b_out)
-        if result.w_in is not None or result.w_gate is not None:
-            inputs = plan.gather(hidden, part).mul_(factor[:, None])
-            if result.w_in is not None:
-                gemm.weight_gradient(result.w_in, up, inputs)
-            if result.w_gate is not None:
-                assert gate is not None
-                gemm.weight_gradient(result.w_gate, gate, inputs)
-        if result.b_in is not None:
-            torch.mv(up.t(), factor, out=result.b_in)
-        if result.b_gate is not None:
-            assert gate is not None
-            torch.mv(gate.t(), factor, out=result.b_gate)
-        if hidden_rows is not None:
-            if gate is None:
-                gemm.product_into(hidden_rows[part.rows], up, expert.w_in)
-            else:
-                assert expert.w_gate is not None
-                total = gemm.product(up, expert.w_in)
-                hidden_rows[part.rows] = gemm.accumulate(total, gate, expert.w_gate.t())
-    return (
-        None if hidden_rows is None else plan.combine(hidden_rows, weight),
-        None if weight_gradient is None else weight_gradient.index_select(0, plan.position),
-    )
+        output: Tensor = _Experts.apply(hidden, weight, assignments, options, *parameters)  # type: ignore[no-untyped-call]
+        return output
+    return Work(hidden, assignments, len(parameters.w_in), options).forward(hidden, weight, parameters, keep=False)[0]
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, assignments: Assignments, options: Options, *tensors: Tensor | None
+    ) -> Tensor:
+        parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
+        work = Work(hidden, assignments, len(parameters.w_in), options)
+        output, kept = work.forward(hidden, weight, parameters, keep=True)
+        ctx.work = work
+        ctx.width = len(kept[0]) if kept else 1
+        ctx.save_for_backward(hidden, weight, *tensors, *(tensor for item in kept for tensor in item))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        hidden, weight, *rest = ctx.saved_tensors
+        parameters, flat = ExpertParameters(*rest[:6]), rest[6:]
+        kept = [tuple(flat[start : start + ctx.width]) for start in range(0, len(flat), ctx.width)]
+        hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
+        gradients = Gradients(
+            *(
+                empty_gradient(tensor) if needed and tensor is not None else None
+                for tensor, needed in zip(parameters, wanted, strict=True)
+            )
+        )
+        pair = ctx.work.backward(gradient, hidden, weight, parameters, kept, gradients, hidden_wanted, weight_wanted)
+        return *pair, None, None, *gradients

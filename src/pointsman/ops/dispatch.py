@@ -15,43 +15,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.routing import Routing
 
-
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """The assignments in the order of their tokens.
 
     Attributes:
         expert: [S] int64.
         bags: [tokens] int64, the first slot of each token.
-        weight: [S] or [tokens, k], differentiable.
         per_token: k where every token has k slots, otherwise 0.
+        chosen: [S], which of the given assignments each slot is; None: all as they were given.
     """
 
     expert: Tensor
     bags: Tensor
-    weight: Tensor
     per_token: int
+    chosen: Tensor | None
 
 
-def slots(routing: Routing, tokens: int) -> Slots:
-    """The slots of a routing; assignments to -1 are left out."""
-    if routing.flat is not None:
-        pairs = routing.flat
-        token = pairs.token.numpy()
-        order = torch.from_numpy(np.argsort(token, kind="stable"))
-        bags = _starts(np.bincount(token, minlength=tokens))
-        return Slots(pairs.expert.index_select(0, order), bags, pairs.weight.index_select(0, order), 0)
-    experts = routing.experts
-    k = experts.shape[-1]
-    flat, weight = experts.reshape(-1), routing.weights.reshape(-1)
+def slots_of_tokens(experts: Tensor) -> Slots:
+    """From each token's experts [tokens, k]; -1 is left out."""
+    tokens, k = experts.shape
+    flat = experts.reshape(-1)
     valid = flat.numpy() >= 0
     if valid.all():
-        return Slots(flat, torch.arange(0, tokens * k, k), weight, k)
-    kept = torch.from_numpy(np.flatnonzero(valid))
-    bags = _starts(valid.reshape(tokens, k).sum(1))
-    return Slots(flat.index_select(0, kept), bags, weight.index_select(0, kept), 0)
+        return Slots(flat, torch.arange(0, tokens * k, k) if k else flat.new_zeros(tokens), k, None)
+    chosen = torch.from_numpy(np.flatnonzero(valid))
+    return Slots(flat.index_select(0, chosen), _starts(valid.reshape(tokens, k).sum(1)), 0, chosen)
+
+
+def slots_of_pairs(token: Tensor, expert: Tensor, tokens: int) -> Slots:
+    """From (token, expert) pairs [P] in any order."""
+    chosen = torch.from_numpy(np.argsort(token.numpy(), kind="stable"))
+    bags = _starts(np.bincount(token.numpy(), minlength=tokens))
+    return Slots(expert.index_select(0, chosen), bags, 0, chosen)
 
 
 def _starts(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
@@ -72,6 +68,11 @@ class Part(NamedTuple):
     slots: slice
     size: int
     rows: slice
+
+
+def rows_at_most(slots: int, num_experts: int) -> int:
+    """A bound on the rows of any plan for so many slots: a bucket adds at most 7 rows, or a sixteenth."""
+    return slots + slots // 16 + 8 * num_experts
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ class Plan:
         return output
 
 
-def plan(expert: Tensor, bags: Tensor, per_token: int, num_experts: int) -> Plan:
-    """The plan for slots in token order. numpy sorts short integers by radix: a tenth of torch.argsort's time."""
+def plan(slots: Slots, num_experts: int) -> Plan:
+    """The plan for these slots. numpy sorts short integers by radix: a tenth of torch.argsort's time."""
     narrow = np.uint8 if num_experts <= 256 else np.uint16 if num_experts <= 65536 else np.int64
-    ids = expert.numpy().astype(narrow)
+    ids = slots.expert.numpy().astype(narrow)
     order = np.argsort(ids, kind="stable")
     counts = np.bincount(ids, minlength=num_experts)
     parts, slot, row = [], 0, 0
@@ -128,6 +129,7 @@ def plan(expert: Tensor, bags: Tensor, per_token: int, num_experts: int) -> Plan
     rows = np.arange(order.size) + np.repeat(shift, counts)
     position = np.empty_like(rows)
     position[order] = rows
-    token = order // per_token if per_token else np.searchsorted(bags.numpy(), order, side="right") - 1
+    k = slots.per_token
+    token = order // k if k else np.searchsorted(slots.bags.numpy(), order, side="right") - 1
     tensor = torch.from_numpy
-    return Plan(tensor(order), tensor(token), tensor(rows), tensor(position), bags, parts, row)
+    return Plan(tensor(order), tensor(token), tensor(rows), tensor(position), slots.bags, parts, row)

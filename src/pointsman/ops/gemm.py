@@ -39,8 +39,8 @@ class Gemm(Protocol):
         """total + rows weight', in place or not."""
         ...
 
-    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
-        """output = gradient' rows: [out, in], the gradient of `linear`'s weight."""
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
+        """output = gradient' rows: [out, in], the gradient of `linear`'s weight; with `add`, output += the same."""
         ...
 
 
@@ -66,8 +66,11 @@ class Blas:
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         return total.addmm_(rows, weight.t())
 
-    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
-        torch.mm(gradient.t(), rows, out=output)
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
+        if add:
+            output.addmm_(gradient.t(), rows)
+        else:
+            torch.mm(gradient.t(), rows, out=output)
 
 
 class BlasRelu(Blas):
@@ -96,11 +99,15 @@ class OneDNN:
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result
 
-    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
         if gradient.shape[1] <= rows.shape[1]:  # the first operand is copied into rows: let it be the narrower one
-            output.copy_(_onednn_linear(gradient.t(), rows.t()))
+            result = _onednn_linear(gradient.t(), rows.t())
         else:
-            output.copy_(_onednn_linear(rows.t(), gradient.t()).t())
+            result = _onednn_linear(rows.t(), gradient.t()).t()
+        if add:
+            output.add_(result)
+        else:
+            output.copy_(result)
 
 
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

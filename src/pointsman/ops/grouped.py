@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pointsman.ops import cpu, reference
-from pointsman.ops.dispatch import Plan, plan, slots
-from pointsman.ops.feedforward import Gradients, HiddenUnits
-from pointsman.ops.gemm import choose
-from pointsman.ops.kernels import Kernels, measure_kernels
-from pointsman.ops.recycling import empty_gradient
+from pointsman.ops import compiled, cpu, reference
+from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ExpertParameters
 from pointsman.routing import Routing
 
@@ -48,78 +41,33 @@ def apply_experts(
         cast = (None if tensor is None else tensor.to(dtype) for tensor in parameters)
         parameters = ExpertParameters(*cast)  # type: ignore[arg-type]
     with torch.autocast(kind, enabled=False):
-        return _apply(hidden, routing, parameters, activation, dropout, kernels or measure_kernels())
+        return _apply(hidden, routing, parameters, activation, dropout, kernels)
 
 
 def _apply(
-    hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str, dropout: float, kernels: Kernels
+    hidden: Tensor,
+    routing: Routing,
+    parameters: ExpertParameters,
+    activation: str,
+    dropout: float,
+    kernels: Kernels | None,
 ) -> Tensor:
-    seed = int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
+    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
     dtypes = {tensor.dtype for tensor in (hidden, *parameters) if tensor is not None}
-    if kernels.path == "plain" or hidden.device.type != "cpu" or len(dtypes) > 1 or not dtypes <= _FAST_DTYPES:
-        generator = torch.Generator(hidden.device).manual_seed(seed) if dropout else None
+    fast = hidden.device.type == "cpu" and len(dtypes) == 1 and dtypes <= cpu.DTYPES
+    if not fast or (kernels is not None and kernels.path == "plain"):
+        generator = torch.Generator(hidden.device).manual_seed(int(seed)) if dropout else None
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
-    assigned = slots(routing, hidden.shape[0])
-    layout = plan(assigned.expert, assigned.bags, assigned.per_token, parameters.w_in.shape[0])
-    weight = assigned.weight.to(hidden.dtype)
-    options = _Options(activation, dropout, seed, kernels.gemm)
-    dense = ExpertParameters(*(None if tensor is None else tensor.contiguous() for tensor in parameters))  # type: ignore[arg-type]
-    tensors = (hidden, weight, *parameters)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        output: Tensor = _Experts.apply(hidden, weight, layout, options, *dense)  # type: ignore[no-untyped-call]
-        return output
-    return cpu.forward(hidden, weight, dense, layout, options.hidden_units(hidden.dtype), keep=False)[0]
-
-
-_FAST_DTYPES = {torch.float32, torch.bfloat16}
-
-
-class _Options(NamedTuple):
-    activation: str
-    dropout: float
-    seed: int
-    gemm: str
-
-    def hidden_units(self, dtype: torch.dtype) -> HiddenUnits:
-        generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
-        return HiddenUnits(self.activation, self.dropout, choose(self.gemm, dtype), generator)
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, layout: Plan, options: _Options, *tensors: Tensor | None
-    ) -> Tensor:
-        parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
-        first = options.hidden_units(hidden.dtype)
-        output, kept = cpu.forward(hidden, weight, parameters, layout, first, keep=True)
-        ctx.layout, ctx.options, ctx.widths = layout, options, [len(item) for item in kept]
-        ctx.save_for_backward(hidden, weight, *tensors, *(tensor for item in kept for tensor in item))
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        hidden, weight, *rest = ctx.saved_tensors
-        parameters, flat = ExpertParameters(*rest[:6]), iter(rest[6:])
-        kept = [tuple(next(flat) for _ in range(width)) for width in ctx.widths]
-        hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
-        gradients = Gradients(
-            *(
-                empty_gradient(tensor) if needed and tensor is not None else None
-                for tensor, needed in zip(parameters, wanted, strict=True)
-            )
-        )
-        hidden_gradient, weight_gradient = cpu.backward(
-            gradient.contiguous(),
-            hidden,
-            weight,
-            parameters,
-            ctx.layout,
-            ctx.options.hidden_units(hidden.dtype),
-            kept,
-            gradients,
-            hidden_wanted,
-            weight_wanted,
-        )
-        return hidden_gradient, weight_gradient, None, None, *gradients
+    contiguous = (None if tensor is None else tensor.contiguous() for tensor in parameters)
+    parameters = ExpertParameters(*contiguous)  # type: ignore[arg-type]
+    hidden = hidden.contiguous()
+    pairs = routing.flat
+    if pairs is None:
+        weight, assignments = routing.weights, cpu.Assignments(None, routing.experts)
+    else:
+        weight, assignments = pairs.weight, cpu.Assignments(pairs.token, pairs.expert)
+    gemm = "" if kernels is None else kernels.gemm
+    if torch.compiler.is_compiling():
+        return compiled.apply(hidden, weight, assignments, parameters, activation, dropout, seed, gemm)
+    options = cpu.Options(activation, dropout, int(seed), gemm)
+    return cpu.apply(hidden, weight, assignments, parameters, options)

@@ -53,7 +53,7 @@ def _python_holders(storages: list[torch.UntypedStorage], index: int) -> int:
 
 
 def _tensor_holders(storage: torch.UntypedStorage) -> int:
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 

@@ -1,0 +1,151 @@
+"""The CPU experts as a custom operator, which torch.compile takes as one opaque node.
+
+What backward needs travels as one tensor whose size follows from shapes alone: `rows_at_most` rows of hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.cpu import Assignments, Options, Work
+from pointsman.ops.dispatch import rows_at_most
+from pointsman.ops.feedforward import Gradients, Kept
+from pointsman.ops.reference import ExpertParameters
+
+
+def apply(
+    hidden: Tensor,
+    weight: Tensor,
+    assignments: Assignments,
+    parameters: ExpertParameters,
+    activation: str,
+    dropout: float,
+    seed: Tensor,
+    gemm: str,
+) -> Tensor:
+    """`cpu.apply` for graphs: the seed is a tensor."""
+    keep = torch.is_grad_enabled()
+    output: Tensor = experts_forward(
+        hidden, weight, assignments.token, assignments.expert, *parameters, seed, activation, dropout, gemm, keep
+    )[0]
+    return output
+
+
+@torch.library.custom_op("pointsman::experts_forward", mutates_args=())
+def experts_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    seed: Tensor,
+    activation: str,
+    dropout: float,
+    gemm: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output [tokens, dim], and what `experts_backward` needs (empty without `keep`)."""
+    parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
+    options = Options(activation, dropout, int(seed), gemm)
+    work = Work(hidden, Assignments(token, expert), len(w_in), options)
+    output, kept = work.forward(hidden, weight, parameters, keep)
+    packed = hidden.new_empty(_packed_size(expert, parameters) if keep else 0)
+    start = 0
+    for tensor in (tensor for item in kept for tensor in item):
+        packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
+        start += tensor.numel()
+    return output, packed
+
+
+@experts_forward.register_fake
+def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, _, _, _, keep = rest
+    size = _packed_size(expert, ExpertParameters(*tensors)) if keep else 0
+    return hidden.new_empty(hidden.shape), hidden.new_empty(size)
+
+
+def _packed_size(expert: Tensor, parameters: ExpertParameters) -> int:
+    count, width, _ = parameters.w_in.shape
+    return rows_at_most(expert.numel(), count) * width * (1 if parameters.w_gate is None else 2)
+
+
+@torch.library.custom_op("pointsman::experts_backward", mutates_args=())
+def experts_backward(
+    gradient: Tensor,
+    packed: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    seed: Tensor,
+    activation: str,
+    dropout: float,
+    gemm: str,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
+    parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
+    work = Work(hidden, Assignments(token, expert), len(w_in), Options(activation, dropout, int(seed), gemm))
+    gradients = Gradients(
+        *(
+            torch.empty_like(tensor) if needed and tensor is not None else None
+            for tensor, needed in zip(parameters, wanted[2:], strict=True)
+        )
+    )
+    kept = _unpack(packed, work, len(hidden), parameters)
+    pair = work.backward(gradient, hidden, weight, parameters, kept, gradients, wanted[0], wanted[1])
+    return [hidden.new_empty(0) if tensor is None else tensor for tensor in (*pair, *gradients)]
+
+
+def _unpack(packed: Tensor, work: Work, tokens: int, parameters: ExpertParameters) -> list[Kept]:
+    width = parameters.w_in.shape[1]
+    each = 1 if parameters.w_gate is None else 2
+    kept, start = [], 0
+    for rows in work.kept_rows(tokens):
+        size = rows * width
+        kept.append(tuple(packed[start + i * size : start + (i + 1) * size].view(rows, width) for i in range(each)))
+        start += each * size
+    return kept
+
+
+@experts_backward.register_fake
+def _(gradient: Tensor, packed: Tensor, *inputs: Any) -> list[Tensor]:
+    hidden, weight, _, _, *parameters = inputs[:10]
+    wanted = inputs[-1]
+    return [
+        hidden.new_empty(0) if tensor is None or not needed else torch.empty_like(tensor)
+        for tensor, needed in zip((hidden, weight, *parameters), wanted, strict=True)
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, activation, dropout, gemm, _ = inputs
+    ctx.options = activation, dropout, gemm
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    packed, *tensors = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[1], *needs[4:10]]
+    results = experts_backward(gradient, packed, *tensors, *ctx.options, wanted)
+    hidden, weight, *parameters = (result if needed else None for result, needed in zip(results, wanted, strict=True))
+    return hidden, weight, None, None, *parameters, None, None, None, None, None
+
+
+experts_forward.register_autograd(_backward, setup_context=_setup_context)

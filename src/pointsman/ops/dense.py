@@ -1,0 +1,114 @@
+"""k = E on a CPU: every token visits every expert, so nothing is gathered and nothing is combined.
+
+The combine weight is applied to the hidden units, and the sum over experts happens inside the matrix products:
+y = sum_e W_out,e (w_e h_e) + w b_out. Rows go in chunks that stay in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, expert_gradients
+from pointsman.ops.reference import ExpertParameters, experts
+
+CHUNK = 1024  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
+
+
+def _chunks(tokens: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
+
+
+def kept_rows(tokens: int, num_experts: int) -> list[int]:
+    """How many rows each item of what `forward` keeps has, in its order."""
+    return [rows.stop - rows.start for rows in _chunks(tokens) for _ in range(num_experts)]
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, parameters: ExpertParameters, first: HiddenUnits, keep: bool
+) -> tuple[Tensor, list[Kept]]:
+    """The combined output [tokens, dim], and what each chunk and expert keeps for `backward`.
+
+    Args:
+        hidden: [tokens, dim].
+        weight: [tokens, E], the combine weights in the order of the experts, in the dtype of `hidden`.
+        first: the experts' first half.
+        keep: whether backward will follow.
+    """
+    output = torch.empty_like(hidden)
+    kept: list[Kept] = []
+    each = experts(parameters)
+    for rows in _chunks(hidden.shape[0]):
+        total: Tensor | None = None
+        for expert, factor in zip(each, weight[rows, :, None].unbind(1), strict=True):
+            units, keeping = first.forward(hidden[rows], expert)
+            if keep:
+                kept.append(keeping)
+            weighted = units * factor if units is keeping[0] and keep else units.mul_(factor)
+            if total is None:
+                total = first.gemm.linear(weighted, expert.w_out)
+            else:
+                total = first.gemm.accumulate(total, weighted, expert.w_out)
+        assert total is not None
+        output[rows] = total
+    if parameters.b_out is not None:
+        output.addmm_(weight, parameters.b_out)
+    return output, kept
+
+
+def backward(
+    gradient: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    parameters: ExpertParameters,
+    first: HiddenUnits,
+    kept: Sequence[Kept],
+    gradients: Gradients,
+    hidden_wanted: bool,
+    weight_wanted: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
+    gemm = first.gemm
+    hidden_gradient = torch.empty_like(hidden) if hidden_wanted else None
+    weight_gradient = torch.empty_like(weight) if weight_wanted else None
+    each, results = experts(parameters), expert_gradients(gradients, weight.shape[1])
+    for tensor in gradients:
+        if tensor is not None:
+            tensor.zero_()
+    saved = iter(kept)
+    for rows in _chunks(hidden.shape[0]):
+        inputs, outer, total = hidden[rows], gradient[rows], None
+        for index, (expert, result) in enumerate(zip(each, results, strict=True)):
+            factor = weight[rows, index]
+            keeping = next(saved)
+            again = first.again(keeping)
+            inner = gemm.product(outer, expert.w_out)
+            if weight_gradient is not None:
+                weight_gradient[rows, index] = torch.sum(again.units * inner, -1)
+            up, gate = first.backward(inner, keeping, again)
+            up.mul_(factor[:, None])
+            if result.w_out is not None:
+                gemm.weight_gradient(result.w_out, outer * factor[:, None], again.units, add=True)
+            if result.w_in is not None:
+                gemm.weight_gradient(result.w_in, up, inputs, add=True)
+            if result.b_in is not None:
+                result.b_in.add_(up.sum(0))
+            if gate is not None:
+                gate.mul_(factor[:, None])
+                if result.w_gate is not None:
+                    gemm.weight_gradient(result.w_gate, gate, inputs, add=True)
+                if result.b_gate is not None:
+                    result.b_gate.add_(gate.sum(0))
+            if hidden_gradient is not None:
+                total = gemm.product(up, expert.w_in) if total is None else gemm.accumulate(total, up, expert.w_in.t())
+                if gate is not None and expert.w_gate is not None:
+                    total = gemm.accumulate(total, gate, expert.w_gate.t())
+        if hidden_gradient is not None and total is not None:
+            hidden_gradient[rows] = total
+    if parameters.b_out is not None and weight_gradient is not None:
+        weight_gradient.addmm_(gradient, parameters.b_out.t())
+    if gradients.b_out is not None:
+        torch.mm(weight.t(), gradient, out=gradients.b_out)
+    return hidden_gradient, weight_gradient
