@@ -1,0 +1,118 @@
+"""The corpora that have a name, and the grammar of `--data`: `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
+
+Imports neither torch nor numpy, so that the command line's help can list the corpora at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from pointsman._errors import RunError, did_you_mean
+
+Level = Literal["byte", "char", "word"]
+Newlines = Literal["keep", "drop"]
+SPLITS = ("train", "valid", "test")
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {"newlines": get_args(Newlines), "level": get_args(Level)}
+_OPTION_START = re.compile(r":(?=[A-Za-z_]\w*(?:=|:|$))")  # not the colon of C:\text, nor one inside a path
+
+
+@dataclass(frozen=True)
+class KnownCorpus:
+    """A corpus with a name.
+
+    Attributes:
+        summary: one line for lists.
+        level: what a token is, unless the user says otherwise.
+        files: names under which one whole file is recognised, in order of preference; empty if it comes in parts.
+        parts: file name of each part, for a corpus that comes in parts.
+        sizes: bytes of the unpacked train, valid and test parts of a whole file, in this order.
+        md5: of the unpacked whole file.
+    """
+
+    summary: str
+    level: Level = "byte"
+    files: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    md5: str = ""
+
+
+_WIKI_PARTS = MappingProxyType({split: f"wiki.{split}.tokens" for split in SPLITS})
+
+CORPORA: Mapping[str, KnownCorpus] = MappingProxyType(
+    {
+        "stdlib": KnownCorpus("the Python standard library's own source, bytes; present on every machine"),
+        "enwik8": KnownCorpus(
+            "the first 10^8 bytes of an English Wikipedia dump, 90M / 5M / 5M",
+            files=("enwik8", "enwik8.gz", "enwik8.zip"),
+            sizes=(90_000_000, 5_000_000, 5_000_000),
+            md5="a1fa5ffddb56f4953e226637dabbb36a",
+        ),
+        "text8": KnownCorpus(
+            "10^8 characters of cleaned Wikipedia text, a to z and space, 90M / 5M / 5M",
+            files=("text8", "text8.gz", "text8.zip"),
+            sizes=(90_000_000, 5_000_000, 5_000_000),
+            md5="3bea1919949baf155f99411df5fada7e",
+        ),
+        "wikitext-2": KnownCorpus("2M words of Wikipedia articles, word-level", level="word", parts=_WIKI_PARTS),
+        "wikitext-103": KnownCorpus("103M words of Wikipedia articles, word-level", level="word", parts=_WIKI_PARTS),
+    }
+)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What `--data` asked for: a name or a path, and the preparation. `level` None means the corpus's own."""
+
+    name: str
+    newlines: Newlines = "keep"
+    level: Level | None = None
+
+    def __str__(self) -> str:
+        newlines = ":newlines=drop" if self.newlines == "drop" else ""
+        level = f":level={self.level}" if self.level else ""
+        return f"{self.name}{newlines}{level}"
+
+
+def parse_data(text: str) -> DataSpec:
+    """Reads `NAME|PATH[:option=value]*`.
+
+    Raises:
+        RunError: an unknown option or value, an option given twice or without a value, an empty name.
+    """
+    if os.path.exists(text):  # a path may hold a colon
+        return DataSpec(text)
+    name, *options = _OPTION_START.split(text)
+    if not name:
+        raise RunError(f"data {text!r} names no corpus and no path; {_choices('', CORPORA)}")
+    values: dict[str, str] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if key not in _OPTIONS:
+            raise RunError(f"data {text!r}: unknown option {key!r}: {did_you_mean(key, _OPTIONS)}")
+        if not equals or value not in _OPTIONS[key]:
+            raise RunError(f"data {text!r}: {key}={value!r} is not possible: {did_you_mean(value, _OPTIONS[key])}")
+        if key in values:
+            raise RunError(f"data {text!r}: {key} is given twice")
+        values[key] = value
+    return DataSpec(name, **values)  # type: ignore[arg-type]  # the values were checked against the literals
+
+
+def list_corpora() -> dict[str, str]:
+    """The corpora that `--data` knows by name: name -> one line about it."""
+    return {name: corpus.summary for name, corpus in CORPORA.items()}
+
+
+def unknown_data(name: str) -> RunError:
+    """The error for a name that is neither a corpus nor a path."""
+    return RunError(f"no corpus and no file or folder is called {name!r}: {_choices(name, CORPORA)}")
+
+
+def _choices(name: str, known: Iterable[str]) -> str:
+    return f"{did_you_mean(name, known)}, or the path of a text file or folder"
