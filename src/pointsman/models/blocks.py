@@ -1,0 +1,200 @@
+"""Blocks that models are assembled from: attention with memory, feed-forward sublayers, dense or sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.layer import MoE
+from pointsman.ops.attention import relative_attention, relative_bias
+from pointsman.ops.reference import ACTIVATIONS
+from pointsman.routing import AttentionTrace, Carry, RoutingContext
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm, with a role."""
+
+    role = "norm"
+
+
+class FeedForward(nn.Module):
+    """W_out act(W_in x + b_in) + b_out, with dropout on the hidden units.
+
+    Args:
+        blocks: into how many experts' initial weights the inner width is divided: a dense baseline starts with the
+            weights that the experts it stands for would have.
+    """
+
+    role = "feed-forward"
+
+    def __init__(self, dim: int, hidden_dim: int, *, activation: str, dropout: float, blocks: int = 1) -> None:
+        super().__init__()
+        self.activation, self.dropout, self.blocks = activation, dropout, blocks
+        self.w_in = nn.Parameter(torch.empty(hidden_dim, dim))
+        self.b_in = nn.Parameter(torch.zeros(hidden_dim))
+        self.w_out = nn.Parameter(torch.empty(dim, hidden_dim))
+        self.b_out = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        units = ACTIVATIONS[self.activation](F.linear(hidden, self.w_in, self.b_in))
+        return F.linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every layer of one forward needs besides its hidden states and memory.
+
+    Attributes:
+        positions: sinusoids, [S, dim], by falling distance.
+        content_bias, position_bias: u and w, [H, D], shared by all layers.
+        key_mask: [B, S] bool, True for a real token; None where all are real.
+        padding_mask: the same of the T new tokens.
+        token_ids: [B, T].
+    """
+
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+    key_mask: Tensor | None = None
+    padding_mask: Tensor | None = None
+    token_ids: Tensor | None = None
+
+
+class RelativeAttention(nn.Module):
+    """Causal multi-head attention with relative positions over memory and new tokens (Transformer-XL, 3.3).
+
+    a_ij = ((q_i + u) . k_j + (q_i + w) . r_(i - j)) / sqrt(D); r = `position` of the sinusoids, one map a layer.
+    """
+
+    role = "attention"
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        width = num_heads * head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=False)
+        self.position = nn.Linear(dim, width, bias=False)
+        self.output = nn.Linear(width, dim, bias=False)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, around: Surroundings, trace: bool = False
+    ) -> tuple[Tensor, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> [B, T, dim], and the trace if asked."""
+        heads, width = self.num_heads, self.head_dim
+        batch, length, _ = hidden.shape
+        scale = width**-0.5
+        # queries of the memory are never needed
+        query_weight, key_value_weight = self.qkv.weight[: heads * width], self.qkv.weight[heads * width :]
+        query = F.linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
+        seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
+        key_value = F.linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
+        key, value = key_value.permute(2, 3, 0, 1, 4).unbind(0)
+        positions = self.position(around.positions).view(-1, heads, width).transpose(0, 1)
+        mixed = relative_attention(
+            query,
+            key,
+            value,
+            positions,
+            around.content_bias,
+            around.position_bias,
+            scale=scale,
+            key_mask=around.key_mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        output: Tensor = self.output(mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width))
+        if not trace:
+            return output, None
+        bias = _bias(query, positions, around.position_bias.to(query.dtype), scale)
+        return output, AttentionTrace(
+            (query + around.content_bias.to(query.dtype)[:, None, None]).transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            self.output.weight.view(-1, heads, width).permute(1, 2, 0),
+            output,
+            scale,
+            bias,
+        )
+
+
+def _bias(query: Tensor, positions: Tensor, position_bias: Tensor, scale: float) -> Callable[[int, int], Tensor]:
+    def rows(start: int, stop: int) -> Tensor:
+        return relative_bias(query, positions, position_bias, scale, start, stop).transpose(0, 1)
+
+    return rows
+
+
+class FeedForwardLayer(nn.Module):
+    """A feed-forward sublayer, sparse (`moe`) or dense (`feed_forward`), with residual and norm.
+
+    Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))).
+    """
+
+    def __init__(self, dim: int, inner: MoE | FeedForward, *, dropout: float, pre_norm: bool) -> None:
+        super().__init__()
+        self.moe = inner if isinstance(inner, MoE) else None
+        self.feed_forward = inner if isinstance(inner, FeedForward) else None
+        self.feed_forward_norm = Norm(dim)
+        # a dense baseline sets its own rate for the whole sublayer
+        self.feed_forward_dropout = inner.dropout if isinstance(inner, FeedForward) else dropout
+        self.pre_norm = pre_norm
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the router looks at the attention before it."""
+        return self.moe is not None and "attention" in self.moe.router.needs
+
+    def mix(
+        self, hidden: Tensor, around: Surroundings, attention: AttentionTrace | None, past: Carry | None
+    ) -> tuple[Tensor, Carry | None]:
+        """[B, T, dim] -> [B, T, dim], and what the router carries on."""
+        carry: Carry | None = None
+        inner = self.feed_forward_norm(hidden) if self.pre_norm else hidden
+        if self.moe is not None:
+            context = RoutingContext(
+                causal=True,
+                padding_mask=around.padding_mask,
+                token_ids=around.token_ids,
+                attention=attention if self.needs_attention else None,
+                past=past,
+            )
+            inner, routing = self.moe.forward_with_routing(inner, context)
+            carry = routing.carry
+        else:
+            assert self.feed_forward is not None
+            inner = self.feed_forward(inner)
+        hidden = hidden + F.dropout(inner, self.feed_forward_dropout, self.training)
+        return hidden if self.pre_norm else self.feed_forward_norm(hidden), carry
+
+
+class TransformerLayer(FeedForwardLayer):
+    """Attention with memory, then the feed-forward sublayer. Its memory is its input."""
+
+    def __init__(
+        self, dim: int, attention: RelativeAttention, inner: MoE | FeedForward, *, dropout: float, pre_norm: bool
+    ) -> None:
+        super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
+        self.attention = attention
+        self.attention_norm = Norm(dim)
+        self.dropout = dropout
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, around: Surroundings, past: Carry | None, trace: bool
+    ) -> tuple[Tensor, Carry | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> hidden, the router's carry, and the attention's trace.
+
+        The trace is made only if this layer's router needs it, or if `trace` says that a later one does.
+        """
+        normed, before = hidden, memory
+        if self.pre_norm:
+            normed, before = self.attention_norm(hidden), self.attention_norm(memory)
+        mixed, seen = self.attention(normed, before, around, trace or self.needs_attention)
+        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        if not self.pre_norm:
+            hidden = self.attention_norm(hidden)
+        hidden, carry = self.mix(hidden, around, seen, past)
+        return hidden, carry, seen if trace else None

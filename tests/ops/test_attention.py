@@ -1,0 +1,167 @@
+"""Relative attention against a float64 transcription of Transformer-XL's equations, position by position."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman.ops import attention as ops
+from pointsman.ops.attention import relative_attention, relative_bias
+
+
+def reference(query, key, value, positions, content_bias, position_bias, scale, key_mask=None):
+    """a_ij = scale ((q_i + u) k_j + (q_i + w) r_(i + M - j)) by an explicit table of distances."""
+    length, keys = query.shape[2], key.shape[2]
+    memory = keys - length
+    distance = torch.arange(length)[:, None] + memory - torch.arange(keys)[None]
+    by_distance = positions.flip(1)  # row d belongs to distance d
+    table = by_distance[:, distance.clamp_min(0)]  # [H, T, S, D]
+    content = torch.einsum("hbtd,hbsd->hbts", query + content_bias[:, None, None], key)
+    position = torch.einsum("hbtd,htsd->hbts", query + position_bias[:, None, None], table)
+    scores = scale * (content + position)
+    if key_mask is not None:
+        scores = torch.where(key_mask[None, :, None], scores, torch.full_like(scores, ops.MASKED))
+    scores = torch.where(distance >= 0, scores, torch.full_like(scores, -math.inf))
+    return torch.softmax(scores, -1) @ value
+
+
+def draw(heads=3, batch=2, length=7, memory=4, width=5, dtype=torch.float64, seed=0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = length + memory
+    shapes = [
+        (heads, batch, length, width),
+        (heads, batch, keys, width),
+        (heads, batch, keys, width),
+        (heads, keys, width),
+        (heads, width),
+        (heads, width),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def padding(batch: int, keys: int, side: str) -> Tensor:
+    mask = torch.ones(batch, keys, dtype=torch.bool)
+    if side == "left":
+        mask[0, :4] = False
+    else:
+        mask[0, -3:] = False
+    return mask
+
+
+@pytest.fixture(params=[(64, 2**19), (8, 64), (3, 2**19)], ids=["one-block", "small", "odd-rows"])
+def blocks(request, monkeypatch):
+    rows, elements = request.param
+    monkeypatch.setattr(ops, "ROWS", rows)
+    monkeypatch.setattr(ops, "CPU_ELEMENTS", elements)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize(("length", "memory"), [(7, 4), (1, 9), (19, 0), (1, 0), (17, 8)])
+def test_forward_and_gradients_equal_the_equations(length, memory, side):
+    inputs = draw(length=length, memory=memory)
+    mask = None if side == "none" or length + memory < 6 else padding(2, length + memory, side)
+    expected = reference(*inputs, 0.37, mask)
+    upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected_gradients = torch.autograd.grad(expected, inputs, upper)
+    got = relative_attention(*inputs, scale=0.37, key_mask=mask)
+    gradients = torch.autograd.grad(got, inputs, upper)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for mine, exact in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-11, atol=1e-11)
+
+
+def test_gradcheck(monkeypatch):
+    monkeypatch.setattr(ops, "ROWS", 2)
+    inputs = draw(heads=2, batch=2, length=9, memory=2, width=3)
+    mask = padding(2, 11, "right")
+    assert torch.autograd.gradcheck(lambda *args: relative_attention(*args, scale=0.5, key_mask=mask), inputs)
+
+
+def test_inputs_of_any_strides():
+    plain = draw(length=20, memory=3)
+    strided = [tensor.detach().transpose(0, -2).contiguous().transpose(0, -2).requires_grad_() for tensor in plain]
+    expected = relative_attention(*plain, scale=0.5)
+    upper = torch.randn(20, 2, 3, 5, dtype=torch.float64).permute(2, 1, 0, 3)
+    torch.testing.assert_close(relative_attention(*strided, scale=0.5), expected)
+    got = torch.autograd.grad(relative_attention(*strided, scale=0.5), strided, upper)
+    for mine, exact in zip(got, torch.autograd.grad(expected, plain, upper), strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_lower_precision(dtype, tolerance):
+    inputs = draw(length=70, memory=30, width=16, dtype=dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = reference(*exact, 0.25)
+    got = relative_attention(*inputs, scale=0.25)
+    assert got.dtype == dtype
+    upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(got, inputs, upper.to(dtype))
+    for mine, true in zip([got, *gradients], [expected, *torch.autograd.grad(expected, exact, upper)], strict=True):
+        assert (mine.double() - true).norm() <= tolerance * true.norm()
+
+
+def test_a_query_without_real_keys_is_finite():
+    inputs = draw(length=6, memory=0)
+    mask = padding(2, 6, "left")
+    output = relative_attention(*inputs, scale=1.0, key_mask=mask)
+    output.sum().backward()
+    assert torch.isfinite(output).all()
+    assert all(torch.isfinite(tensor.grad).all() for tensor in inputs)
+
+
+def test_dropout_keeps_the_mean_and_repeats_in_backward(monkeypatch):
+    monkeypatch.setattr(ops, "ROWS", 8)
+    inputs = draw(length=9, memory=3)
+    torch.manual_seed(3)
+
+    def run(*args):
+        torch.manual_seed(3)
+        return relative_attention(*args, scale=0.5, dropout=0.4)
+
+    assert torch.autograd.gradcheck(run, inputs)
+    torch.manual_seed(0)
+    mean = sum(relative_attention(*inputs, scale=0.5, dropout=0.4).detach() for _ in range(1500)) / 1500
+    plain = relative_attention(*inputs, scale=0.5)
+    assert not torch.equal(relative_attention(*inputs, scale=0.5, dropout=0.4), plain)
+    torch.testing.assert_close(mean, plain.detach(), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 7), (2, 5), (6, 7)])
+def test_relative_bias_is_the_position_term(start, stop):
+    query, _, _, positions, _, position_bias = draw()
+    got = relative_bias(query, positions, position_bias, 0.3, start, stop)
+    distance = torch.arange(7)[:, None] + 4 - torch.arange(11)[None]
+    table = positions.flip(1)[:, distance.clamp_min(0)]
+    expected = 0.3 * torch.einsum("hbtd,htsd->hbts", query + position_bias[:, None, None], table)
+    expected = torch.where(distance >= 0, expected, 0.0)[:, :, start:stop]
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    assert positions.grad is not None
+
+
+def test_nothing_is_kept_but_the_inputs_and_no_score_matrix_is_made(monkeypatch):
+    monkeypatch.setattr(ops, "CPU_ELEMENTS", 2**12)
+    length, memory, width = 96, 96, 4
+    inputs = draw(heads=2, batch=2, length=length, memory=memory, width=width, dtype=torch.float32)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        output = relative_attention(*inputs, scale=0.5)
+    assert max(kept) == 2 * 2 * (length + memory) * width
+
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    with Largest():
+        relative_attention(*inputs, scale=0.5).sum().backward()
+    assert largest < length * (length + memory)
+    assert output.shape == (2, 2, length, width)
