@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,14 +20,13 @@ class TiedEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
-        self.scale = dim**0.5
+        self.scale = math.sqrt(dim)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, dim]."""
-        embedded: Tensor = F.embedding(tokens, self.weight)
-        return embedded * self.scale
+        return F.embedding(tokens, self.weight) * self.scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., V]."""
@@ -48,7 +49,7 @@ class AdaptiveEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, dim: int, cutoffs: tuple[int, ...]) -> None:
         super().__init__()
-        self.scale = dim**0.5
+        self.scale = math.sqrt(dim)
         self.cutoffs = cutoffs
         self.ends = [*cutoffs[1:], vocab_size]
         widths = [max(1, dim // DIVISOR**rank) for rank in range(1, len(cutoffs) + 1)]
@@ -69,7 +70,7 @@ class AdaptiveEmbedding(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, dim]."""
         flat = tokens.reshape(-1)
-        embedded: Tensor = F.embedding(flat.clamp_max(self.cutoffs[0] - 1), self.weight)
+        embedded = F.embedding(flat.clamp_max(self.cutoffs[0] - 1), self.weight)
         for start, end, weight, _, projection in self._tails():
             place = ((flat >= start) & (flat < end)).nonzero()[:, 0]
             rows = F.linear(F.embedding(flat.index_select(0, place) - start, weight), projection)
