@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman.cli.options import Parser
+from pointsman.cli.options import Parser, whole
 
 EPILOG = """examples:
   pointsman routers
@@ -19,6 +19,9 @@ def parser() -> Parser:
     flags = Parser("routers", "List the routers, explain one, or show what a model costs.", EPILOG)
     flags.add_argument("name", nargs="?", metavar="NAME", help="a router or mixer to explain, or a spec with --cost")
     flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
+    flags.add_argument(
+        "--vocabulary", type=whole(1), default=204, metavar="V", help="tokens, with --cost (default: 204)"
+    )
     flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
     return flags
 
@@ -91,5 +94,39 @@ def _default(value: Any) -> str:
 
 
 def cost(values: argparse.Namespace) -> int:
-    """Prints the cost tables of a preset."""
-    raise NotImplementedError
+    """Prints parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
+    from pointsman.models.config import preset_config
+    from pointsman.models.cost import cost_table
+    from pointsman.routers.registry import BASELINES, list_routers
+
+    config = preset_config(values.preset, values.vocabulary)
+    others = [name for name in list_routers() if name != "smoe"]
+    specs = [values.name] if values.name else ["smoe", *others, *BASELINES]
+    rows = cost_table(config, specs)
+    ks = sorted({k for row in rows for k in row.flops})
+    parameters = [["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]]
+    flops = [["router", *(f"k = {k}" for k in ks)]]
+    for row in rows:
+        table = row.parameters
+        counts = (table.backbone, table.router_trainable, table.router_fixed, row.fixed_a_layer, table.trainable)
+        parameters.append([row.router, *(f"{count:,}" for count in counts)])
+        flops.append([row.router, *(f"{row.flops[k] / 1e10:.3f}" if k in row.flops else "-" for k in ks)])
+    first = rows[0].parameters
+    parts = [["component of the backbone", "parameters"]]
+    for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
+        parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
+    print(f"preset {values.preset}, vocabulary {values.vocabulary}, {config.num_experts} experts\n")
+    print("\n\n".join(["parameters\n" + aligned(parameters), aligned(parts), FLOPS_TITLE + "\n" + aligned(flops)]))
+    return 0
+
+
+FLOPS_TITLE = "inference FLOPs in 1e10: 10 sequences, 128 tokens after 896 of memory; linear layers, experts, routers"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A plain table: the first column left, the others right; nothing is ever cut to a terminal's width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    )

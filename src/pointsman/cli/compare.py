@@ -1,0 +1,87 @@
+"""`pointsman compare`: trains routers on equal footing and lays them side by side."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError
+from pointsman.cli.options import Parser, choose_device, whole, words
+from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.runs import add_run_flags, run_config
+
+EPILOG = """examples:
+  pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
+  pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
+  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine     (adds a row)
+
+Interrupted, the same command goes on where it was. The table is also written as CSV, Markdown and LaTeX, and as a page.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("compare", "Train routers on equal footing and compare them at every k.", EPILOG)
+    flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
+    flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
+    add_run_flags(flags)
+    flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    if not values.routers:
+        raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
+    device = choose_device(values.device)
+    from pointsman.evaluation.compare import Plan, compare, ordered_seeds
+
+    base = run_config(values, "smoe")
+    name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
+    out = values.out or Path("runs") / name
+    plan = Plan(
+        base,
+        tuple(values.routers),
+        tuple(ordered_seeds(values.seeds)),
+        shlex.join(["pointsman", "compare", *arguments]),
+    )
+    with Display() as display, stop_on_signals() as stop:
+        compare(plan, out, device=device, progress=display, watcher=Tables(display, out), stop=stop)
+    text = write_tables(out)
+    print(text)
+    print(f"\n{write_page(out)}", file=sys.stderr)
+    return 0
+
+
+class Tables:
+    """Shows which run is under way, and writes the tables anew after each."""
+
+    def __init__(self, display: Display, out: Path) -> None:
+        self.display = display
+        self.out = out
+
+    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+        self.display.title = f"{number}/{total} {router}, seed {seed}"
+
+    def ended(self, router: str, seed: int) -> None:
+        write_tables(self.out)
+
+
+def write_tables(out: Path) -> str:
+    """Writes table.txt, .csv, .md and .tex, and returns the text."""
+    from pointsman.report.tables import ComparisonTable
+
+    table = ComparisonTable.read(out)
+    table.write(out)
+    return table.text()
+
+
+def write_page(out: Path) -> str:
+    """Writes report.html; without the packages for it, says what to install."""
+    from pointsman.report import write_report
+
+    try:
+        return f"page: {write_report(out)}"
+    except RunError as missing:
+        return f"no page: {missing}"

@@ -1,0 +1,57 @@
+"""What `compare` and `train` share: flags of a training run, and the configuration that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole
+
+if TYPE_CHECKING:
+    from pointsman.training.config import RunConfig
+
+SCHEDULES = ("linear", "cosine", "exponential", "multi-step")
+
+
+def add_run_flags(flags: Parser) -> None:
+    """--data, --preset, --steps, --train-top-k, --k-schedule, --top-k, --eval-tokens."""
+    flags.add_argument(
+        "--data",
+        metavar="NAME|PATH",
+        help="stdlib (default), enwik8, text8, wikitext-2, wikitext-103, a file or folder",
+    )
+    flags.add_argument(
+        "--preset", metavar="NAME", help="shape and settings: tiny (default), small, medium, large, mutual-…"
+    )
+    flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
+    flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
+    flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
+    flags.add_argument(
+        "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: 1, 2, 4, … N)"
+    )
+    flags.add_argument("--eval-tokens", metavar="N|all", help="tokens of the test part to score")
+    flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
+
+
+def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:
+    """The settings that the flags ask for: preset, then flags, then --set."""
+    from pointsman.recipes import preset
+
+    config = preset(values.preset or "tiny", router=router, data=values.data or "stdlib", steps=values.steps, seed=seed)
+    return changed(config, values)
+
+
+def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
+    """`config` with what flags and --set change."""
+    changes: dict[str, object] = {}
+    if values.train_top_k is not None:
+        changes["train_top_k"] = values.train_top_k
+    if values.k_schedule is not None:
+        changes["k_schedule"] = values.k_schedule
+    if values.top_k is not None:
+        changes["eval_top_k"] = values.top_k
+    if values.eval_tokens is not None:
+        changes["eval_tokens"] = token_budget(values.eval_tokens)
+    if values.tensorboard:
+        changes["tensorboard"] = True
+    return config.with_overrides({**changes, **overrides(values.set)})

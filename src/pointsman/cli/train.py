@@ -1,0 +1,58 @@
+"""`pointsman train [RECIPE]`: one run, from flags or from a paper's recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError
+from pointsman.cli.options import Parser, choose_device, whole
+from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.runs import add_run_flags, changed, run_config
+
+EPILOG = """examples:
+  pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper
+  pointsman train hyperrouter-enwik8-small --out runs/paper
+  pointsman train --router hyperrouter --data enwik8 --out runs/hyper --resume
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("train", "Train one model.", EPILOG)
+    flags.add_argument("recipe", nargs="?", metavar="RECIPE", help="a paper's settings, e.g. hyperrouter-enwik8-small")
+    flags.add_argument("--router", metavar="SPEC", help="router spec (default: smoe, or the recipe's)")
+    flags.add_argument("--seed", type=whole(0), metavar="S", help="default: 0")
+    flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")
+    flags.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint")
+    add_run_flags(flags)
+    flags.common("the run directory (default: runs/ROUTER-DATA-PRESET-seed-S)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    device = choose_device(values.device)
+    from pointsman.evaluation.compare import slug
+    from pointsman.training.trainer import train
+
+    if values.recipe:
+        from pointsman.recipes import recipe
+
+        if values.preset:
+            raise RunError("pointsman train: a recipe brings its own preset; leave --preset out")
+        config = recipe(values.recipe)
+        overriding = {"model.router": values.router, "data": values.data, "steps": values.steps, "seed": values.seed}
+        config = config.with_overrides({key: value for key, value in overriding.items() if value is not None})
+        config = changed(config, values)
+    else:
+        config = run_config(values, values.router or "smoe", values.seed or 0)
+    if values.checkpoint_every:
+        config = config.with_overrides({"checkpoint_every": values.checkpoint_every})
+    name = f"{slug(config.model.router)}-{slug(Path(config.data).name)}-{config.preset}-seed-{config.seed}"
+    out = values.out or Path("runs") / name
+    with Display() as display, stop_on_signals() as stop:
+        result = train(config, out, resume=values.resume, device=device, progress=display, stop=stop)
+    print(result)
+    print(f"run: {out}", file=sys.stderr)
+    return 0

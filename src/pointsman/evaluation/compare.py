@@ -1,0 +1,193 @@
+"""A paired comparison of routers: one directory that grows by rows and seeds.
+
+Every run of a comparison has the same data in the same order, the same initial weights outside the router, the same
+dropout masks (steps seed the generator from (seed, step)), the same schedule of k and the same kernels. One seed is
+trained for all routers before the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pointsman._errors import RunError
+from pointsman.ops.kernels import Kernels
+from pointsman.routers.registry import split_specs
+from pointsman.training.checkpoint import write_whole
+from pointsman.training.config import NO_EFFECT_ON_TRAINING, RunConfig
+from pointsman.training.progress import Progress, Stop
+from pointsman.training.trainer import train
+
+FORMAT = 1
+PLAN = "comparison.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison directory holds or will hold.
+
+    Attributes:
+        base: the settings of every run but router and seed.
+        routers: specs in the table's order.
+        seeds: in order.
+        command: the words that asked for it last, for the page.
+    """
+
+    base: RunConfig
+    routers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    command: str = ""
+
+    def config(self, router: str, seed: int) -> RunConfig:
+        """The settings of one run."""
+        return replace(self.base, model=replace(self.base.model, router=router), seed=seed)
+
+    def settings(self) -> dict[str, Any]:
+        """Everything but routers and seeds, as JSON."""
+        values = self.base.to_dict()
+        values.pop("seed")
+        model = {key: value for key, value in values["model"].items() if key not in ("router", "seed", "vocab_size")}
+        return {**values, "model": model}
+
+
+def slug(spec: str) -> str:
+    """A spec as a folder name: letters, digits, '-', '_', '.', '=', '+'; ':' becomes ',', '|' becomes '~'."""
+    return re.sub(r"[^A-Za-z0-9_.=+,~-]", "_", spec.replace(":", ",").replace("|", "~"))
+
+
+def run_path(out: Path, router: str, seed: int) -> Path:
+    """The run directory of one row and seed."""
+    return out / "runs" / slug(router) / f"seed-{seed}"
+
+
+def read_plan(out: Path) -> Mapping[str, Any] | None:
+    """What `comparison.json` holds; None without one.
+
+    Raises:
+        RunError: it is damaged, or of another format.
+    """
+    file = out / PLAN
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunError(f"{file} is damaged: {error}") from None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise RunError(f"{file}: not a comparison of format {FORMAT}")
+    return values
+
+
+def merged(plan: Plan, out: Path) -> Plan:
+    """The plan together with what the directory holds already: rows and seeds are added, never taken away.
+
+    Raises:
+        RunError: the directory holds a comparison with other settings; the message names them.
+    """
+    before = read_plan(out)
+    if before is None:
+        if out.exists() and any(out.iterdir()):
+            raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
+        return plan
+    ours, theirs = _flat(plan.settings()), _flat(before["settings"])
+    differing = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key not in NO_EFFECT_ON_TRAINING]
+    differing += [
+        key
+        for key in ("eval_tokens", "eval_top_k", "eval_segment_length", "eval_memory_length")
+        if ours.get(key) != theirs.get(key)
+    ]
+    if differing:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(f"{out} holds a comparison with other settings: {told}; choose another --out")
+    routers = tuple(dict.fromkeys([*before["routers"], *plan.routers]))
+    return replace(plan, routers=routers, seeds=tuple(sorted({*before["seeds"], *plan.seeds})))
+
+
+def write_plan(plan: Plan, out: Path) -> None:
+    """Writes `comparison.json`."""
+    values = {
+        "format": FORMAT,
+        "settings": plan.settings(),
+        "routers": list(plan.routers),
+        "seeds": list(plan.seeds),
+        "command": plan.command,
+    }
+    write_whole(out / PLAN, json.dumps(values, indent=2) + "\n")
+
+
+class Watcher(Protocol):
+    """Told of every run of a comparison."""
+
+    def begins(self, number: int, total: int, router: str, seed: int) -> None: ...
+
+    def ended(self, router: str, seed: int) -> None: ...
+
+
+def compare(
+    plan: Plan,
+    out: Path,
+    *,
+    device: str = "cpu",
+    progress: Progress,
+    watcher: Watcher,
+    stop: Stop | None = None,
+    kernels: Callable[[], Kernels] | None = None,
+    monitor: bool = True,
+) -> Plan:
+    """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
+
+    Args:
+        plan: the routers and seeds asked for; those that the directory holds already stay in its table.
+        out: the comparison's directory; an interrupted comparison goes on where it was.
+        watcher: told when a run begins and when it has its evaluation.
+        stop: asks to save and end.
+
+    Returns:
+        The plan of the whole directory.
+
+    Raises:
+        RunError: other settings live in the directory, another process works in it, or what `train` raises.
+        Interrupted: `stop` was set; everything is saved.
+    """
+    for router in plan.routers:
+        split_specs(router)
+    whole = merged(plan, out)
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        write_plan(whole, out)
+        todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
+        for number, (router, seed) in enumerate(todo, 1):
+            path = run_path(out, router, seed)
+            if (path / "evaluation.json").exists():
+                continue
+            watcher.begins(number, len(todo), router, seed)
+            train(plan.config(router, seed), path, resume=True, device=device, progress=progress, stop=stop)
+            watcher.ended(router, seed)
+    return whole
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Holds the directory against a second process."""
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"{out}: another process is working in this comparison") from None
+        yield
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in settings.items() if key != "model"}
+    return {**values, **{f"model.{key}": value for key, value in settings.get("model", {}).items()}}
+
+
+def ordered_seeds(count: int) -> Sequence[int]:
+    """The seeds that `--seeds S` means: 0 … S - 1."""
+    return range(count)
