@@ -6,6 +6,7 @@ import csv as csv_module
 import io
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,7 @@ def write_whole(path: Path, content: str) -> Path:
         aside.write_text(content, encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
         raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
     return path

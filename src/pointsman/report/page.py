@@ -1,0 +1,168 @@
+"""One self-contained HTML page for a run or a comparison: opens offline, loads nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman.report import protocol, series
+from pointsman.report.formats import NONE, write_whole
+from pointsman.report.runs import Comparison, gather, read_comparison, read_run
+from pointsman.report.tables import Cell, ComparisonTable
+
+SCRIPTS = ("charts.js", "page.js")
+
+
+def write_report(path: Path | Sequence[Path], out: Path | None = None, *, baseline: str | None = None) -> Path:
+    """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
+
+    Args:
+        path: the directory, or several run directories.
+        out: the file to write; `report.html` in the (first) directory by default.
+        baseline: the router that differences are taken against; the first by default.
+
+    Returns:
+        The file written.
+
+    Raises:
+        RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
+    """
+    comparison = read(path)
+    return write_whole(out or comparison.path / "report.html", render(comparison, baseline=baseline))
+
+
+def read(path: Path | Sequence[Path]) -> Comparison:
+    """A directory, or several run directories, as one comparison."""
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    if not paths:
+        raise RunError("report: name at least one run or comparison directory")
+    return read_comparison(paths[0]) if len(paths) == 1 else gather([read_run(one) for one in paths])
+
+
+def render(comparison: Comparison, *, baseline: str | None = None) -> str:
+    """The page as a string."""
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
+    from markupsafe import Markup
+
+    table = ComparisonTable.of(comparison, baseline=baseline)
+    data = chart_data(comparison, table)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(asset("page.html.j2"))
+    return template.render(
+        css=Markup(asset("style.css")),
+        javascript=Markup("\n".join(asset(name) for name in SCRIPTS)),
+        json=Markup(embed(data)),
+        data=data,
+        version=version("pointsman"),
+        **context(comparison, table),
+    )
+
+
+def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
+    """What the page's scripts draw."""
+    metric = table.metric
+    return {
+        "routers": list(comparison.routers),
+        "metric": {"label": metric.label, "decimals": metric.decimals, "lower": metric.lower_is_better},
+        "baseline": table.baseline,
+        "quality": series.quality(table),
+        "differences": series.differences(table),
+        "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
+        "validation": series.validation(comparison, metric.scale),
+    }
+
+
+def context(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
+    """What the template prints."""
+    lines = [line for line in table.differences() if any(one.cell.values for one in line)]
+    digits, scale = table.metric.decimals, table.metric.scale
+    per_seed = [
+        [
+            one.router,
+            str(one.top_k),
+            *(_signed(one.cell.values.get(seed), digits, scale) for seed in comparison.seeds),
+            _signed(one.cell.mean, digits, scale),
+            NONE if one.cell.interval is None else f"± {one.cell.interval * scale:.{digits}f}",
+        ]
+        for line in lines
+        for one in line
+        if one.cell.values
+    ]
+    order = {router: position for position, router in enumerate(comparison.routers)}
+    return {
+        "title": protocol.title(comparison),
+        "facts": protocol.facts(comparison, table),
+        "sections": [("result", "Result"), ("training", "Training"), ("protocol", "Protocol")],
+        "missing": protocol.missing(comparison),
+        "table": {
+            "header": table.header(),
+            "rows": _table_rows(table),
+            "top_k": table.top_k,
+            "caption": table.caption,
+            "difference_caption": table.difference_caption,
+        },
+        "baseline": table.baseline,
+        "differences": [
+            {
+                "router": line[0].router,
+                "style": order[line[0].router],
+                "cells": [
+                    _cell(one.cell, digits, scale, sign=True)
+                    | {"title": f"{len(one.cell.values)} seed{'' if len(one.cell.values) == 1 else 's'}"}
+                    for one in line
+                ],
+            }
+            for line in lines
+        ],
+        "per_seed": per_seed if len(comparison.seeds) > 1 else [],
+        "seeds": list(comparison.seeds),
+        "loss_note": protocol.loss_note(comparison),
+        "command": protocol.command(comparison),
+        "protocol": protocol.lines(comparison),
+        "pairing": protocol.pairing(comparison),
+        "settings": protocol.settings(comparison),
+        "environment": protocol.environment(comparison),
+    }
+
+
+def _table_rows(table: ComparisonTable) -> list[dict[str, Any]]:
+    rows = []
+    for row, texts in zip(table.rows, table.cells(), strict=True):
+        cells = [
+            _cell(table.quality(row, k), table.metric.decimals, table.metric.scale)
+            | {"best": row.router in table.best(k)}
+            for k in table.top_k
+        ]
+        cells.append(_cell(row.entropy, 3) | {"best": False})
+        cells += [{"text": text, "spread": "", "best": False} for text in texts[-3:]]
+        rows.append({"router": row.router, "cells": cells})
+    return rows
+
+
+def _cell(cell: Cell, decimals: int, scale: float = 1.0, *, sign: bool = False) -> dict[str, Any]:
+    mean, _, spread = cell.text(decimals, scale, sign=sign).partition(" ± ")
+    return {"text": mean, "spread": spread}
+
+
+def _signed(value: float | None, decimals: int, scale: float) -> str:
+    return NONE if value is None else f"{value * scale:+.{decimals}f}"
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON that can stand inside a script element: no '<', no nan."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def asset(name: str) -> str:
+    """A file that belongs to the page."""
+    return resources.files("pointsman.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,155 @@
+"""The page as a document: complete, escaped, and loading nothing from outside."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report.fixtures import write_comparison, write_run
+
+from pointsman._errors import RunError
+from pointsman.report import write_report
+from pointsman.report.protocol import command, pairing
+from pointsman.report.runs import read_comparison
+from pointsman.report.series import binned, over_seeds
+
+LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, the elements' ids and the embedded data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.data: Any = None
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self._inside = values.get("id", tag) if tag == "script" else tag
+        self.ids += [values["id"]] if "id" in values else []
+        for name, value in values.items():
+            if (name in LOADING and tag != "a") or (name == "style" and "url(" in value):
+                self.loads.append(value)
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "report-data":
+            self.data = json.loads(data)
+        elif self._inside == "style":
+            self.loads += re.findall(r"url\(|@import", data)
+        elif self._inside != "script":
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+def page(path: Path) -> Page:
+    return Page(write_report(path).read_text())
+
+
+def test_loads_nothing_from_outside(tmp_path: Path) -> None:
+    text = write_report(write_comparison(tmp_path / "c")).read_text()
+    assert Page(text).loads == ["data:,"]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "default-src 'none'" in text
+    assert not re.search(r"\b(fetch|XMLHttpRequest|importScripts|WebSocket|EventSource)\b", text)
+
+
+def test_comparison_page_holds_the_figures(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", missing=[("hyperrouter", 2)], unfinished=[("smoe", 1)])
+    found = page(path)
+    assert len(found.ids) == len(set(found.ids))
+    assert {"summary", "quality", "differences", "loss", "validation", "missing", "command"} <= set(found.ids)
+    assert "smoe, seed 1: stopped at step 200 of 400" in found.text
+    assert "hyperrouter, seed 2: not begun" in found.text
+    quality = {series["name"]: series["points"] for series in found.data["quality"]}
+    assert [point["x"] for point in quality["smoe"]] == [1, 2, 4, 8]
+    assert quality["smoe-dropout"][0]["y"] == pytest.approx(1.5 + 1.2 + 0.01 + 0.003 * 12 / 3)
+    assert "nan" not in json.dumps(found.data).lower()
+
+
+def test_run_page(tmp_path: Path) -> None:
+    found = page(write_run(tmp_path / "r", "hyperrouter"))
+    assert found.data["routers"] == ["hyperrouter"]
+    assert "differences" not in found.ids
+    assert "pointsman train --router hyperrouter --data stdlib" in found.text
+
+
+def test_page_of_a_comparison_that_has_not_begun(tmp_path: Path) -> None:
+    found = page(write_comparison(tmp_path / "c", ("smoe",), (0,), missing=[("smoe", 0)]))
+    assert "smoe, seed 0: not begun" in found.text
+    assert found.data["loss"]["series"] == []
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "a", "smoe"), write_run(tmp_path / "b", "hyperrouter")]
+    out = write_report(paths, tmp_path / "both.html")
+    assert out == tmp_path / "both.html"
+    assert Page(out.read_text()).data["routers"] == ["smoe", "hyperrouter"]
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "</script><img src=x onerror=alert(1)>"), (0,))
+    found = page(path)
+    assert found.loads == ["data:,"]
+    assert "</script><img src=x onerror=alert(1)>" in found.text
+    assert found.data["routers"][1].startswith("</script>")
+
+
+def test_page_size_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    sizes = [write_report(write_run(tmp_path / str(steps), steps=steps)).stat().st_size for steps in (2_000, 20_000)]
+    assert sizes[1] < 1.05 * sizes[0]
+
+
+def test_bins_average_and_resumed_steps_count_once() -> None:
+    assert binned([(1, 5.0), (2, 7.0), (2, 9.0)], 2) == {1: 5.0, 2: 9.0}
+    curve = binned([(step, float(step)) for step in range(1, 101)], 100, bins=4)
+    assert curve == {12.5: 13.0, 37.5: 38.0, 62.5: 63.0, 87.5: 88.0}
+    assert over_seeds([{1.0: 2.0, 2.0: 4.0}, {1.0: 3.0}]) == [[1.0, 2.5, 2.0, 3.0], [2.0, 4.0]]
+
+
+def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "thor", "switch:jitter=0.01", "dense"), (0,))
+    notes = pairing(read_comparison(path))
+    assert len(notes) == 3
+    assert notes[1].startswith("thor, switch:jitter=0.01: draws random numbers")
+    assert notes[2].startswith("dense: no experts")
+    assert len(pairing(read_comparison(write_comparison(tmp_path / "d", ("smoe", "hyperrouter"), (0,))))) == 1
+
+
+def test_command_quotes(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "smoe|switch"), (0, 1))
+    assert command(read_comparison(path)) == (
+        "pointsman compare --routers 'smoe,smoe|switch' --data stdlib --preset tiny --steps 400 --train-top-k N/2:N "
+        "--seeds 2 --out c"
+    )
+
+
+def test_missing_jinja_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "jinja2":
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(RunError, match=r"jinja2: pip install 'pointsman\[report\]'"):
+        write_report(write_run(tmp_path / "r"))
+
+
+def test_unwritable_place_is_one_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "r")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report(path, tmp_path / "file" / "report.html")
