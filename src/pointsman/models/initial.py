@@ -21,10 +21,10 @@ def seed_for(seed: int, name: str) -> int:
 
 
 @contextmanager
-def router_seed(seed: int, layer: str) -> Iterator[None]:
-    """Inside, the default generator is seeded by (seed, layer); afterwards it is as it was."""
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Inside, the default generator is seeded by (seed, name); afterwards it is as it was."""
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed_for(seed, f"{layer}.router"))
+    torch.default_generator.manual_seed(seed_for(seed, name))
     try:
         yield
     finally:

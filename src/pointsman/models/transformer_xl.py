@@ -25,7 +25,7 @@ from pointsman.models.blocks import (
     TransformerLayer,
 )
 from pointsman.models.config import TransformerXLConfig as TransformerXLConfig
-from pointsman.models.initial import initialize, router_seed
+from pointsman.models.initial import initialize, seeded
 from pointsman.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
 from pointsman.routers.registry import BASELINES, build_router, split_specs
 from pointsman.routers.router import Router
@@ -108,6 +108,11 @@ class TransformerXL(nn.Module):
         self._specs = split_specs(config.router)
         self._shared: dict[str, nn.Module] = {}
         self._positions: Tensor | None = None
+        with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
+            self._build(config)
+        initialize(self, config.seed)
+
+    def _build(self, config: TransformerXLConfig) -> None:
         dim, layout, norm = config.dim, config.layout, config.pre_norm
         self.embedding: TiedEmbedding | AdaptiveEmbedding
         if config.adaptive_cutoffs:
@@ -127,7 +132,6 @@ class TransformerXL(nn.Module):
             inner = self._sparse("inserted", 0)
             self.inserted = FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=norm)
         self.final_norm = Norm(dim) if norm else None
-        initialize(self, config.seed)
 
     def _sparse(self, name: str, place: int) -> MoE | FeedForward:
         """What stands in a sparse place: the `place`-th of them."""
@@ -141,7 +145,7 @@ class TransformerXL(nn.Module):
                 dropout=DENSE_DROPOUT[spec],
                 blocks=config.num_experts,
             )
-        with router_seed(config.seed, name):
+        with seeded(config.seed, f"{name}.router"):
             router = build_router(
                 spec, dim=config.dim, num_experts=config.num_experts, top_k=config.top_k, shared=self._shared
             )
