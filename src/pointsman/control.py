@@ -38,7 +38,7 @@ def _routers(model: nn.Module) -> list[Router]:
 
 
 class set_top_k:  # noqa: N801 - used like a function
-    """Sets k, at once, in every router of a model, an MoE layer or a bare router.
+    """Sets k, at once, in every router of a model, an MoE layer, a bare router or a Hugging Face MoE.
 
     As a context manager it restores every router's own k on exit:
 
@@ -46,16 +46,22 @@ class set_top_k:  # noqa: N801 - used like a function
         with set_top_k(model, 1): …
 
     Raises:
-        ValueError: k is no whole number from 1 to the number of experts; then no router has changed.
+        ValueError: k is no whole number from 1 to the number of experts, or a class of Hugging Face models works with
+            no other k; then no router has changed.
     """
 
     def __init__(self, module: nn.Module, k: int) -> None:
-        routers = _routers(module)
-        for router in routers:
-            check_top_k(k, router.num_experts)
-        self._before = [(router, router.top_k) for router in routers]
-        for router in routers:
-            router.top_k = k
+        if _is_huggingface(module):
+            from pointsman.hf.top_k import slots  # transformers is imported only for its own models
+
+            places: list[tuple[Any, str]] = [(slot.owner, slot.attribute) for slot in slots(module, k)]
+        else:
+            places = [(router, "top_k") for router in _routers(module)]
+            for router, _ in places:
+                check_top_k(k, router.num_experts)
+        self._before = [(owner, name, getattr(owner, name)) for owner, name in places]
+        for owner, name in places:
+            setattr(owner, name, k)
 
     def __enter__(self) -> None:
         return None
@@ -63,8 +69,14 @@ class set_top_k:  # noqa: N801 - used like a function
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for router, k in self._before:
-            router.top_k = k
+        for owner, name, k in self._before:
+            setattr(owner, name, k)
+
+
+def _is_huggingface(module: nn.Module) -> bool:
+    """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel)."""
+    gates = any(type(part).__module__.startswith("transformers.models.") for part in module.modules())
+    return gates and not any(isinstance(part, MoE) for part in module.modules())
 
 
 class record_routing:  # noqa: N801 - used like a function

@@ -1,0 +1,93 @@
+"""`experts_implementation="pointsman"`: our experts under the weights of Hugging Face models.
+
+Their layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]; some classes transpose
+both, interleave gate and up, add biases, gate in a way of their own, or have no gate. What is SwiGLU in the plain
+layout takes `pointsman.ops`; the rest runs expert by expert, sorted, with the class's own gating; off the CPU
+everything goes to `grouped_mm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, SiLUActivation
+from transformers.integrations import moe as huggingface
+
+from pointsman.ops.grouped import apply_experts
+from pointsman.ops.reference import ExpertParameters
+from pointsman.routing import Routing
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    nn.ReLU: "relu",
+    nn.GELU: "gelu",
+    GELUActivation: "gelu",
+}
+NAME = "pointsman"
+
+
+def register() -> None:
+    """Makes `experts_implementation="pointsman"` known to transformers."""
+    huggingface.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def activation_of(experts: Any) -> str | None:
+    """The activation by our name; None where the experts are not act(gate) * up in the plain layout."""
+    plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
+    plain = plain and not experts.has_post_expert_norm
+    if not plain or type(experts)._apply_gate is not huggingface._default_apply_gate:
+        return None
+    name = ACTIVATIONS.get(type(experts.act_fn))
+    if name == "gelu" and getattr(experts.act_fn, "approximate", "none") != "none":
+        return None
+    return name
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
+    if hidden_states.device.type != "cpu":
+        output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return output
+    if self._is_expert_parallel:  # experts of other processes have indices from num_experts on
+        top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
+    weights = top_k_weights.reshape(top_k_index.shape)
+    scores = weights.new_empty(0, self.num_experts)
+    routing = Routing(top_k_index, weights, scores, scores)
+    activation = activation_of(self)
+    if activation is None:
+        return _expert_by_expert(self, hidden_states, routing)
+    gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
+    parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
+    return apply_experts(hidden_states, routing, parameters, activation).to(hidden_states.dtype)
+
+
+def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
+    pairs = routing.pairs
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    first, second = getattr(self, name).unbind(0), self.down_proj.unbind(0)
+    biases: list[tuple[Tensor, ...] | None] = [None, None]
+    if self.has_bias:
+        biases = [getattr(self, f"{name}_bias").unbind(0), self.down_proj_bias.unbind(0)]
+    rows = hidden.index_select(0, pairs.token)
+    results = []
+    for expert, (start, stop) in enumerate(itertools.pairwise(pairs.offsets.tolist())):
+        if start == stop:
+            continue
+        up = _linear(rows[start:stop], first[expert], biases[0], expert, self.is_transposed)
+        units = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        result = _linear(units, second[expert], biases[1], expert, self.is_transposed)
+        results.append(self.post_expert_norm(result) if self.has_post_expert_norm else result)
+    if not results:
+        return torch.zeros_like(hidden)
+    weighted = torch.cat(results) * pairs.weight[:, None]
+    output = weighted.new_zeros(hidden.shape).index_add(0, pairs.token, weighted)
+    return output.to(hidden.dtype)
+
+
+def _linear(rows: Tensor, weight: Tensor, biases: tuple[Tensor, ...] | None, expert: int, transposed: bool) -> Tensor:
+    return F.linear(rows, weight.t() if transposed else weight, None if biases is None else biases[expert])

@@ -1,0 +1,192 @@
+"""A tiny random model of every MoE class in the installed transformers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "dim": 32,
+    "intermediate_size": 48,
+    "ffn_hidden_size": 48,
+    "ffn_dim": 48,
+    "d_ff": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "expert_ffn_hidden_size": 24,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "intermediate_size_mlp": 48,
+    "shared_experts_intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "expert_dim": 24,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "kv_channels": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "max_seq_len": 128,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "num_experts_per_token": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "first_k_dense_replace": 0,
+    "num_dense_layers": 0,
+    "decoder_sparse_step": 1,
+    "moe_layer_start_index": 0,
+    "moe_layer_interval": 1,
+    "interleave_moe_layer_step": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "num_nextn_predict_layers": 0,
+    "mlp_bias": False,
+    "rope_parameters": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": None,
+    "router_hidden_size": 16,
+    "norm_topk_prob": True,
+    "expert_capacity": 64,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "encoder_sparse_step": 1,
+    "moe_hidden_size": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "swa_v_head_dim": 8,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "num_global_key_value_heads": 2,
+}
+"""What a tiny configuration sets, wherever a configuration has a field of that name."""
+
+
+def moe_modules() -> list[str]:
+    """Model types whose modeling file has experts."""
+    found = []
+    root = importlib.import_module("transformers.models")
+    for module in pkgutil.iter_modules(root.__path__):
+        path = Path(root.__path__[0]) / module.name / f"modeling_{module.name}.py"
+        if path.is_file() and re.search(
+            r"^class \w+(Experts|MoE|Moe|SparseMLP|MoELayer|CDMoE)\(", path.read_text(), re.M
+        ):
+            found.append(module.name)
+    return found
+
+
+PER_CLASS: dict[str, dict[str, Any]] = {}
+"""What single classes need beside SMALL."""
+
+
+def model_class(name: str) -> type[Any]:
+    """The class of a model type that we try: its causal language model, else its text model, else what generates."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and issubclass(value, transformers.PreTrainedModel)
+    }
+    for ending in (
+        "ForCausalLM",
+        "TextModel",
+        "ForConditionalGeneration",
+        "ForTokenClassification",
+        "Backbone",
+        "Model",
+    ):
+        for key, value in classes.items():
+            if key.endswith(ending) and "PreTrained" not in key and getattr(value, "config_class", None) is not None:
+                return value
+    raise LookupError(name)
+
+
+def tiny_config(cls: type[Any], name: str) -> Any:
+    """A small configuration for a model class."""
+    config_class = cls.config_class
+    fields = set(getattr(config_class, "__dataclass_fields__", {})) | set(
+        inspect.signature(config_class.__init__).parameters
+    )
+    values = {key: value for key, value in SMALL.items() if key in fields and value is not None}
+    mapped = getattr(config_class, "attribute_map", {})
+    values = {key: value for key, value in values.items() if mapped.get(key, key) == key or mapped[key] not in fields}
+    return config_class(**{**values, **PER_CLASS.get(name, {})})
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random model of a model type, in evaluation mode."""
+    cls = model_class(name)
+    config = tiny_config(cls, name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(seed)
+    return cls(config).eval()
+
+
+if __name__ == "__main__":
+    print(len(moe_modules()), moe_modules())
