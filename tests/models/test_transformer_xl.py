@@ -398,10 +398,10 @@ def test_bfloat16_autocast_stays_near_float32(router):
 
 
 def test_a_few_steps_learn():
-    model = build(pre_norm=True, dropout=0.1)
+    model = build(pre_norm=True, dropout=0.1, hidden_dim=32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     tokens = torch.arange(24).repeat(2, 1) % 5
-    for _ in range(40):
+    for _ in range(80):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         optimizer.zero_grad()
         loss.backward()
