@@ -7,12 +7,12 @@ import json
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.models.transformer_xl import TransformerXLConfig
+from pointsman.models.config import TransformerXLConfig
 from pointsman.routers.registry import convert, split_specs
 from pointsman.training.k_schedule import Shape, TopKSchedule, build_schedule
 
@@ -183,7 +183,7 @@ class RunConfig:
         """What `to_dict` gave; strict.
 
         Raises:
-            RunError: another format, an unknown or missing setting, a value of another type or out of range.
+            RunError: another format, an unknown setting, a value of another type or out of range.
         """
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
@@ -285,12 +285,13 @@ def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> An
 
 
 def _checked(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values of a JSON object against a dataclass: all there, none unknown, each of its type."""
+    """Values of a JSON object against a dataclass: none unknown, each of its type; newer settings may be missing."""
     kinds = {name: kind for name, kind in get_type_hints(cls).items() if name != "model" or cls is not RunConfig}
     for key in values:
         if key not in kinds:
             raise RunError(f"{where}{key}: unknown setting: {did_you_mean(key, kinds)}")
-    missing = [name for name in kinds if name not in values]
+    required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+    missing = [name for name in required if name in kinds and name not in values]
     if missing:
         raise RunError(f"{where}{missing[0]} is missing")
     return {name: typed_value(value, kinds[name], where + name) for name, value in values.items()}

@@ -1,0 +1,213 @@
+"""Quality of a language model at any k: bits per character or perplexity, and what its routers did meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.data import EvalStream
+from pointsman.data.catalog import Level
+from pointsman.data.vocabulary import IdArray
+from pointsman.diagnostics.distribution import Entropy
+from pointsman.diagnostics.load import Load
+from pointsman.models.transformer_xl import Memory, TransformerXL
+from pointsman.routing import Routing, RoutingContext
+
+
+@dataclass(frozen=True)
+class EvalProtocol:
+    """How a model is evaluated; two figures with different protocols do not compare.
+
+    Attributes:
+        batch_size: rows of text read side by side.
+        segment_length: tokens a segment.
+        memory_length: tokens of memory before it, so that a token sees up to segment + memory.
+        tokens: how many targets at most, whole segments evenly spaced; None = all.
+        seed: of routers that draw at random in evaluation.
+    """
+
+    batch_size: int
+    segment_length: int
+    memory_length: int
+    tokens: int | None = None
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Watch(Protocol):
+    """Sees evaluation progress, in segments over all k values; may ask to stop."""
+
+    def phase(self, name: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
+
+
+class Stopped(Exception):  # noqa: N818  nothing went wrong
+    """The evaluation was asked to stop."""
+
+
+def quality(level: Level, nats: float) -> tuple[str, float | None]:
+    """Name and value of the figure that a level is judged by: bits per character nats / ln 2, or perplexity e^nats.
+
+    At byte level a character is a byte, as everywhere in the enwik8 literature. None if it is no finite number.
+    """
+    try:
+        value = math.exp(nats) if level == "word" else nats / math.log(2)
+    except OverflowError:
+        value = math.inf
+    return "perplexity" if level == "word" else "bits_per_character", value if math.isfinite(value) else None
+
+
+def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:
+    """The k values that make sense for a model: those asked for, checked, or one None without routers.
+
+    Raises:
+        RunError: a k that is no whole number from 1 to the number of experts.
+    """
+    experts = [router.num_experts for _, router in named_routers(model)]
+    if not experts:
+        return (None,)
+    for k in top_k:
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(experts):
+            raise RunError(f"top_k={k!r}: allowed are whole numbers from 1 to {min(experts)} (the number of experts)")
+    return tuple(top_k)
+
+
+@torch.no_grad()
+def evaluate(
+    model: TransformerXL,
+    tokens: IdArray,
+    level: Level,
+    *,
+    split: str,
+    top_k: Sequence[int],
+    protocol: EvalProtocol,
+    routing: bool = True,
+    precision: AbstractContextManager[Any] | None = None,
+    watch: Watch | None = None,
+    phase: str = "evaluate",
+    stop: Any = None,
+) -> list[dict[str, Any]]:
+    """Evaluates a model at every k of `top_k`, one pass over the text each.
+
+    The text is read as `EvalStream` cuts it, with a memory that starts empty at the head of each row. Random routers
+    draw from a generator state of their own (`protocol.seed`); the default generator's state, the model's k and its
+    mode are as before afterwards.
+
+    Args:
+        tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary.
+        level: what a token is; decides between bits per character and perplexity.
+        split: name of the part, for the record.
+        top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
+        routing: whether entropies and loads are gathered.
+        precision: an autocast context.
+        watch: told of progress.
+        stop: object with `is_set()`; when set, `Stopped` is raised.
+
+    Returns:
+        For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
+        "routers": {layer: {"entropy", "entropy_std", "load"}}}. Entropies are of the full distribution before mixing,
+        means and deviations over tokens in nats; with a mixer "mixed_entropy" is that of what selection saw. `load` [E]
+        is each expert's share of the assignments.
+
+    Raises:
+        RunError: a k outside 1 … N, or a text shorter than one segment.
+    """
+    device = next(model.parameters()).device
+    stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
+    values = eval_top_k(model, top_k)
+    if watch:
+        watch.phase(phase, len(stream) * len(values))
+    results = []
+    with _evaluating(model, protocol.seed):
+        for index, k in enumerate(values):
+            gathered = _Gathered(model) if routing else None
+            with set_top_k(model, k) if k else nullcontext():
+                nats, count = _nats(model, stream, protocol, gathered, precision, watch, index * len(stream), stop)
+            metric, value = quality(level, nats)
+            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts, "nats": nats}
+            result |= {"metric": metric, "value": value, "tokens": count}
+            results.append(result | ({"routers": gathered.result()} if gathered else {}))
+    return results
+
+
+def _nats(
+    model: TransformerXL,
+    stream: EvalStream,
+    protocol: EvalProtocol,
+    gathered: _Gathered | None,
+    precision: AbstractContextManager[Any] | None,
+    watch: Watch | None,
+    done: int,
+    stop: Any,
+) -> tuple[float, int]:
+    total = torch.zeros((), dtype=torch.float64)
+    memory: Memory | None = None
+    count = 0
+    for inputs, targets in stream:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        real = targets >= 0
+        if gathered:
+            gathered.mask = None if bool(real.all()) else real.reshape(-1)
+        with precision or nullcontext(), gathered.watch(model) if gathered else nullcontext():
+            output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
+        memory = output.memory
+        assert output.loss is not None
+        total += output.loss.double().sum().cpu()
+        count += int(real.sum())
+        done += 1
+        if watch:
+            watch.advance(done, {})
+    return float(total / count), count
+
+
+class _Gathered:
+    """Entropy and load of every router, streamed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = [(name, router.mix is not None) for name, router in named_routers(model)]
+        self.mixed = dict(names)
+        self.entropy = {name: Entropy() for name in self.mixed}
+        self.load = {name: Load() for name in self.mixed}
+        self.mask: Tensor | None = None
+
+    def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return record_routing(model, self._take) if self.mixed else nullcontext()
+
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+        self.entropy[name].update(routing, self.mask)
+        self.load[name].update(routing, self.mask)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        results = {}
+        for name, mixed in self.mixed.items():
+            entropy, load = self.entropy[name].result(), self.load[name].result()
+            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
+            if mixed:
+                results[name]["mixed_entropy"] = entropy["mixed_mean"]
+        return results
+
+
+@contextmanager
+def _evaluating(model: nn.Module, seed: int) -> Iterator[None]:
+    """Evaluation mode and a generator state of its own; both as before afterwards."""
+    training = model.training
+    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)

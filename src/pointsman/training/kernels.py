@@ -1,0 +1,46 @@
+"""Which kernels a run uses, so that a resumed run and all runs of a comparison use the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pointsman._errors import RunError
+from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.training.config import RunConfig
+
+
+def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given: Kernels | None) -> Kernels:
+    """The kernels of a run: those its checkpoint recorded, the plain ones if it is to be deterministic, those given to
+    it, or the faster ones by a timing."""
+    if recorded is not None:
+        try:
+            return Kernels.from_dict(recorded)
+        except (TypeError, ValueError) as error:
+            raise RunError(f"the checkpoint's kernels cannot be used here: {error}") from None
+    if config.deterministic:
+        return PLAIN
+    return given or measure_kernels()
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Makes every expert of a model use these kernels."""
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = kernels  # type: ignore[assignment]
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic algorithms inside, if wanted; the setting is as before afterwards."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,62 @@
+"""evaluation.json: what a finished run is judged by, and whether a file still says that."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from pointsman.control import named_routers
+from pointsman.data import Corpus
+from pointsman.evaluation.language_model import EvalProtocol
+from pointsman.training.config import RunConfig
+
+
+def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:
+    """How a run's settings evaluate, with at most `tokens` targets."""
+    return EvalProtocol(config.eval_batch_size, config.eval_segment_length, config.eval_memory_length, tokens)
+
+
+def evaluation_record(
+    config: RunConfig,
+    step: int,
+    corpus: Corpus,
+    model: nn.Module,
+    results: Sequence[Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The content of evaluation.json; `step_seconds` is the median training step in `metrics`."""
+    seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
+    routers = {id(p): p for _, router in named_routers(model) for p in router.parameters() if p.requires_grad}
+    return {
+        "format": 1,
+        "checkpoint": f"step-{step}",
+        "protocol": {**_protocol(config), "data": corpus.description},
+        "results": list(results),
+        "router_parameters": sum(parameter.numel() for parameter in routers.values()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "step_seconds": statistics.median(seconds) if seconds else None,
+    }
+
+
+def still_right(record: Mapping[str, Any] | None, config: RunConfig) -> bool:
+    """Whether evaluation.json is there and is of the last step, with these settings' protocol, part and k values."""
+    if record is None or record.get("checkpoint") != f"step-{config.steps}":
+        return False
+    found, results = record.get("protocol", {}), record.get("results", [])
+    k_values = {result["top_k"] for result in results}
+    return (
+        all(found.get(key) == value for key, value in _protocol(config).items())
+        and (k_values == set(config.eval_top_k) or k_values == {config.model.num_experts})
+        and all(result["split"] == config.eval_split for result in results)
+    )
+
+
+def _protocol(config: RunConfig) -> dict[str, Any]:
+    return {
+        **eval_protocol(config, config.eval_tokens).to_dict(),
+        "checkpoint_rule": "the last step",
+        "vocabulary": "of the training data",
+    }

@@ -1,0 +1,223 @@
+"""What a run consists of while it trains, one step of it, and its way into a checkpoint and back."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
+from pointsman.data import BatchStream, Corpus
+from pointsman.models.transformer_xl import Memory, TransformerXL
+from pointsman.training.checkpoint import Checkpoint, CheckpointError
+from pointsman.training.config import RunConfig
+from pointsman.training.failures import first_bad_gradient, first_bad_layer
+from pointsman.training.objectives import objective_of
+from pointsman.training.optimizer import (
+    build_adam,
+    gradient_norm,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+    trainable,
+)
+from pointsman.training.progress import Diverged, Monitor
+
+
+class TrainingState:
+    """Model, optimizer, memories and the number of finished steps.
+
+    What a step does follows from these, the settings and the data: batch, k and learning rate are functions of the
+    step's number, and each step seeds the default generator from (seed, step). So dropout masks agree between routers
+    that draw nothing, and a checkpoint needs no random state.
+
+    Args:
+        config: the settings, with the data's vocabulary size.
+        corpus: the data.
+        device: where the model trains.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.model = TransformerXL(config.model).to(device)
+        self.parameters = trainable(self.model)
+        self.optimizer = build_adam(config, self.parameters)
+        self.objective = objective_of(self.model)
+        self.stream = BatchStream(corpus.split("train"), config.batch_size, config.segment_length, device)
+        self.schedule = config.top_k_schedule
+        self.sparse = any(True for _ in named_routers(self.model))
+        self.memories: list[Memory | None] = [None] * config.accumulation
+        self.step = 0
+        set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
+
+    def autocast(self) -> torch.autocast:
+        """bfloat16 where the settings ask for it; "auto": on CUDA."""
+        precision = self.config.precision
+        bfloat16 = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16)
+
+    def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
+        """One optimizer step; returns its line of metrics.
+
+        Raises:
+            Diverged: loss or gradient are not finite; no weight has changed.
+        """
+        began = time.perf_counter()
+        work = _Clock()
+        config, step = self.config, self.step
+        seed_step(config.seed, step)
+        k = self.schedule(step)
+        if self.sparse:
+            set_top_k(self.model, k)
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.stream.is_epoch_start(step):
+            self.memories = [None] * config.accumulation
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        memories: list[Memory | None] = []
+        for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
+            with work, monitor.observe(step + 1) if monitor else nullcontext(), self.autocast():
+                outcome = self.objective.run(self.model, inputs, targets, memory, config.memory_length)
+            with work:
+                (outcome.loss / config.accumulation).backward()  # type: ignore[no-untyped-call]
+            losses.append(outcome.nats)
+            memories.append(outcome.memory)
+        with work:
+            norm = gradient_norm(self.parameters, config.clip_norm)
+            loss, size = torch.stack([torch.stack(losses).mean(), norm]).tolist()  # the one wait for a GPU
+        if not (math.isfinite(loss) and math.isfinite(size)):
+            raise Diverged(self._what_diverged(loss, size))
+        with work:
+            self.optimizer.step()
+            step_end(self.model)
+        self.memories = memories
+        self.step += 1
+        seconds = time.perf_counter() - began
+        return {
+            "kind": "train",
+            "step": self.step,
+            "loss": loss,
+            "bits": loss / math.log(2),
+            "top_k": k,
+            "learning_rate": rate,
+            "gradient_norm": size,
+            "step_seconds": seconds,
+            "work_seconds": work.seconds,
+        }
+
+    def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, targets = self.stream.batch(self.step)
+        parts = self.config.accumulation
+        return zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
+
+    def _what_diverged(self, loss: float, size: float) -> str:
+        """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
+
+        def forward() -> None:
+            seed_step(self.config.seed, self.step)
+            for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
+                with self.autocast():
+                    self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
+
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
+        if layer := first_bad_layer(self.model, forward):
+            return f"step {self.step + 1}: {what}; the first output that is not finite is that of layer {layer}"
+        if not math.isfinite(loss):
+            return (
+                f"step {self.step + 1}: {what}; every layer's output is finite, so the fault is in the softmax's loss"
+            )
+        name = first_bad_gradient(self.parameters)
+        where = f"the first gradient that is not finite is that of {name}" if name else "the sum over layers overflows"
+        return f"step {self.step + 1}: {what}; {where}"
+
+    def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds: model.safetensors, and trainer.safetensors with optimizer, memories and monitor."""
+        rest = {
+            f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer, self.parameters).items()
+        }
+        for index, memory in enumerate(self.memories):
+            tensors = memory.to_tensors() if memory else {}
+            rest |= {f"memory.{index}.{name}": value for name, value in tensors.items()}
+        if monitor:
+            rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
+        return {"model": self.model.state_dict(), "trainer": rest}
+
+    def misfit(self, weights: Mapping[str, Tensor]) -> str | None:
+        """Why weights cannot be this model's; None if they can."""
+        own = self.model.state_dict()
+        if missing := sorted(own.keys() - weights.keys()):
+            return f"its weights belong to another model: {missing[0]} is missing"
+        if strange := sorted(weights.keys() - own.keys()):
+            return f"its weights belong to another model: this one has no {strange[0]}"
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:
+                return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
+        return None
+
+    def restore(self, checkpoint: Checkpoint, monitor: Monitor | None = None) -> None:
+        """Continues from a checkpoint of the same run.
+
+        Raises:
+            CheckpointError: its tensors belong to another model; this state is then unusable.
+        """
+        load_weights(self.model, checkpoint)
+        rest = checkpoint.tensors("trainer")
+        try:
+            restore_optimizer(self.optimizer, self.parameters, _under("optimizer.", rest))
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {error}") from None
+        for index in range(self.config.accumulation):
+            tensors = _under(f"memory.{index}.", rest)
+            self.memories[index] = Memory.from_tensors(tensors).to(self.device) if tensors else None
+        watched = _under("monitor.", rest)
+        if monitor and watched:
+            monitor.load_state_dict(watched)
+        self.step = checkpoint.step
+
+
+def load_weights(model: TransformerXL, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's weights into a model of the same settings.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    try:
+        model.load_state_dict(checkpoint.tensors("model"))
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2]
+        told = first[0].strip() if first else str(error)
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: its weights do not fit: {told}") from None
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+class _Clock:
+    """Adds up the time inside its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
