@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +26,12 @@ class Outcome:
     Attributes:
         loss: the scalar to differentiate.
         nats: mean negative log-likelihood a token, detached: what curves show.
-        memory: for the next segment.
+        memory: for the next segment, if there is one.
     """
 
     loss: Tensor
     nats: Tensor
-    memory: Memory
+    memory: Memory | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Objective:
 
     name: str
     passes: int
-    run: Callable[[TransformerXL, Tensor, Tensor, Memory | None, int], Outcome]
+    run: Callable[[Any, Tensor, Tensor, Memory | None, int], Outcome]
 
 
 def plain(model: TransformerXL, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:

@@ -10,15 +10,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
-from pointsman.data import BatchStream, Corpus
-from pointsman.models.transformer_xl import Memory, TransformerXL
+from pointsman.data import Corpus
+from pointsman.models.transformer_xl import Memory
 from pointsman.training.checkpoint import Checkpoint, CheckpointError
 from pointsman.training.config import RunConfig
 from pointsman.training.failures import first_bad_gradient, first_bad_layer
-from pointsman.training.objectives import objective_of
 from pointsman.training.optimizer import (
     build_adam,
     gradient_norm,
@@ -28,6 +27,7 @@ from pointsman.training.optimizer import (
     trainable,
 )
 from pointsman.training.progress import Diverged, Monitor
+from pointsman.training.work import LanguageModelling, Work
 
 
 class TrainingState:
@@ -39,29 +39,25 @@ class TrainingState:
 
     Args:
         config: the settings, with the data's vocabulary size.
-        corpus: the data.
+        work: what is learned; a corpus stands for predicting its next token.
         device: where the model trains.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, work: Work | Corpus, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.model = TransformerXL(config.model).to(device)
+        self.work = work if isinstance(work, Work) else LanguageModelling(work)
+        parts = self.work.build(config, device)
+        self.model, self.stream, self.objective, self.tokens_per_step = (
+            parts.model, parts.stream, parts.objective, parts.tokens,
+        )  # fmt: skip
         self.parameters = trainable(self.model)
         self.optimizer = build_adam(config, self.parameters)
-        self.objective = objective_of(self.model)
-        self.stream = BatchStream(corpus.split("train"), config.batch_size, config.segment_length, device)
         self.schedule = config.top_k_schedule
         self.sparse = any(True for _ in named_routers(self.model))
         self.memories: list[Memory | None] = [None] * config.accumulation
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
-
-    def autocast(self) -> torch.autocast:
-        """bfloat16 where the settings ask for it; "auto": on CUDA."""
-        precision = self.config.precision
-        bfloat16 = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16)
 
     def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics.
@@ -86,7 +82,7 @@ class TrainingState:
         losses: list[Tensor] = []
         memories: list[Memory | None] = []
         for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
-            with work, monitor.observe(step + 1) if monitor else nullcontext(), self.autocast():
+            with work, monitor.observe(step + 1) if monitor else nullcontext(), autocast(self.config, self.device):
                 outcome = self.objective.run(self.model, inputs, targets, memory, config.memory_length)
             with work:
                 (outcome.loss / config.accumulation).backward()  # type: ignore[no-untyped-call]
@@ -126,7 +122,7 @@ class TrainingState:
         def forward() -> None:
             seed_step(self.config.seed, self.step)
             for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
-                with self.autocast():
+                with autocast(self.config, self.device):
                     self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
 
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
@@ -185,7 +181,13 @@ class TrainingState:
         self.step = checkpoint.step
 
 
-def load_weights(model: TransformerXL, checkpoint: Checkpoint) -> None:
+def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
+    """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
+    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Puts a checkpoint's weights into a model of the same settings.
 
     Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,12 @@ import torch
 from torch import nn
 
 from pointsman.data import Corpus
-from pointsman.evaluation.language_model import Stopped, evaluate
+from pointsman.evaluation.language_model import Stopped
 from pointsman.ops.kernels import Kernels
 from pointsman.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint, write_whole
 from pointsman.training.config import RunConfig
 from pointsman.training.kernels import choose_kernels, deterministic_algorithms, use_kernels
 from pointsman.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
-from pointsman.training.record import eval_protocol, evaluation_record, still_right
 from pointsman.training.run_directory import (
     DECIDES_BITS,
     ENVIRONMENT,
@@ -32,8 +32,9 @@ from pointsman.training.run_directory import (
     environment,
     open_corpus,
 )
-from pointsman.training.state import TrainingState
+from pointsman.training.state import TrainingState, autocast
 from pointsman.training.tensorboard import Board
+from pointsman.training.work import Around, LanguageModelling, Work
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def train(
     resume: bool = False,
     device: str = "cpu",
     corpus: Corpus | None = None,
+    work: Work | None = None,
     kernels: Kernels | None = None,
     progress: Progress | None = None,
     monitor: Callable[[nn.Module, int], Monitor] | None = None,
@@ -73,6 +75,7 @@ def train(
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         corpus: the data, if they are loaded already.
+        work: what is learned, if it is another thing than predicting the next token of `config.data`.
         kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model and a number of steps
@@ -86,14 +89,14 @@ def train(
     """
     progress = progress or Quiet()
     directory = RunDirectory(out)
-    corpus = corpus or open_corpus(config.data)
-    config = config.with_vocabulary(corpus.vocabulary.size)
-    state = TrainingState(config, corpus, torch.device(device))  # before anything is written: checks all settings
+    work = work or LanguageModelling(corpus or open_corpus(config.data))
+    config = work.prepared(config)
+    state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
     watch = monitor(state.model, config.observe_every) if monitor and state.sparse else None
     directory.claim(config, resume=resume)
-    checkpoint = _restored(state, watch, directory, corpus, progress) if resume else None
+    checkpoint = _restored(state, watch, directory, progress) if resume else None
     record = directory.read_json(EVALUATION)
-    if record is not None and state.step == config.steps and still_right(record, config):
+    if record is not None and state.step == config.steps and work.still_right(record, config):
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
         return TrainResult(directory.path, state.step, record, already_finished=True)
     kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
@@ -102,10 +105,10 @@ def train(
     if checkpoint:
         _note_other_machine(checkpoint, here, progress)
     directory.write_json(ENVIRONMENT, here)
-    write_whole(directory.path / VOCABULARY, corpus.vocabulary.to_json())
+    write_whole(directory.path / VOCABULARY, work.vocabulary.to_json())
     with (
         deterministic_algorithms(config.deterministic),
-        _Run(state, directory, corpus, here, watch, progress, stop) as run,
+        _Run(state, directory, here, watch, progress, stop) as run,
     ):
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
@@ -118,13 +121,12 @@ class _Run:
         self,
         state: TrainingState,
         directory: RunDirectory,
-        corpus: Corpus,
         here: Mapping[str, Any],
         monitor: Monitor | None,
         progress: Progress,
         stop: Stop | None,
     ) -> None:
-        self.config, self.state, self.directory, self.corpus, self.here = state.config, state, directory, corpus, here
+        self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.metrics = Metrics(directory.path / METRICS, state.step)
         self.board = Board(directory.path / TENSORBOARD, state.step) if self.config.tensorboard else None
@@ -163,20 +165,25 @@ class _Run:
             kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
             raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
         self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
-        self.progress.advance(row["step"], {**row, "tokens_per_second": self._tokens() / self.times.steps[-1]})
+        self.progress.advance(
+            row["step"], {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
+        )
         if row["step"] % self.config.log_every == 0 or row["step"] == self.config.steps:
             seconds, overhead = self.times.take()
-            rate = {"tokens_per_second": self._tokens() / seconds, "step_seconds": seconds, "overhead": overhead}
+            rate = {
+                "tokens_per_second": self.state.tokens_per_step / seconds,
+                "step_seconds": seconds,
+                "overhead": overhead,
+            }
             self._write([{**row, **rate}])
         if self.monitor:
             self._write(self.monitor.rows())
 
     def validate(self) -> None:
         """Scores the validation part at the smallest and the largest k of the final evaluation."""
-        if "valid" not in self.corpus.splits:
-            return
         top_k = sorted({min(self.config.eval_top_k), max(self.config.eval_top_k)})
-        results = self._evaluate("valid", top_k, self.config.valid_tokens, routing=False, phase="validate")
+        with self._saving_if_stopped():
+            results = self.state.work.validate(self.state.model, self.config, top_k, self._around("validate"))
         self._write(
             {"kind": "valid", "step": self.state.step, "top_k": result["top_k"], "loss": result["nats"],
              "metric": result["metric"], "value": result["value"]}
@@ -186,29 +193,20 @@ class _Run:
 
     def evaluate(self) -> Mapping[str, Any]:
         """The final evaluation, of the last step's weights, at every k."""
-        config = self.config
-        results = self._evaluate(config.eval_split, config.eval_top_k, config.eval_tokens, routing=True)
-        record = evaluation_record(config, self.state.step, self.corpus, self.state.model, results, self.metrics.rows)
+        work, model = self.state.work, self.state.model
+        with self._saving_if_stopped():
+            results = work.evaluate(model, self.config, self._around("evaluate"))
+        record = work.record(model, self.config, self.state.step, results, self.metrics.rows)
         self.directory.write_json(EVALUATION, record)
         return record
 
-    def _evaluate(
-        self, split: str, top_k: Sequence[int], tokens: int | None, *, routing: bool, phase: str = "evaluate"
-    ) -> list[dict[str, Any]]:
+    def _around(self, phase: str) -> Around:
+        return Around(autocast(self.config, self.state.device), self.progress, self.stop, phase)
+
+    @contextmanager
+    def _saving_if_stopped(self) -> Iterator[None]:
         try:
-            return evaluate(
-                self.state.model,
-                self.corpus.split(split),
-                self.corpus.vocabulary.level,
-                split=split,
-                top_k=top_k,
-                protocol=eval_protocol(self.config, tokens),
-                routing=routing,
-                precision=self.state.autocast(),
-                watch=self.progress,
-                phase=phase,
-                stop=self.stop,
-            )
+            yield
         except Stopped:
             self.save()
             raise Interrupted(self.directory.path, self.state.step) from None
@@ -219,7 +217,7 @@ class _Run:
             return
         description = {
             "config": self.config.to_dict(),
-            "data": self.corpus.fingerprint,
+            "data": self.state.work.fingerprint,
             "kernels": self.here["kernels"],
             "environment": dict(self.here),
         }
@@ -234,9 +232,6 @@ class _Run:
             self.metrics.write(rows)
             if self.board:
                 self.board.write(rows)
-
-    def _tokens(self) -> int:
-        return self.config.batch_size * self.config.segment_length
 
     def _due(self, every: int) -> bool:
         step = self.state.step
@@ -273,12 +268,12 @@ class _Times:
 
 
 def _restored(
-    state: TrainingState, monitor: Monitor | None, directory: RunDirectory, corpus: Corpus, progress: Progress
+    state: TrainingState, monitor: Monitor | None, directory: RunDirectory, progress: Progress
 ) -> Checkpoint | None:
     """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
 
     def foreign(checkpoint: Checkpoint) -> str | None:
-        if checkpoint.state.get("data") != corpus.fingerprint:
+        if checkpoint.state.get("data") != state.work.fingerprint:
             return "it was trained on other data (the files have changed)"
         return state.misfit(checkpoint.tensors("model"))
 
