@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, expert_gradients
-from pointsman.ops.reference import ExpertParameters, experts
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
+from pointsman.ops.reference import ExpertParameters
 
 CHUNK = 1024  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
 
@@ -39,7 +39,7 @@ def forward(
     """
     output = torch.empty_like(hidden)
     kept: list[Kept] = []
-    each = experts(parameters)
+    each = [one(parameters, index) for index in range(weight.shape[1])]
     for rows in _chunks(hidden.shape[0]):
         total: Tensor | None = None
         for expert, factor in zip(each, weight[rows, :, None].unbind(1), strict=True):
@@ -73,14 +73,14 @@ def backward(
     gemm = first.gemm
     hidden_gradient = torch.empty_like(hidden) if hidden_wanted else None
     weight_gradient = torch.empty_like(weight) if weight_wanted else None
-    each, results = experts(parameters), expert_gradients(gradients, weight.shape[1])
+    each = [(one(parameters, index), one_gradient(gradients, index)) for index in range(weight.shape[1])]
     for tensor in gradients:
         if tensor is not None:
             tensor.zero_()
     saved = iter(kept)
     for rows in _chunks(hidden.shape[0]):
         inputs, outer, total = hidden[rows], gradient[rows], None
-        for index, (expert, result) in enumerate(zip(each, results, strict=True)):
+        for index, (expert, result) in enumerate(each):
             factor = weight[rows, index]
             keeping = next(saved)
             again = first.again(keeping)

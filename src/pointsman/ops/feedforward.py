@@ -28,10 +28,14 @@ class Gradients(NamedTuple):
     b_gate: Tensor | None
 
 
-def expert_gradients(gradients: Gradients, count: int) -> list[Gradients]:
-    """The gradients of `count` experts one by one: views without the leading dimension."""
-    columns = [[None] * count if tensor is None else tensor.unbind(0) for tensor in gradients]
-    return [Gradients(*views) for views in zip(*columns, strict=True)]
+def one(parameters: ExpertParameters, index: int) -> ExpertParameters:
+    """The parameters of one expert: views without the leading dimension (outside autograd)."""
+    return ExpertParameters(*(None if tensor is None else tensor[index] for tensor in parameters))  # type: ignore[arg-type]
+
+
+def one_gradient(gradients: Gradients, index: int) -> Gradients:
+    """The same for gradients."""
+    return Gradients(*(None if tensor is None else tensor[index] for tensor in gradients))
 
 
 _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.dispatch import Plan
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, expert_gradients
-from pointsman.ops.reference import ExpertParameters, experts
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
+from pointsman.ops.reference import ExpertParameters
 
 
 def forward(
@@ -34,9 +34,10 @@ def forward(
     """
     rows = hidden.new_empty(plan.total, hidden.shape[1])
     kept: list[Kept] = []
-    for expert, part in zip(experts(parameters), plan.parts, strict=True):
+    for index, part in enumerate(plan.parts):
         if not part.size:
             continue
+        expert = one(parameters, index)
         units, keeping = first.forward(plan.gather(hidden, part), expert)
         first.gemm.linear_into(rows[part.rows], units, expert.w_out, expert.b_out)
         if keep:
@@ -62,14 +63,14 @@ def backward(
     hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
     weight_gradient = weight.new_empty(plan.total) if weight_wanted else None
     saved = iter(kept)
-    for expert, result, part in zip(
-        experts(parameters), expert_gradients(gradients, len(plan.parts)), plan.parts, strict=True
-    ):
+    for index, part in enumerate(plan.parts):
+        result = one_gradient(gradients, index)
         if not part.size:
             for tensor in result:
                 if tensor is not None:
                     tensor.zero_()
             continue
+        expert = one(parameters, index)
         keeping = next(saved)
         again = first.again(keeping)
         outer = plan.gather(gradient, part)
