@@ -16,24 +16,12 @@ from pointsman.routing import Routing
 
 
 class Diagnostic:
-    """Streams over routings. Its state is the float64 tensors and `Moments` among its attributes.
+    """Streams. Its state is the float64 tensors and `Moments` among its attributes.
 
-    `update(routing, mask=None, hidden=None, token_ids=None)` takes in one forward: `mask` [tokens] bool, True for a
-    real token (None: all); `hidden` [tokens, dim], what the router saw; `token_ids` [tokens].
     `merge(other)` adds what another process gathered: shards merged equal one pass.
     `result()` is a dict of numbers, lists and None that `json.dumps(allow_nan=False)` accepts; what does not exist
     is None.
     """
-
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
-        raise NotImplementedError
 
     def merge(self, other: Self) -> Self:
         """Takes in what `other` gathered; returns self."""
@@ -56,6 +44,28 @@ class Diagnostic:
                 [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Moments) else []
             )
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class RoutingDiagnostic(Diagnostic):
+    """A diagnostic of one layer's routings."""
+
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Takes in one forward.
+
+        Args:
+            routing: what the router decided.
+            mask: [tokens] bool, True for a real token; None: all are.
+            hidden: [tokens, dim], what the router saw.
+            token_ids: [tokens].
+        """
+        raise NotImplementedError
 
 
 class Moments:

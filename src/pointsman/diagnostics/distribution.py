@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, Moments, chosen, ratio, unmixed
+from pointsman.diagnostics.base import Moments, RoutingDiagnostic, chosen, ratio, unmixed
 from pointsman.routing import Routing
 
 
@@ -20,7 +20,7 @@ def entropies(probs: Tensor) -> Tensor:
     return entropy
 
 
-class Entropy(Diagnostic):
+class Entropy(RoutingDiagnostic):
     """Entropy of the router's full distribution over all E experts, before top-k, averaged over tokens.
 
     H_t = -sum_i p_ti ln p_ti in nats (uniform: ln E; HyperRouter, Tables 4 and A5). `mean` and `std` (population,
@@ -66,7 +66,7 @@ class Entropy(Diagnostic):
         }
 
 
-class Margin(Diagnostic):
+class Margin(RoutingDiagnostic):
     """How far the choice is from another one: m_t = p_(k) - p_(k+1), the sorted scores of what selection saw.
 
     `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None where every expert is chosen (k = E),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, chosen, counts, number, numbers, table
+from pointsman.diagnostics.base import RoutingDiagnostic, chosen, counts, number, numbers, table
 from pointsman.routing import Routing
 
 CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
@@ -41,7 +41,7 @@ def load_summary(assigned: Tensor) -> dict[str, Any]:
     }
 
 
-class Load(Diagnostic):
+class Load(RoutingDiagnostic):
     """Assignments of each expert; every one of a token's k choices counts 1, padding and dropped ones 0.
 
     The figures of `load_summary`, and `tokens`, `assignments`, `importance` (the share of all combine weight that each
@@ -87,7 +87,7 @@ class Load(Diagnostic):
         }
 
 
-class CoActivation(Diagnostic):
+class CoActivation(RoutingDiagnostic):
     """Which experts a token chooses together: C_ij = the number of tokens that chose both i and j; C_ii: that chose i.
 
     `given` [E, E]: P(j | i) = C_ij / C_ii, the diagonal 1 (None where i is dead). `pairs`: the 10 pairs with the

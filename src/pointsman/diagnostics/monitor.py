@@ -91,14 +91,17 @@ class RoutingMonitor:
         self._model = model
         self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}
         self._batches = 0
-        self._step = 0
+        self._step = -1
         self._next_warning: dict[tuple[str, str], int] = {}
 
     @contextmanager
     def observe(self, step: int) -> Iterator[None]:
-        """Watches the forwards inside; backward stays outside, where checkpointing would run them again."""
+        """Watches the forwards inside; backward stays outside, where checkpointing would run them again.
+
+        Micro-batches of one step are each observed under the same `step` and count as one batch.
+        """
+        self._batches += step != self._step
         self._step = step
-        self._batches += 1
         with record_routing(self._model, self._take):
             yield
 

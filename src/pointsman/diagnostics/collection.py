@@ -1,0 +1,132 @@
+"""All diagnostics of a model's layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from pointsman._errors import did_you_mean
+from pointsman.diagnostics.base import RoutingDiagnostic
+from pointsman.diagnostics.collapse import RepresentationCollapse
+from pointsman.diagnostics.distribution import Entropy, Margin
+from pointsman.diagnostics.load import CoActivation, Load
+from pointsman.diagnostics.observe import observe_routing
+from pointsman.diagnostics.similarity import OutputSimilarity
+from pointsman.diagnostics.specialisation import Specialisation
+from pointsman.layer import MoE
+from pointsman.routing import Routing, RoutingContext
+
+KINDS: dict[str, Callable[[], RoutingDiagnostic]] = {
+    "entropy": Entropy,
+    "margin": Margin,
+    "load": Load,
+    "co_activation": CoActivation,
+    "collapse": RepresentationCollapse,
+    "specialisation": Specialisation,
+}
+NEEDS = {"collapse": "hidden", "specialisation": "token_ids", "outputs": "hidden"}
+
+
+class Diagnostics:
+    """layer name -> diagnostic name -> its streaming object.
+
+        diagnostics = Diagnostics()
+        for tokens in batches:
+            with diagnostics.observe(model, token_ids=tokens):
+                model(tokens)
+        diagnostics.result()["layers"]["blocks.0.moe"]["entropy"]["mean"]
+
+    Args:
+        kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs"
+            (all by default); those that need hidden states or token ids are left out where none are given.
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        allowed = [*KINDS, "outputs"]
+        for kind in kinds:
+            if kind not in allowed:
+                raise ValueError(f"Diagnostics: unknown kind {kind!r}: {did_you_mean(kind, allowed)}")
+        self.kinds = kinds or tuple(allowed)
+        self.layers: dict[str, dict[str, RoutingDiagnostic]] = {}
+
+    def update(
+        self,
+        name: str,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        experts: nn.Module | None = None,
+    ) -> None:
+        """Takes in one forward of the layer `name`; shapes as in `Diagnostic.update`; `experts`: the layer's."""
+        given = {"hidden": hidden, "token_ids": token_ids}
+        layer = self.layers.setdefault(name, {})
+        for kind in self.kinds:
+            if kind in NEEDS and given[NEEDS[kind]] is None:
+                continue
+            if kind not in layer:
+                if kind == "outputs":
+                    if experts is None:
+                        continue
+                    layer[kind] = OutputSimilarity(experts)
+                else:
+                    layer[kind] = KINDS[kind]()
+            layer[kind].update(routing, mask, hidden=hidden, token_ids=token_ids)
+
+    @contextmanager
+    def observe(self, model: nn.Module, token_ids: Tensor | None = None) -> Iterator[dict[str, Routing]]:
+        """Takes in every forward inside; yields layer name -> Routing of its last forward, detached.
+
+        Args:
+            token_ids: of the forward inside, any shape with as many elements as the layers see tokens.
+        """
+        records: dict[str, Routing] = {}
+        experts = {name: module.experts for name, module in model.named_modules() if isinstance(module, MoE)}
+
+        def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+            records[name] = routing
+            ids = token_ids if context is None or context.token_ids is None else context.token_ids
+            if ids is not None:
+                ids = ids.reshape(-1) if ids.numel() == hidden.shape[0] else None
+            mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
+            self.update(name, routing, mask, hidden=hidden, token_ids=ids, experts=experts.get(name))
+
+        with observe_routing(model, take):
+            yield records
+
+    def merge(self, other: Diagnostics) -> Self:
+        """Takes in what another process gathered; returns self."""
+        for name, theirs in other.layers.items():
+            mine = self.layers.setdefault(name, {})
+            for kind, diagnostic in theirs.items():
+                if kind in mine:
+                    mine[kind].merge(diagnostic)
+                else:
+                    mine[kind] = diagnostic
+        return self
+
+    def gather(self, group: Any = None) -> Diagnostics:
+        """What all processes of a torch.distributed group gathered, on every one of them."""
+        import torch.distributed as distributed
+
+        parts: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(parts, self, group)
+        whole = Diagnostics(*self.kinds)
+        for part in parts:
+            whole.merge(part)
+        return whole
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """layer name -> diagnostic name -> its result; JSON-able."""
+        return {
+            name: {kind: diagnostic.result() for kind, diagnostic in layer.items()}
+            for name, layer in self.layers.items()
+        }
+
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(diagnostic.nbytes() for layer in self.layers.values() for diagnostic in layer.values())

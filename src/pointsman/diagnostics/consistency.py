@@ -1,0 +1,91 @@
+"""Inter-run consistency: whether runs with other seeds load the experts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.base import number, table
+
+WINDOW = 100
+
+
+def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str, Any]:
+    """IC of m runs: the mean of the m x m matrix of Pearson correlations between their expert loads (X-MoE, 4.4).
+
+    `with_diagonal` is the paper's figure, IC = sum_ij rho_ij / m^2; its diagonal alone adds 1/m, so
+    `without_diagonal`, the mean over i != j, stands beside it. Runs whose load is the same for every expert have no
+    correlation and are left out; `runs` says how many count. `matrix` has None for them. Experts are compared by their
+    index: that means something for runs that start from the same weights, as in fine-tuning.
+
+    Args:
+        loads: m vectors [E], tokens of each expert (the paper: gathered over 100 mini-batches).
+    """
+    rows = [torch.as_tensor(load, dtype=torch.float64).cpu() for load in loads]
+    if len({row.shape for row in rows}) > 1:
+        raise ValueError(
+            f"inter_run_consistency: loads of {[len(row) for row in rows]} experts; all runs must have as many"
+        )
+    if not rows:
+        return {"runs": 0, "with_diagonal": None, "without_diagonal": None, "matrix": []}
+    stacked = torch.stack(rows)
+    centred = stacked - stacked.mean(1, keepdim=True)
+    norm = centred.norm(dim=1)
+    kept = norm > 1e-12 * stacked.norm(dim=1)
+    unit = centred / torch.where(kept, norm, 1.0)[:, None]
+    full = (unit @ unit.T).clamp(-1, 1)
+    full.fill_diagonal_(1.0)
+    used = full[kept][:, kept]
+    m = used.shape[0]
+    nan = torch.full_like(full, torch.nan)
+    return {
+        "runs": m,
+        "with_diagonal": number(used.mean()) if m else None,
+        "without_diagonal": number((used.sum() - m) / (m * (m - 1))) if m > 1 else None,
+        "matrix": table(torch.where(kept[:, None] & kept, full, nan)),
+    }
+
+
+def gathered_loads(rows: Iterable[Mapping[str, Any]], window: int = WINDOW) -> dict[str, list[tuple[int, Tensor]]]:
+    """Loads over training from a run's rows of metrics.jsonl: layer -> [(last step, tokens of each expert [E])].
+
+    Rows are added up until at least `window` batches are gathered; what is left at the end is dropped.
+    """
+    done: dict[str, list[tuple[int, Tensor]]] = {}
+    open_: dict[str, tuple[int, Tensor]] = {}
+    for row in rows:
+        if row.get("kind") != "routing" or any(share is None for share in row["load"]):
+            continue
+        layer = row["layer"]
+        load = torch.tensor(row["load"], dtype=torch.float64) * row.get("tokens", 1)
+        batches, before = open_.pop(layer, (0, torch.zeros_like(load)))
+        batches += row.get("batches", 1)
+        if batches >= window:
+            done.setdefault(layer, []).append((row["step"], before + load))
+        else:
+            open_[layer] = (batches, before + load)
+    return done
+
+
+def consistency_over_training(
+    runs: Sequence[Iterable[Mapping[str, Any]]], window: int = WINDOW
+) -> dict[str, list[dict[str, Any]]]:
+    """IC at every window of training: layer -> [{"step", "runs", "with_diagonal", "without_diagonal"}].
+
+    Args:
+        runs: the rows of metrics.jsonl of each run. Only steps and layers that all have are compared.
+    """
+    each = [{layer: dict(loads) for layer, loads in gathered_loads(rows, window).items()} for rows in runs]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for layer in each[0] if each else ():
+        if any(layer not in run for run in each):
+            continue
+        steps = sorted(set.intersection(*(set(run[layer]) for run in each)))
+        for step in steps:
+            ic = inter_run_consistency([run[layer][step] for run in each])
+            del ic["matrix"]
+            found.setdefault(layer, []).append({"step": step, **ic})
+    return found

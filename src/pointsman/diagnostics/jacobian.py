@@ -1,0 +1,202 @@
+"""The two terms of an MoE layer's Jacobian: what a token's gradient owes to the experts, and what to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.diagnostics.base import Diagnostic, Moments, number, ratio
+from pointsman.diagnostics.observe import evaluating
+from pointsman.layer import MoE
+from pointsman.routers.router import Router
+from pointsman.routing import Routing, RoutingContext
+
+TERMS = ("j1", "j2", "both")
+WIDEST = 1024  # matrices J1 and J2 of a token are built up to this width
+
+
+class JacobianTerms(Diagnostic):
+    """dy/dh = J1 + J2 of y = sum_j w_j E_j(h), for given tokens and gradients g = dL/dy.
+
+    HyperRouter, Eqs. 3 to 5 (and X-MoE, Eqs. 4 to 6, whose J1 has the residual connection's identity on top):
+        J1 = sum_j w_j dE_j/dh,        J2 = sum_j E_j(h) (dw_j/dh)^T,
+        J2^T g = sum_i c_i W_i,        c_i = sum_j w_j (1[i=j] - w_i) (E_j(h)^T g) for softmax weights of a linear
+    router W over the chosen k. Here both come from autograd, whatever router and experts: J1 with the weights held
+    fixed, J2 with the experts' outputs held fixed. The gradients of auxiliary losses are not part of them. At k = 1
+    with renormalised weights, and for routers without a gradient, J2 = 0. Under a mixer J2^T g at a token also holds
+    what other tokens of the sequence send back through the mixing; the matrix J2 is that of the token itself.
+
+    `gradient` for J1^T g, J2^T g and their sum: `norm_mean` over tokens; `rank` of the [tokens, dim] matrix (singular
+    values s above dim eps max(s), eps that of the hidden states' dtype, and above sqrt(dim eps_64) max(s));
+    `effective_rank` = exp(H(s^2 / sum s^2)); `in_span`: the share of the sum of squares that lies in the router's span.
+    That is the span of the rows W_i (X-MoE's cosine: of the projection's); `span_rank` is its dimension, `span_share` =
+    span_rank / dim what a random direction would have in it. For a linear router J2's `in_span` is 1 by Eq. 3. So it is
+    for HyperRouter, whose W = H(e) is as linear in h: what differs is that training e moves the span.
+    `matrices`: over sampled tokens the mean Frobenius norms and ranks of J1 and J2 (rank J2 <= k - 1 for softmax
+    weights over the k chosen). Ranks need float32 or more; else None.
+
+    Args:
+        layer: the MoE layer.
+        samples: tokens whose matrices are built in each update.
+    """
+
+    def __init__(self, layer: MoE, samples: int = 4) -> None:
+        self.layer: MoE | None = layer
+        self.samples = samples
+        self.eps = 0.0
+        span = router_span(layer.router)
+        self._basis = None if span is None else _row_basis(span)
+        self.norms = {term: Moments() for term in TERMS}
+        self.sampled = {name: Moments() for name in ("j1_norm", "j2_norm", "j1_rank", "j2_rank")}
+        self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the layer: what goes to another process to be merged."""
+        return {**vars(self), "layer": None}
+
+    def merge(self, other: Self) -> Self:
+        for mine, theirs in ((self.norms, other.norms), (self.sampled, other.sampled)):
+            for name, moments in mine.items():
+                moments.merge(theirs[name])
+        if other.second is not None:
+            self.second = (
+                other.second.clone() if self.second is None else self.second + other.second.to(self.second.device)
+            )
+        self.eps = max(self.eps, other.eps)
+        return self
+
+    def nbytes(self) -> int:
+        moments = [*self.norms.values(), *self.sampled.values()]
+        tensors = [t for of in moments for t in of.tensors] + [t for t in (self.second, self._basis) if t is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def update(self, hidden: Tensor, gradient: Tensor, context: RoutingContext | None = None) -> None:
+        """Takes in one forward: `hidden` [B, T, dim], what the layer received, and `gradient` of its output."""
+        assert self.layer is not None, "merged states take no updates"
+        layer = self.layer
+        hidden = hidden.detach()[None] if hidden.dim() == 2 else hidden.detach()
+        flat = hidden.flatten(0, 1)
+        gradient = gradient.detach().reshape(flat.shape)
+        with evaluating(layer), torch.enable_grad():
+            into_router = hidden.clone().requires_grad_()
+            routing: Routing = layer.router(into_router, context)
+            into_experts = flat.clone().requires_grad_()
+            weights = routing.weights.detach().clone().requires_grad_()
+            output = layer.experts(into_experts, _with_weights(routing, weights))
+            first, of_weights = torch.autograd.grad(output, (into_experts, weights), gradient)
+            second = _vjp(routing.weights, into_router, of_weights, retain=True).flatten(0, 1)
+            self._take(first, second, (routing.experts >= 0).any(-1))
+            if flat.shape[1] <= WIDEST:
+                self._sample(flat, into_router, routing)
+        self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
+
+    def _take(self, first: Tensor, second: Tensor, real: Tensor) -> None:
+        both = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
+        for term, values in zip(TERMS, both, strict=True):
+            self.norms[term].add(values.norm(dim=-1), real)
+        outer = both.mT @ both
+        self.second = outer if self.second is None else self.second + outer
+
+    def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing) -> None:
+        real = torch.nonzero((routing.experts >= 0).any(-1))[:, 0]
+        count = min(self.samples, len(real))
+        for token in real[torch.linspace(0, len(real) - 1, count, device=real.device).round().long()].tolist():
+            j1, j2 = self._matrices(token, flat, into_router, routing)
+            for name, matrix in (("j1", j1), ("j2", j2)):
+                self.sampled[f"{name}_norm"].add(matrix.norm()[None])
+                singular = torch.linalg.svdvals(matrix)
+                limit = matrix.shape[0] * torch.finfo(flat.dtype).eps * singular[:1]
+                self.sampled[f"{name}_rank"].add((singular > limit).sum()[None])
+
+    def _matrices(self, token: int, flat: Tensor, into_router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """J1 and J2 [dim, dim] of one token, float64."""
+        assert self.layer is not None
+        dim = flat.shape[1]
+        one = _each(routing, lambda field: field[token : token + 1].detach())
+        copies = flat[token].expand(dim, dim).clone().requires_grad_()
+        repeated = _each(one, lambda field: field.expand(dim, -1))
+        output = self.layer.experts(copies, repeated)
+        (j1,) = torch.autograd.grad(output, copies, torch.eye(dim, dtype=output.dtype, device=output.device))
+        k = one.experts.shape[1]
+        each = Routing(one.experts.T, torch.ones_like(one.weights).T, one.probs.expand(k, -1), one.logits.expand(k, -1))
+        outputs = self.layer.experts(flat[token].expand(k, dim), each).detach()
+        j2 = torch.zeros(dim, dim, dtype=torch.float64, device=flat.device)
+        for place in range(k):
+            pick = torch.zeros_like(routing.weights)
+            pick[token, place] = 1.0
+            slope = _vjp(routing.weights, into_router, pick, retain=True).flatten(0, 1)[token]
+            j2 += torch.outer(outputs[place].double(), slope.double())
+        return j1.double(), j2
+
+    def result(self) -> dict[str, Any]:
+        gradient: dict[str, dict[str, Any]] = {}
+        for index, term in enumerate(TERMS):
+            second = None if self.second is None else self.second[index].cpu()
+            gradient[term] = {"norm_mean": self.norms[term].mean, **self._spectrum(second)}
+        span = None if self._basis is None else self._basis.shape[0]
+        width = None if self.second is None else self.second.shape[-1]
+        return {
+            "tokens": self.norms["j1"].count,
+            "gradient": gradient,
+            "norm_ratio": ratio(gradient["j2"]["norm_mean"], gradient["j1"]["norm_mean"]),
+            "span_rank": span,
+            "span_share": ratio(span, width),
+            "matrices": {"tokens": self.sampled["j1_norm"].count, **{n: m.mean for n, m in self.sampled.items()}},
+        }
+
+    def _spectrum(self, second: Tensor | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"rank": None, "effective_rank": None, "in_span": None}
+        if second is None:
+            return found
+        squares = torch.linalg.eigvalsh(second).clamp_min(0)
+        total = squares.sum()
+        if not total > 0:
+            return {**found, "rank": 0}
+        relative = second.shape[0] * self.eps
+        if relative < 0.01:
+            floor = second.shape[0] * torch.finfo(torch.float64).eps  # what eigvalsh itself leaves
+            found["rank"] = int((squares > max(relative**2, floor) * squares.max()).sum())
+        found["effective_rank"] = number(torch.special.entr(squares / total).sum().exp())
+        if self._basis is not None:
+            basis = self._basis.cpu()
+            found["in_span"] = number(((basis @ second) * basis).sum() / second.trace())
+        return found
+
+
+@torch.no_grad()
+def router_span(router: Router) -> Tensor | None:
+    """Rows [r, dim] whose span holds every gradient that a token gets from the router's logits; None where unknown."""
+    linear = router.score.plain_linear()
+    if linear is not None:
+        return linear[0].detach()
+    projection = getattr(router.score, "projection", None)
+    return projection.weight.detach() if isinstance(projection, nn.Linear) else None
+
+
+def _vjp(outputs: Tensor, inputs: Tensor, vector: Tensor, *, retain: bool = False) -> Tensor:
+    if not outputs.requires_grad:
+        return torch.zeros_like(inputs)
+    (found,) = torch.autograd.grad(outputs, inputs, vector, retain_graph=retain, allow_unused=True)
+    gradient: Tensor = torch.zeros_like(inputs) if found is None else found
+    return gradient
+
+
+def _with_weights(routing: Routing, weights: Tensor) -> Routing:
+    return replace(routing.detach(), weights=weights, flat=None)
+
+
+def _each(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
+    fields = (function(routing.experts), function(routing.weights), function(routing.probs), function(routing.logits))
+    return Routing(*fields)
+
+
+def _row_basis(rows: Tensor) -> Tensor:
+    """Orthonormal basis [rank, dim] of the span of rows, float64."""
+    _, singular, right = torch.linalg.svd(rows.double(), full_matrices=False)
+    limit = max(rows.shape) * torch.finfo(rows.dtype).eps * singular[0]
+    basis: Tensor = right[singular > limit]
+    return basis

@@ -1,0 +1,130 @@
+"""Whether experts are alike: their weights, and what they make of the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.diagnostics.base import RoutingDiagnostic, chosen, number, table
+from pointsman.routing import Routing
+
+
+def weight_similarity(experts: nn.Module) -> dict[str, Any]:
+    """Cosine between the experts' weights: `cosine` [E, E], and `mean` over pairs i != j.
+
+    Every parameter whose leading dimension is E, flattened for each expert and set end to end. Permuting an expert's
+    hidden units leaves what it computes and changes this figure; the outputs' similarity does not have that flaw.
+    """
+    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    gram = torch.zeros(num_experts, num_experts, dtype=torch.float64)
+    for parameter in experts.parameters():
+        if parameter.shape[:1] == (num_experts,):
+            flat = parameter.detach().reshape(num_experts, -1)
+            for piece in flat.split(1 << 20, dim=1):  # type: ignore[no-untyped-call]
+                gram += (piece.double() @ piece.double().T).cpu()
+    return _summary(_unit(gram), "cosine")
+
+
+class OutputSimilarity(RoutingDiagnostic):
+    """Likeness of what the experts E_i(h) make of the same tokens, whoever they were routed to.
+
+    `cosine` [E, E]: the mean over tokens of cos(E_i(h_t), E_j(h_t)). `cka` [E, E]: linear CKA of the outputs,
+    HSIC(X_i, X_j) / sqrt(HSIC(X_i, X_i) HSIC(X_j, X_j)) with the unbiased HSIC summed over updates (minibatch CKA,
+    Nguyen et al. 2021), which does not change under rotation and scale. `…_mean`: over pairs i != j.
+
+    From each update at most `most` tokens, evenly spaced, go through all experts.
+
+    Args:
+        experts: the layer's experts: called as experts(hidden [tokens, dim], routing), with `num_experts`.
+        most: at least 4 for CKA.
+    """
+
+    def __init__(self, experts: nn.Module, most: int = 128) -> None:
+        self.experts = experts
+        self.most = most
+        self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        self.tokens: Tensor | None = None
+        self.cosine: Tensor | None = None
+        self.hsic: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the experts: what goes to another process to be merged."""
+        return {**vars(self), "experts": None}
+
+    @torch.no_grad()
+    def update(
+        self,
+        routing: Routing,
+        mask: Tensor | None = None,
+        *,
+        hidden: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        if hidden is None:
+            raise ValueError("OutputSimilarity: update needs hidden [tokens, dim], what the experts receive")
+        hidden = hidden.detach().reshape(-1, hidden.shape[-1])
+        real = torch.nonzero((chosen(routing, mask) >= 0).any(-1))[:, 0]
+        if not len(real):
+            return
+        real = real[torch.linspace(0, len(real) - 1, min(self.most, len(real)), device=real.device).round().long()]
+        outputs = expert_outputs(self.experts, hidden[real]).double()
+        unit = torch.nn.functional.normalize(outputs, dim=-1)
+        cosine = torch.einsum("itd,jtd->ij", unit, unit)
+        hsic = _unbiased_hsic(outputs)
+        tokens = torch.tensor(float(len(real)), dtype=torch.float64, device=hidden.device)
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        self.cosine = cosine if self.cosine is None else self.cosine + cosine
+        self.hsic = hsic if self.hsic is None else self.hsic + hsic
+
+    def result(self) -> dict[str, Any]:
+        if self.tokens is None or self.cosine is None or self.hsic is None:
+            return {"tokens": 0, "cosine": [], "cosine_mean": None, "cka": [], "cka_mean": None}
+        cosine = _summary((self.cosine / self.tokens).cpu(), "cosine")
+        cka = _summary(_unit(self.hsic.cpu()), "cka")
+        return {
+            "tokens": int(self.tokens),
+            "cosine": cosine["cosine"],
+            "cosine_mean": cosine["mean"],
+            "cka": cka["cka"],
+            "cka_mean": cka["mean"],
+        }
+
+
+def expert_outputs(experts: nn.Module, hidden: Tensor) -> Tensor:
+    """[E, tokens, dim]: every expert on every token of `hidden` [tokens, dim], in evaluation mode."""
+    num_experts, tokens = int(experts.num_experts), hidden.shape[0]  # type: ignore[arg-type]
+    training = experts.training
+    experts.eval()
+    ones = torch.ones(tokens, 1, dtype=torch.float32, device=hidden.device)
+    every = ones.expand(tokens, num_experts)
+    outputs = []
+    for index in range(num_experts):
+        one = torch.full((tokens, 1), index, dtype=torch.int64, device=hidden.device)
+        outputs.append(experts(hidden, Routing(one, ones, every, every)))
+    experts.train(training)
+    return torch.stack(outputs)
+
+
+def _unbiased_hsic(outputs: Tensor) -> Tensor:
+    """HSIC_1 (Song et al. 2012) between the linear kernels of every two experts' outputs [E, n, dim]: [E, E]."""
+    experts, n, _ = outputs.shape
+    if n < 4:
+        return outputs.new_zeros(experts, experts)
+    kernel = outputs @ outputs.mT
+    kernel.diagonal(dim1=1, dim2=2).zero_()
+    flat, rows, total = kernel.flatten(1), kernel.sum(-1), kernel.sum((1, 2))
+    trace = flat @ flat.T
+    return (trace + torch.outer(total, total) / ((n - 1) * (n - 2)) - (rows @ rows.T) * 2 / (n - 2)) / (n * (n - 3))
+
+
+def _unit(gram: Tensor) -> Tensor:
+    """G_ij / sqrt(G_ii G_jj); nan where a diagonal entry is not above 0."""
+    size = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.nan).sqrt()
+    return gram / torch.outer(size, size)
+
+
+def _summary(values: Tensor, name: str) -> dict[str, Any]:
+    off = values[~torch.eye(values.shape[0], dtype=torch.bool)]
+    return {name: table(values), "mean": number(off.nanmean()) if off.numel() else None}
