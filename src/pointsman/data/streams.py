@@ -6,7 +6,7 @@ token after it. Rows continue from step to step, so that a model's memory of row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,26 @@ class EvalStream:
         self._tokens = tokens
         self._device = torch.device(device)
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
+        """A stream that reads these texts side by side, each of at least two ids, all targets but a text's first."""
+        _check_positive(len(rows), segment_length)
+        stream = cls.__new__(cls)
+        stream.rows, stream.segment_length = len(rows), segment_length
+        sizes = np.array([len(row) for row in rows])
+        stream._starts, stream._lengths = np.cumsum(sizes) - sizes, sizes - 1
+        stream._tokens = np.concatenate(list(rows))
+        stream.num_tokens = int(stream._lengths.sum())
+        stream._device = torch.device(device)
+        return stream
+
+    @property
+    def texts(self) -> list[IdArray]:
+        """The stretch of text that each row reads, its first token (which is no target) included."""
+        return [
+            self._tokens[start : start + length + 1] for start, length in zip(self._starts, self._lengths, strict=True)
+        ]
+
     def __len__(self) -> int:
         """The number of segments, side by side."""
         return -(-int(self._lengths.max()) // self.segment_length)
@@ -141,8 +161,8 @@ class EvalStream:
         inputs = np.zeros((self.rows, width), dtype=np.int64)
         targets = np.full((self.rows, width), IGNORE, dtype=np.int64)
         for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
-            piece = self._tokens[start + begin : start + begin + width + 1]
-            count = min(width, int(length) - begin)
+            piece = self._tokens[start + begin : start + min(begin + width, int(length)) + 1]
+            count = max(0, min(width, int(length) - begin))
             inputs[row, : len(piece[:width])] = piece[:width]
             targets[row, :count] = piece[1 : count + 1]
         return _send(inputs, self._device), _send(targets, self._device)

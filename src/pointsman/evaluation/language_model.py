@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from pointsman._errors import RunError
-from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.control import named_routers, set_top_k
 from pointsman.data import EvalStream
 from pointsman.data.catalog import Level
 from pointsman.data.vocabulary import IdArray
-from pointsman.diagnostics.distribution import Entropy
-from pointsman.diagnostics.load import Load
+from pointsman.evaluation.routing import RoutingSummary, evaluating
 from pointsman.models.transformer_xl import Memory, TransformerXL
-from pointsman.routing import Routing, RoutingContext
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,19 @@ class Watch(Protocol):
     def phase(self, name: str, total: int, done: int = 0) -> None: ...
 
     def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text in rows, read side by side, some of whose tokens are marked: those that an attack put there.
+
+    Attributes:
+        rows: ids of each row; its first token is context and no target.
+        marks: of each row, [tokens] bool.
+    """
+
+    rows: Sequence[IdArray]
+    marks: Sequence[NDArray[np.bool_]]
 
 
 class Stopped(Exception):  # noqa: N818  nothing went wrong
@@ -86,7 +99,7 @@ def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]
 @torch.no_grad()
 def evaluate(
     model: TransformerXL,
-    tokens: IdArray,
+    tokens: IdArray | MarkedText,
     level: Level,
     *,
     split: str,
@@ -105,7 +118,8 @@ def evaluate(
     mode are as before afterwards.
 
     Args:
-        tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary.
+        tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary; or a marked text, of which
+            all is read.
         level: what a token is; decides between bits per character and perplexity.
         split: name of the part, for the record.
         top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
@@ -118,43 +132,61 @@ def evaluate(
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
         "routers": {layer: {"entropy", "entropy_std", "load"}}}. Entropies are of the full distribution before mixing,
         means and deviations over tokens in nats; with a mixer "mixed_entropy" is that of what selection saw. `load` [E]
-        is each expert's share of the assignments.
+        is each expert's share of the assignments. Of a marked text also "unmarked": {"nats", "value", "tokens"}, with
+        the marked tokens not counted as targets.
 
     Raises:
         RunError: a k outside 1 … N, or a text shorter than one segment.
     """
     device = next(model.parameters()).device
-    stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
+    marks: EvalStream | None = None
+    if isinstance(tokens, MarkedText):
+        stream = EvalStream.of_rows(tokens.rows, protocol.segment_length, device)
+        marks = EvalStream.of_rows([row.astype(np.uint8) for row in tokens.marks], protocol.segment_length, device)
+    else:
+        stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
     values = eval_top_k(model, top_k)
     if watch:
         watch.phase(phase, len(stream) * len(values))
     results = []
-    with _evaluating(model, protocol.seed):
+    with evaluating(model, protocol.seed):
         for index, k in enumerate(values):
-            gathered = _Gathered(model) if routing else None
+            gathered = RoutingSummary(model) if routing else None
             with set_top_k(model, k) if k else nullcontext():
-                nats, count = _nats(model, stream, protocol, gathered, precision, watch, index * len(stream), stop)
-            metric, value = quality(level, nats)
-            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts, "nats": nats}
-            result |= {"metric": metric, "value": value, "tokens": count}
+                sums = _sums(
+                    model, stream, marks, protocol, gathered, precision, watch, index * len(stream), stop
+                )  # fmt: skip
+            metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
+            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
+            result |= {"nats": figures[0]["nats"], "metric": metric, **figures[0]}
+            if marks:
+                result["unmarked"] = figures[1]
             results.append(result | ({"routers": gathered.result()} if gathered else {}))
     return results
 
 
-def _nats(
+def _figures(level: Level, nats: float, count: int) -> dict[str, Any]:
+    """Of `count` targets with `nats` together."""
+    mean = nats / count if count else math.nan
+    return {"nats": mean if count else None, "value": quality(level, mean)[1], "tokens": count}
+
+
+def _sums(
     model: TransformerXL,
     stream: EvalStream,
+    marks: EvalStream | None,
     protocol: EvalProtocol,
-    gathered: _Gathered | None,
+    gathered: RoutingSummary | None,
     precision: AbstractContextManager[Any] | None,
     watch: Watch | None,
     done: int,
     stop: Any,
-) -> tuple[float, int]:
-    total = torch.zeros((), dtype=torch.float64)
+) -> list[tuple[float, int]]:
+    """(nats, targets) of all targets, and of the unmarked ones."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    counts = torch.zeros(2, dtype=torch.int64)
     memory: Memory | None = None
-    count = 0
-    for inputs, targets in stream:
+    for index, (inputs, targets) in enumerate(stream):
         if stop is not None and stop.is_set():
             raise Stopped
         real = targets >= 0
@@ -164,50 +196,11 @@ def _nats(
             output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
         memory = output.memory
         assert output.loss is not None
-        total += output.loss.double().sum().cpu()
-        count += int(real.sum())
+        losses = output.loss.double()
+        counted = real if marks is None else marks.batch(index)[1] == 0
+        totals += torch.stack([losses.sum(), torch.where(counted, losses, 0.0).sum()]).cpu()
+        counts += torch.stack([real.sum(), counted.sum()]).cpu()
         done += 1
         if watch:
             watch.advance(done, {})
-    return float(total / count), count
-
-
-class _Gathered:
-    """Entropy and load of every router, streamed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        names = [(name, router.mix is not None) for name, router in named_routers(model)]
-        self.mixed = dict(names)
-        self.entropy = {name: Entropy() for name in self.mixed}
-        self.load = {name: Load() for name in self.mixed}
-        self.mask: Tensor | None = None
-
-    def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return record_routing(model, self._take) if self.mixed else nullcontext()
-
-    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
-        self.entropy[name].update(routing, self.mask)
-        self.load[name].update(routing, self.mask)
-
-    def result(self) -> dict[str, dict[str, Any]]:
-        results = {}
-        for name, mixed in self.mixed.items():
-            entropy, load = self.entropy[name].result(), self.load[name].result()
-            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
-            if mixed:
-                results[name]["mixed_entropy"] = entropy["mixed_mean"]
-        return results
-
-
-@contextmanager
-def _evaluating(model: nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode and a generator state of its own; both as before afterwards."""
-    training = model.training
-    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(training)
+    return list(zip(totals.tolist(), counts.tolist(), strict=True))

@@ -192,6 +192,20 @@ class TransformerXL(nn.Module):
             padding_mask: [B, T] bool, True for a real token; None where all are real.
             reduction: "mean" over the targets that count, or "none": [B, T].
         """
+        hidden, remembered = self.encode(tokens, memory, memory_length=memory_length, padding_mask=padding_mask)
+        if targets is None:
+            return Output(None, self.embedding.logits(self._drop(hidden)), hidden, remembered)
+        return Output(self._loss(hidden, targets, padding_mask, reduction), None, hidden, remembered)
+
+    def encode(
+        self,
+        tokens: Tensor,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """The last hidden states [B, T, dim] and the memory for the next segment; arguments as of `forward`."""
         batch, length = tokens.shape
         embedded = self.embedding.embed(tokens)
         if memory is None:
@@ -238,10 +252,7 @@ class TransformerXL(nn.Module):
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         padding = None if key_mask is None else _last(key_mask, memory_length)
-        remembered = Memory(tuple(kept), carries, padding)
-        if targets is None:
-            return Output(None, self.embedding.logits(self._drop(hidden)), hidden, remembered)
-        return Output(self._loss(hidden, targets, padding_mask, reduction), None, hidden, remembered)
+        return hidden, Memory(tuple(kept), carries, padding)
 
     def _loss(self, hidden: Tensor, targets: Tensor, padding_mask: Tensor | None, reduction: str) -> Tensor:
         counted = targets >= 0

@@ -1,0 +1,56 @@
+"""What the routers of a model do during an evaluation, and the frame of every evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.control import named_routers, record_routing
+from pointsman.diagnostics.distribution import Entropy
+from pointsman.diagnostics.load import Load
+from pointsman.routing import Routing, RoutingContext
+
+
+class RoutingSummary:
+    """Entropy and load of every router, streamed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = [(name, router.mix is not None) for name, router in named_routers(model)]
+        self.mixed = dict(names)
+        self.entropy = {name: Entropy() for name in self.mixed}
+        self.load = {name: Load() for name in self.mixed}
+        self.mask: Tensor | None = None  # [tokens], True where a token counts
+
+    def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return record_routing(model, self._take) if self.mixed else nullcontext()
+
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+        self.entropy[name].update(routing, self.mask)
+        self.load[name].update(routing, self.mask)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        results = {}
+        for name, mixed in self.mixed.items():
+            entropy, load = self.entropy[name].result(), self.load[name].result()
+            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
+            if mixed:
+                results[name]["mixed_entropy"] = entropy["mixed_mean"]
+        return results
+
+
+@contextmanager
+def evaluating(model: nn.Module, seed: int) -> Iterator[None]:
+    """Evaluation mode and a generator state of its own; both as before afterwards."""
+    training = model.training
+    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)
