@@ -44,6 +44,8 @@ class AttentionTrace:
         scale: factor of the query-key products.
         bias: function (start, stop) of a block of query rows to what is added to the scaled products of that block,
             [B, H, stop - start, S] or broadcastable to it; None without a relative-position term.
+        side_by_side: [B, T, H * D], the heads' outputs, if `output` is their projection by `out_weight` and nothing
+            else: what an output projection keeps anyway, so that nobody has to keep `output`.
     """
 
     query: Tensor
@@ -53,6 +55,7 @@ class AttentionTrace:
     output: Tensor
     scale: float
     bias: Callable[[int, int], Tensor] | None = None
+    side_by_side: Tensor | None = None
 
 
 @dataclass(frozen=True)

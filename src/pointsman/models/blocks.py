@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.layer import MoE
-from pointsman.ops.attention import relative_attention, relative_bias
+from pointsman.ops.attention import RelativeBias, relative_attention
 from pointsman.ops.reference import ACTIVATIONS
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
 
@@ -93,7 +92,8 @@ class RelativeAttention(nn.Module):
         query = F.linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
         seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
         key_value = F.linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
-        key, value = key_value.permute(2, 3, 0, 1, 4).unbind(0)
+        # contiguous, as the attention keeps them: a trace then keeps nothing more
+        key, value = (part.contiguous() for part in key_value.permute(2, 3, 0, 1, 4))
         positions = self.position(around.positions).view(-1, heads, width).transpose(0, 1)
         mixed = relative_attention(
             query,
@@ -106,26 +106,15 @@ class RelativeAttention(nn.Module):
             key_mask=around.key_mask,
             dropout=self.dropout if self.training else 0.0,
         )
-        output: Tensor = self.output(mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width))
+        side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
+        output: Tensor = self.output(side_by_side)
         if not trace:
             return output, None
-        bias = _bias(query, positions, around.position_bias.to(query.dtype), scale)
-        return output, AttentionTrace(
-            (query + around.content_bias.to(query.dtype)[:, None, None]).transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            self.output.weight.view(-1, heads, width).permute(1, 2, 0),
-            output,
-            scale,
-            bias,
-        )
-
-
-def _bias(query: Tensor, positions: Tensor, position_bias: Tensor, scale: float) -> Callable[[int, int], Tensor]:
-    def rows(start: int, stop: int) -> Tensor:
-        return relative_bias(query, positions, position_bias, scale, start, stop).transpose(0, 1)
-
-    return rows
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
+        bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
+        out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
+        return output, AttentionTrace(query, key, value, out_weight, output, scale, bias, side_by_side)
 
 
 class FeedForwardLayer(nn.Module):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -78,10 +79,34 @@ def relative_bias(
     shifted = (query[:, :, start:stop] + position_bias[:, None, None]) * scale
     padded = torch.nn.functional.pad(positions[:, keys - seen :], (0, 0, 0, 1))
     products = torch.bmm(shifted.reshape(heads, batch * rows, -1), padded.transpose(1, 2))
-    bias = _by_key(products.view(heads * batch, rows, seen + 1)).reshape(heads, batch, rows, seen)
+    bias = by_key(products.view(heads * batch, rows, seen + 1)).reshape(heads, batch, rows, seen)
     after = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu_(1)
     after = torch.nn.functional.pad(after, (seen - rows, 0))
     return torch.nn.functional.pad(bias.masked_fill(after, 0), (0, keys - seen))
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """What `relative_attention` adds to scale * q_i . k_j, in the layout of an attention trace: a function of a block
+    of rows, whose parts are open to those who can do with less than all heads.
+
+    Attributes:
+        query, key: [B, H, T, D], [B, H, S, D].
+        positions, content_bias, position_bias: as of `relative_attention`.
+    """
+
+    query: Tensor
+    key: Tensor
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+    scale: float
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """[B, H, stop - start, S]."""
+        query = self.query.transpose(0, 1)
+        position = relative_bias(query, self.positions, self.position_bias, self.scale, start, stop).transpose(0, 1)
+        return position + self.scale * (self.key @ self.content_bias[:, :, None]).transpose(2, 3)
 
 
 class _Settings(NamedTuple):
@@ -114,7 +139,7 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
             number += 1
 
 
-def _by_key(products: Tensor) -> Tensor:
+def by_key(products: Tensor) -> Tensor:
     """[N, R, seen + 1] by falling distance -> a view [N, R, seen] by key: row a moves left by R - 1 - a.
 
     In a row of seen + 1 entries, that is a start at R - 1 and a step of `seen` from row to row. Keys after the query
@@ -131,7 +156,7 @@ class _Products:
     def __init__(self, query: Tensor, key: Tensor, positions: Tensor, content: Tensor, position: Tensor,
                  settings: _Settings, key_mask: Tensor | None) -> None:  # fmt: skip
         self.query, self.key, self.content, self.position, self.settings = query, key, content, position, settings
-        # one row more, for the distance -1: `_by_key` needs rows of seen + 1 entries
+        # one row more, for the distance -1: `by_key` needs rows of seen + 1 entries
         self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], 1, positions.shape[2])], 1)
         self.padded = None if key_mask is None else ~key_mask
 
@@ -158,7 +183,7 @@ class _Products:
         products = torch.bmm(
             position.view(heads, batch * rows, width), self.block_positions(block).transpose(1, 2)
         ).view(heads * batch, rows, block.seen + 1)
-        scores = torch.baddbmm(_by_key(products), content.view(heads * batch, rows, width), key.transpose(1, 2))
+        scores = torch.baddbmm(by_key(products), content.view(heads * batch, rows, width), key.transpose(1, 2))
         after = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
         masked = self.masked(block)
         if masked is not None:
@@ -238,7 +263,7 @@ class _RelativeAttention(torch.autograd.Function):
                 flat = by_distance.view(heads * batch, -1)
                 flat[:, : rows - 1].zero_()
                 flat[:, -1:].zero_()
-                d_scores = _by_key(by_distance)
+                d_scores = by_key(by_distance)
                 d_scores.copy_(torch._softmax_backward_data(d_probabilities, probabilities, -1, probabilities.dtype))
                 masked = shared.masked(block)
                 if masked is not None:
