@@ -31,7 +31,6 @@ def write_run(
     metric: str = "bits_per_character",
     done: bool = True,
     values: Mapping[int, float] | None = None,
-    diagnostics: bool = False,
     explorer: bool = False,
 ) -> Path:
     """Writes one run directory. `done=False`: training has stopped half way."""
@@ -95,7 +94,52 @@ def write_run(
                          "checkpoint": "last"},
         }  # fmt: skip
         dump(path / "evaluation.json", evaluation)
+        if explorer and not router.startswith("dense"):
+            write_explorer(path, router, seed, top_k=top_k, experts=experts, names=names, steps=steps)
     return path
+
+
+def write_explorer(
+    path: Path, router: str, seed: int, *, top_k: Sequence[int], experts: int, names: Sequence[str], steps: int
+) -> None:
+    """An explorer.json of invented routing, packed by the real packer."""
+    import torch
+
+    from pointsman.report.samples import Seen, pack
+    from pointsman.routing import Routing
+
+    generator = torch.Generator().manual_seed(100 * seed + len(router))
+    text = (WORDS * 12)[:900]
+    codes = torch.tensor([ord(character) % 29 for character in text])
+    seen = {}
+    for k in top_k:
+        seen[k] = {}
+        for name in names:
+            logits = torch.randn(29, experts, generator=generator)[codes] / SCALE.get(router, 1.0)
+            logits = logits + 0.3 * torch.randn(len(text), experts, generator=generator)
+            probs = logits.softmax(-1)
+            weights, chosen = probs.topk(k, dim=-1)
+            seen[k][name] = Seen(logits, Routing(chosen, weights, probs, logits))
+    indices = list(range(0, len(text), 3))
+    positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
+    checkpoints = [
+        {
+            "step": step,
+            "layers": {
+                name: {"entropy": 1.5, "entropy_std": 0.3, "collapse": 20.0 + layer + step / steps, "classes": experts,
+                       "top1": 0.1 + 0.05 * layer, "sets": 0.2}
+                for layer, name in enumerate(names)
+            },
+        }
+        for step in (steps // 2, steps)
+    ]  # fmt: skip
+    sample = pack(seen, list(text))
+    sample |= {
+        "checkpoint": f"step-{steps}", "split": "test", "level": "char",
+        "map": {"top_k": top_k[1], "method": "pca", "indices": indices, "layers": positions},
+        "history": {"top_k": top_k[1], "checkpoints": checkpoints},
+    }  # fmt: skip
+    dump(path / "explorer.json", sample)
 
 
 def write_comparison(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
@@ -12,10 +13,11 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman.report import protocol, series
 from pointsman.report.formats import NONE, write_whole
+from pointsman.report.inside import inside, short_layer
 from pointsman.report.runs import Comparison, gather, read_comparison, read_run
 from pointsman.report.tables import Cell, ComparisonTable
 
-SCRIPTS = ("charts.js", "page.js")
+SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
 
 def write_report(path: Path | Sequence[Path], out: Path | None = None, *, baseline: str | None = None) -> Path:
@@ -64,13 +66,13 @@ def render(comparison: Comparison, *, baseline: str | None = None) -> str:
         json=Markup(embed(data)),
         data=data,
         version=version("pointsman"),
-        **context(comparison, table),
+        **context(comparison, table, data["inside"]),
     )
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
     """What the page's scripts draw."""
-    metric = table.metric
+    metric, found = table.metric, inside(comparison)
     return {
         "routers": list(comparison.routers),
         "metric": {"label": metric.label, "decimals": metric.decimals, "lower": metric.lower_is_better},
@@ -79,11 +81,17 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
         "differences": series.differences(table),
         "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
         "validation": series.validation(comparison, metric.scale),
+        "inside": {**found, "layers": [short_layer(name) for name in found["layers"]]},
     }
 
 
-def context(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
+def context(comparison: Comparison, table: ComparisonTable, routing: Mapping[str, Any]) -> dict[str, Any]:
     """What the template prints."""
+    explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
+    experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
+    sections = [("result", "Result"), ("training", "Training")]
+    sections += [("routing", "Routing")] if any_routing else []
+    sections += [("explore", "Explorer")] if explorer else []
     lines = [line for line in table.differences() if any(one.cell.values for one in line)]
     digits, scale = table.metric.decimals, table.metric.scale
     per_seed = [
@@ -102,7 +110,8 @@ def context(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
     return {
         "title": protocol.title(comparison),
         "facts": protocol.facts(comparison, table),
-        "sections": [("result", "Result"), ("training", "Training"), ("protocol", "Protocol")],
+        "sections": [*sections, ("protocol", "Protocol")],
+        "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "missing": protocol.missing(comparison),
         "table": {
             "header": table.header(),

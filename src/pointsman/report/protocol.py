@@ -67,9 +67,9 @@ def loss_note(comparison: Comparison) -> str:
 
 
 def command(comparison: Comparison) -> str:
-    """The command that makes this comparison or run, from its settings."""
-    if stated := comparison.settings.get("command"):
-        return shlex.join(stated) if isinstance(stated, list) else str(stated)
+    """The command that made this comparison or run: as it was kept, else from the settings."""
+    if comparison.command:
+        return comparison.command
     if comparison.single:
         run = next(iter(comparison.runs.values()))
         words = ["pointsman", "train", "--router", run.router]
@@ -158,7 +158,7 @@ def stochastic(router: str) -> bool:
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
     """Settings that all runs share, flat, names in words."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
-    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in ("format", "command")]
+    return [(_words(name), _plain(value)) for name, value in _flat(source) if name != "format"]
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:

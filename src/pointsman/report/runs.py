@@ -112,6 +112,7 @@ class Comparison:
         routers: specs in order. seeds: in order.
         runs: (router, seed) -> run; missing where it has not begun.
         single: whether this is one run and no comparison.
+        command: the words that asked for it, where they were kept.
     """
 
     path: Path
@@ -120,6 +121,7 @@ class Comparison:
     seeds: Sequence[int]
     runs: Mapping[tuple[str, int], Run]
     single: bool = False
+    command: str = ""
 
     def of(self, router: str) -> list[Run]:
         """The runs of one router that have begun, in the order of seeds."""
@@ -168,7 +170,7 @@ def read_comparison(path: Path) -> Comparison:
         run = read_run(config.parent)
         if run.router in routers and run.seed in seeds:
             runs[run.router, run.seed] = run
-    return Comparison(path, plan.get("settings", {}), routers, seeds, runs)
+    return Comparison(path, plan.get("settings", {}), routers, seeds, runs, command=str(plan.get("command", "")))
 
 
 def gather(runs: Sequence[Run]) -> Comparison:

@@ -48,22 +48,32 @@ function key(i) {
   return svg;
 }
 
-/* One tooltip for the page; what it says is also announced. */
+/* One tooltip for the page. Opened by keyboard it is tied to an element and moves with it; by pointer, scrolling closes it. */
 const tip = {
-  show(content, x, y) {
-    const box = document.getElementById("tip");
+  tied: null,
+  show(content, x, y, element = null) {
+    const box = document.getElementById("tip"), home = element?.getBoundingClientRect();
+    this.tied = element && { element, x: x - home.left, y: y - home.top };
     box.replaceChildren(content);
     box.hidden = false;
-    const { width, height } = box.getBoundingClientRect();
+    this.place(x, y);
+  },
+  place(x, y) {
+    const box = document.getElementById("tip"), { width, height } = box.getBoundingClientRect();
     const left = x + 16 + width > innerWidth - 8 ? x - width - 16 : x + 16;
     box.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
     box.style.top = `${Math.max(8, Math.min(y - height / 2, innerHeight - height - 8))}px`;
   },
-  hide() { document.getElementById("tip").hidden = true; },
+  scrolled() {
+    if (!this.tied) { this.hide(); return; }
+    const home = this.tied.element.getBoundingClientRect();
+    this.place(home.left + this.tied.x, home.top + this.tied.y);
+  },
+  hide() { document.getElementById("tip").hidden = true; this.tied = null; },
   say(text) { document.getElementById("live").textContent = text; },
 };
 addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hide(); });
-addEventListener("scroll", () => tip.hide(), { passive: true });
+addEventListener("scroll", () => tip.scrolled(), { passive: true });
 
 function niceTicks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
@@ -89,7 +99,8 @@ function short(value) {
   return `${+value.toPrecision(4)}`;
 }
 
-/* spec: {series: [{name, style, points: [{x, y, low?, high?}]}], xLabel, yLabel, xLog2, yLog, zero, format(y), xName(x), label} */
+/* spec: {series: [{name, style, points: [{x, y, low?, high?}]}], xLabel, yLabel, xLog2, xNames: [label of x = 0, 1, …], yLog, zero, format(p),
+   xName(x), label, controls} */
 function lineChart(root, spec) {
   const state = { hidden: new Set(), log: Boolean(spec.yLog), at: null };
   const legend = element("div", { class: "legend", role: "group", "aria-label": "Rows shown" });
@@ -136,9 +147,9 @@ function lineChart(root, spec) {
     const ticks = log ? logTicks(10 ** y0, 10 ** y1, count) : niceTicks(y0, y1, count);
     for (const t of ticks) svg.append(shape("line", { class: "gridline", x1: margin.left, x2: width - margin.right, y1: Y(t), y2: Y(t) }),
       shape("text", { x: margin.left - 8, y: Y(t) + 4, "text-anchor": "end" }, short(t)));
-    const xTicks = spec.xLog2 ? xs : niceTicks(x0, x1, Math.max(3, Math.round(inner.width / 80)));
+    const xTicks = spec.xLog2 || spec.xNames ? xs : niceTicks(x0, x1, Math.max(3, Math.round(inner.width / 80)));
     for (const t of xTicks) svg.append(shape("line", { class: "axis", x1: X(t), x2: X(t), y1: bottom, y2: bottom + 4 }),
-      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xLog2 ? String(t) : short(t)));
+      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xNames ? spec.xNames[t].replace(/^layer /, "") : spec.xLog2 ? String(t) : short(t)));
     svg.append(shape("line", { class: "axis", x1: margin.left, x2: width - margin.right, y1: bottom, y2: bottom }));
     if (spec.zero) svg.append(shape("line", { class: "zero", x1: margin.left, x2: width - margin.right, y1: Y(0), y2: Y(0) }));
     svg.append(shape("text", { x: margin.left + inner.width / 2, y: height - 6, "text-anchor": "middle" }, spec.xLabel),
@@ -183,7 +194,7 @@ function lineChart(root, spec) {
     for (const [series, p] of rows) body.append(element("tr", {}, element("td", {}, key(series.style), series.name), element("td", {}, spec.format(p))));
     const name = spec.xName(x);
     const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
-    tip.show(element("div", {}, element("b", {}, name), element("table", {}, body)), client?.x ?? box.left + X(x) * scale, client?.y ?? box.top + box.height / 2);
+    tip.show(element("div", {}, element("b", {}, name), element("table", {}, body)), client?.x ?? box.left + X(x) * scale, client?.y ?? box.top + box.height / 2, client ? null : svg);
     if (!client) tip.say(`${name}: ` + rows.map(([series, p]) => `${series.name} ${spec.format(p)}`).join("; "));
   }
   function clear() { geometry?.guide.replaceChildren(); tip.hide(); }

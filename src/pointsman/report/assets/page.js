@@ -57,6 +57,13 @@ function drawChoice(id, data, name, spec) {
   draw(first);
 }
 
+function drawByLayer(id, data, yLabel, label) {
+  const root = figure(id);
+  if (!root) return;
+  lineChart(root, { series: data.map((s) => ({ name: s.name, style: styleOf.get(s.name), points: s.points.map(([x, y, low, high]) => ({ x, y, low, high })) })), xLabel: "layer", xNames: DATA.inside.layers,
+    yLabel, label, format: (p) => fixed(p.y, 3), xName: (x) => DATA.inside.layers[x] });
+}
+
 function theme() {
   const root = document.documentElement, button = document.getElementById("theme");
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -79,3 +86,8 @@ drawQuality();
 drawDifferences();
 drawLoss();
 drawChoice("validation", DATA.validation, "k", { xLabel: "step", yLabel: DATA.metric.label, label: `Validation ${DATA.metric.label} against step` });
+const times = { xLabel: "step" };
+drawChoice("entropy", DATA.inside.entropy, "layer", { ...times, yLabel: "entropy (nats)", label: "Entropy of the router against step" });
+drawChoice("collapse", DATA.inside.collapse, "layer", { ...times, yLabel: "Tr(S_W S_B⁺)", label: "Representation collapse against step" });
+drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "Entropy by layer");
+drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");

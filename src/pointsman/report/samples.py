@@ -1,0 +1,256 @@
+"""A sample of the test split as the routers of a finished run see it: explorer.json, which the page reads."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pointsman.control import named_routers, set_top_k
+from pointsman.data.vocabulary import END_OF_LINE, Vocabulary
+from pointsman.diagnostics.base import first_choice
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.collapse import RepresentationCollapse
+from pointsman.diagnostics.distribution import Entropy
+from pointsman.diagnostics.observe import observe_routing
+from pointsman.models.transformer_xl import Memory, TransformerXL
+from pointsman.report.embedding import embed
+from pointsman.report.formats import write_whole
+from pointsman.report.runs import Comparison
+from pointsman.report.series import significant
+from pointsman.routing import Routing, RoutingContext
+from pointsman.training.checkpoint import open_checkpoint, steps_of
+from pointsman.training.run_directory import RunDirectory, open_corpus
+
+EXPLORER = "explorer.json"
+MOST_TOKENS_OF_AN_EXPERT = 10
+LEVELS = 127  # of the square root of a probability: off by 0.004 at most, near 1
+
+
+@dataclass
+class Seen:
+    """What one layer's router saw and did over the sample: hidden [T, dim] and the routing of all T tokens."""
+
+    hidden: Tensor
+    routing: Routing
+
+
+def collect_samples(
+    path: Path,
+    *,
+    tokens: int = 2048,
+    points: int = 500,
+    method: str = "auto",
+    device: str = "cpu",
+) -> Path | None:
+    """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
+
+    Args:
+        path: a run directory with a checkpoint.
+        tokens: length of the stretch, the first of the split; shorter if the split is.
+        points: how many of them the 2-D map shows.
+        method: of the map: "umap", "pca", or "auto" (UMAP where umap-learn is installed).
+        device: where the model runs.
+
+    Returns:
+        The file; None for a model without routers.
+
+    Raises:
+        RunError: no run, no whole checkpoint, or data that are not there.
+    """
+    directory = RunDirectory(path)
+    config, vocabulary = directory.config(), directory.vocabulary()
+    steps = sorted(steps_of(directory.checkpoints))
+    # Opened before the data: a run without a checkpoint is the commoner mistake.
+    last = open_checkpoint(directory.checkpoints / f"step-{steps[-1] if steps else 0}")
+    model = TransformerXL(config.with_vocabulary(vocabulary.size).model).to(device)
+    if not any(True for _ in named_routers(model)):
+        return None
+    corpus = open_corpus(config.data, vocabulary=vocabulary)
+    ids = np.asarray(corpus.split(config.eval_split)[:tokens]).astype(np.int64)
+    lengths = config.eval_segment_length, config.eval_memory_length
+    top_k = sorted(config.eval_top_k)
+    middle = top_k[len(top_k) // 2]
+    history: list[dict[str, Any]] = []
+    before: dict[str, Seen] = {}
+    for step in steps[:-1]:
+        model.load_state_dict(open_checkpoint(directory.checkpoints / f"step-{step}").tensors("model"))
+        now = look(model, ids, middle, *lengths)
+        history.append(changes(step, now, before))
+        before = now
+    model.load_state_dict(last.tensors("model"))
+    seen = {k: look(model, ids, k, *lengths) for k in top_k}
+    history.append(changes(last.step, seen[middle], before))
+    sample = pack(seen, display_tokens(ids, vocabulary))
+    sample |= {
+        "checkpoint": f"step-{last.step}",
+        "split": config.eval_split,
+        "level": vocabulary.level,
+        "map": map_points(model, seen[middle], middle, points, method),
+        "history": {"top_k": middle, "checkpoints": history},
+    }
+    return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
+
+
+def collect_all(comparison: Comparison, *, again: bool = False, note: Callable[[str], None] | None = None) -> None:
+    """`collect_samples` for the first finished run of every router that has none yet (all of them: `again`)."""
+    for router in comparison.routers:
+        run = next((run for run in comparison.of(router) if run.done), None)
+        if run is not None and (again or not (run.path / EXPLORER).exists()):
+            if note:
+                note(f"sampling the routing of {router}")
+            collect_samples(run.path)
+
+
+@torch.no_grad()
+def look(
+    model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int
+) -> dict[str, Seen]:
+    """One pass over `ids` [T] in segments with memory, in evaluation mode at this k: layer name -> what was seen."""
+    device = next(model.parameters()).device
+    routings: dict[str, list[Routing]] = {}
+    hiddens: dict[str, list[Tensor]] = {}
+
+    def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        routings.setdefault(name, []).append(routing)
+        hiddens.setdefault(name, []).append(hidden.float().cpu())
+
+    training = model.training
+    model.eval()
+    memory: Memory | None = None
+    with set_top_k(model, top_k), observe_routing(model, take), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for start in range(0, len(ids), segment_length):
+            segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
+            memory = model(segment, segment, memory, memory_length=memory_length).memory
+    model.train(training)
+    return {name: Seen(torch.cat(hiddens[name]), _joined(parts)) for name, parts in routings.items()}
+
+
+def _joined(parts: Sequence[Routing]) -> Routing:
+    def cat(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.cpu() for tensor in tensors])
+
+    unmixed = [part.probs if part.unmixed is None else part.unmixed for part in parts]
+    return Routing(
+        cat([part.experts for part in parts]),
+        cat([part.weights for part in parts]),
+        cat([part.probs for part in parts]),
+        cat([part.logits for part in parts]),
+        unmixed=cat(unmixed),
+    )
+
+
+def changes(step: int, seen: dict[str, Seen], before: dict[str, Seen]) -> dict[str, Any]:
+    """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
+    layers = {}
+    for name, now in seen.items():
+        entropy, collapse = Entropy(), RepresentationCollapse()
+        entropy.update(now.routing)
+        collapse.update(now.routing, hidden=now.hidden)
+        found, spread = collapse.result(), entropy.result()
+        layer = {"entropy": spread["mean"], "entropy_std": spread["std"], "collapse": found["value"]}
+        layer["classes"] = found["classes"]
+        if name in before:
+            fluctuation = Fluctuation()
+            fluctuation.update(before[name].routing, now.routing)
+            layer |= {key: fluctuation.result()[key] for key in ("top1", "sets")}
+        layers[name] = layer
+    return {"step": step, "layers": layers}
+
+
+def pack(seen: dict[int, dict[str, Seen]], tokens: Sequence[str]) -> dict[str, Any]:
+    """The routing of T tokens for every k and layer, small.
+
+    `routing` is base64 of zlib of, for each layer, for each k: probabilities [T, E] as bytes round(127 sqrt(p)), the
+    expert of the greatest weight [T] (255: none), and the chosen experts as bits [T, ceil(E / 8)], little-endian.
+    """
+    ks = sorted(seen)
+    layers = list(seen[ks[0]])
+    usage: dict[str, dict[str, Any]] = {str(k): {} for k in ks}
+    blob = bytearray()
+    experts = seen[ks[0]][layers[0]].routing.num_experts
+    for name in layers:
+        for k in ks:  # neighbours: the first layer's distributions are the same at every k, and zlib sees it
+            routing = seen[k][name].routing
+            chosen = _members(routing.experts, experts)
+            probs = (LEVELS * routing.probs.double().clamp(0, 1).sqrt()).round().to(torch.uint8)
+            first = first_choice(routing)
+            blob += probs.numpy().tobytes()
+            blob += torch.where((first < 0) | (first > 254), 255, first).to(torch.uint8).numpy().tobytes()
+            blob += np.packbits(chosen, axis=1, bitorder="little").tobytes()
+            usage[str(k)][name] = most_taken(chosen, tokens)
+    return {
+        "format": 1,
+        "tokens": list(tokens),
+        "top_k": ks,
+        "num_experts": experts,
+        "layers": layers,
+        "routing": base64.b64encode(zlib.compress(bytes(blob), 9)).decode(),
+        "usage": usage,
+    }
+
+
+def _members(experts: Tensor, num_experts: int) -> NDArray[np.bool_]:
+    hot = torch.zeros(experts.shape[0], num_experts + 1, dtype=torch.bool)
+    members: NDArray[np.bool_] = hot.scatter_(1, experts + 1, True)[:, 1:].numpy()
+    return members
+
+
+def most_taken(chosen: NDArray[np.bool_], tokens: Sequence[str]) -> list[list[list[Any]]]:
+    """For each expert its most frequent tokens: [token, how often it took it, share of the token's occurrences]."""
+    occurrences = Counter(tokens)
+    table = []
+    for expert in range(chosen.shape[1]):
+        taken = Counter(tokens[index] for index in np.flatnonzero(chosen[:, expert]).tolist())
+        best = sorted(taken.items(), key=lambda item: (-item[1], item[0]))[:MOST_TOKENS_OF_AN_EXPERT]
+        table.append([[token, count, significant(count / occurrences[token], 3)] for token, count in best])
+    return table
+
+
+def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
+    """Each token as text. A character of several bytes stands at its first byte, the others are '·'."""
+    symbols = [vocabulary.symbols[int(index)] for index in ids]
+    if vocabulary.level != "byte":
+        return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]
+    raw = bytes(int(symbol) for symbol in symbols)
+    shown: list[str] = []
+    while len(shown) < len(raw):
+        head = raw[len(shown)]
+        length = 1 + (head >= 0xC0) + (head >= 0xE0) + (head >= 0xF0)
+        try:
+            character, width = raw[len(shown) : len(shown) + length].decode(), length
+        except UnicodeDecodeError:
+            character, width = "�", 1
+        shown += [character, *["·"] * (width - 1)]
+    return shown
+
+
+def map_points(model: nn.Module, seen: dict[str, Seen], top_k: int, points: int, method: str) -> dict[str, Any]:
+    """2-D positions, from 0 to 1000, of evenly spaced tokens as each router sees them.
+
+    What it sees is the hidden state, or its projection where the scorer has one (X-MoE).
+    """
+    count = len(next(iter(seen.values())).hidden)
+    chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
+    layers, used = {}, method
+    for name, router in named_routers(model):
+        hidden = seen[name].hidden[chosen]
+        projection = getattr(router.score, "projection", None)
+        if isinstance(projection, nn.Module):
+            with torch.no_grad():
+                hidden = projection.to("cpu")(hidden)
+        flat, used = embed(hidden.double().numpy(), method)
+        low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
+        layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
+    return {"top_k": top_k, "method": used, "indices": chosen.tolist(), "layers": layers}
