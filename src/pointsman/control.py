@@ -115,6 +115,8 @@ class record_routing:  # noqa: N801 - used like a function
 def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
+    A frozen router's running statistics stay as they are, too. Losses stay attached: they still train what lies below.
+
     Raises:
         ValueError: a role that no part of the model has.
     """
@@ -127,6 +129,8 @@ def freeze(model: nn.Module, *roles: str) -> None:
     for module in model.modules():
         if getattr(module, "role", None) in roles:
             module.requires_grad_(False)
+            if isinstance(module, Router):
+                module.frozen = True
 
 
 def step_end(model: nn.Module) -> None:

@@ -146,6 +146,7 @@ class Router(nn.Module):
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
         causal, batch_invariant, stochastic, needs, objective: the router's contract.
+        frozen: whether `freeze` holds it: its state then stays too, whatever `step_end` would do.
     """
 
     role = "router"
@@ -183,6 +184,7 @@ class Router(nn.Module):
         self.stochastic = any(part.stochastic for part in parts)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
+        self.frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()
 
@@ -229,12 +231,16 @@ class Router(nn.Module):
 
     def gather(self, statistics: Mapping[str, Tensor]) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
+        if self.frozen:
+            return
         for stage in (self.score, self.normalize, self.mix, self.select):
             if stage is not None:
                 stage.gather(statistics)
 
     def step_end(self) -> None:
         """Once after each optimizer step: norms kept, running statistics taken over."""
+        if self.frozen:
+            return
         for stage in (self.score, self.normalize, self.mix, self.select):
             if stage is not None:
                 stage.step_end()
