@@ -8,6 +8,10 @@ class RunError(ValueError):
     """A mistake that the user can mend: the command line prints it as one line and exits with code 2."""
 
 
+class Stopped(Exception):  # noqa: N818 - nothing went wrong
+    """Work was asked to stop and has saved; the message says how to go on."""
+
+
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """The tail of an error about an unknown name: the nearest allowed one, if any is near, and all that are allowed."""
     known = sorted(allowed)

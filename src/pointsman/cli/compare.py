@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         shlex.join(["pointsman", "compare", *arguments]),
     )
     with Display() as display, stop_on_signals() as stop:
-        compare(plan, out, device=device, progress=display, watcher=Tables(display, out), stop=stop)
+        tables = Tables(display, out)
+        compare(plan, out, device=device, progress=display, watcher=tables, stop=stop, data_progress=display.data)
     text = write_tables(out)
     print(text)
     print(f"\n{write_page(out)}", file=sys.stderr)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError, Stopped, did_you_mean
 
 COMMANDS = {
     "compare": "train routers on equal footing and compare them (the main job)",
@@ -61,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (RunError, ValueError) as mistake:
         return fail(str(mistake))
+    except Stopped as saved:
+        print(f"pointsman: {saved}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except OSError as error:
         return fail(describe(error))
     except ImportError as error:

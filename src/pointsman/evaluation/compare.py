@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pointsman._errors import RunError
-from pointsman.ops.kernels import Kernels
+from pointsman._errors import RunError, Stopped
+from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.routers.registry import split_specs
 from pointsman.training.checkpoint import write_whole
 from pointsman.training.config import NO_EFFECT_ON_TRAINING, RunConfig
-from pointsman.training.progress import Progress, Stop
+from pointsman.training.kernels import choose_kernels
+from pointsman.training.progress import Interrupted, Progress, Stop
+from pointsman.training.record import still_right
+from pointsman.training.run_directory import EVALUATION, RunDirectory, open_corpus
 from pointsman.training.trainer import train
 
 FORMAT = 1
@@ -96,12 +99,8 @@ def merged(plan: Plan, out: Path) -> Plan:
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
     ours, theirs = _flat(plan.settings()), _flat(before["settings"])
-    differing = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key not in NO_EFFECT_ON_TRAINING]
-    differing += [
-        key
-        for key in ("eval_tokens", "eval_top_k", "eval_segment_length", "eval_memory_length")
-        if ours.get(key) != theirs.get(key)
-    ]
+    keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
+    differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
         told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
         raise RunError(f"{out} holds a comparison with other settings: {told}; choose another --out")
@@ -109,14 +108,15 @@ def merged(plan: Plan, out: Path) -> Plan:
     return replace(plan, routers=routers, seeds=tuple(sorted({*before["seeds"], *plan.seeds})))
 
 
-def write_plan(plan: Plan, out: Path) -> None:
-    """Writes `comparison.json`."""
+def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str]) -> None:
+    """Writes `comparison.json`; `kernels` are those of all its runs."""
     values = {
         "format": FORMAT,
         "settings": plan.settings(),
         "routers": list(plan.routers),
         "seeds": list(plan.seeds),
         "command": plan.command,
+        "kernels": dict(kernels),
     }
     write_whole(out / PLAN, json.dumps(values, indent=2) + "\n")
 
@@ -137,8 +137,7 @@ def compare(
     progress: Progress,
     watcher: Watcher,
     stop: Stop | None = None,
-    kernels: Callable[[], Kernels] | None = None,
-    monitor: bool = True,
+    data_progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
 
@@ -147,27 +146,37 @@ def compare(
         out: the comparison's directory; an interrupted comparison goes on where it was.
         watcher: told when a run begins and when it has its evaluation.
         stop: asks to save and end.
+        data_progress: told of reading and tokenizing the data.
 
     Returns:
         The plan of the whole directory.
 
     Raises:
         RunError: other settings live in the directory, another process works in it, or what `train` raises.
-        Interrupted: `stop` was set; everything is saved.
+        Stopped: `stop` was set; everything is saved.
     """
     for router in plan.routers:
         split_specs(router)
     whole = merged(plan, out)
+    corpus = open_corpus(plan.base.data, progress=data_progress)
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
-        write_plan(whole, out)
+        recorded = (read_plan(out) or {}).get("kernels")
+        kernels = choose_kernels(plan.base, recorded, None)
+        write_plan(whole, out, kernels.to_dict())
         todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
         for number, (router, seed) in enumerate(todo, 1):
-            path = run_path(out, router, seed)
-            if (path / "evaluation.json").exists():
-                continue
+            config, path = plan.config(router, seed), run_path(out, router, seed)
+            if still_right(RunDirectory(path).read_json(EVALUATION), config):
+                continue  # finished; its checkpoints need not be there any more
             watcher.begins(number, len(todo), router, seed)
-            train(plan.config(router, seed), path, resume=True, device=device, progress=progress, stop=stop)
+            try:
+                train(
+                    config, path, resume=True, device=device, corpus=corpus, kernels=kernels,
+                    progress=progress, monitor=RoutingMonitor, stop=stop,
+                )  # fmt: skip
+            except Interrupted as saved:
+                raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
             watcher.ended(router, seed)
     return whole
 
