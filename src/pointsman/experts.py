@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman.ops.grouped import apply_experts
+from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 from pointsman.routing import Routing
 
@@ -29,6 +30,9 @@ class Experts(nn.Module):
 
     Shapes of the parameters: `w_in`, `w_gate` [E, hidden, dim], `b_in`, `b_gate` [E, hidden], `w_out` [E, dim, hidden],
     `b_out` [E, dim].
+
+    Attributes:
+        kernels: which kernels compute; None: those that a timing at the first use chooses.
     """
 
     role = "experts"
@@ -51,6 +55,7 @@ class Experts(nn.Module):
             raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 up to, not including, 1")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.activation, self.dropout = activation, dropout
+        self.kernels: Kernels | None = None
         self.w_in = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w_out = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w_gate = nn.Parameter(torch.empty(num_experts, hidden_dim, dim)) if gated else None
@@ -79,7 +84,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim]: the weighted sum of each token's experts."""
         dropout = self.dropout if self.training else 0.0
-        return apply_experts(hidden, routing, self.expert_parameters, self.activation, dropout)
+        return apply_experts(hidden, routing, self.expert_parameters, self.activation, dropout, self.kernels)
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""

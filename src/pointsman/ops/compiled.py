@@ -20,7 +20,8 @@ from pointsman.ops.reference import ExpertParameters
 def apply(
     hidden: Tensor,
     weight: Tensor,
-    assignments: Assignments,
+    token: Tensor | None,
+    expert: Tensor,
     parameters: ExpertParameters,
     activation: str,
     dropout: float,
@@ -29,9 +30,9 @@ def apply(
 ) -> Tensor:
     """`cpu.apply` for graphs: the seed is a tensor."""
     keep = torch.is_grad_enabled()
-    output: Tensor = experts_forward(
-        hidden, weight, assignments.token, assignments.expert, *parameters, seed, activation, dropout, gemm, keep
-    )[0]
+    output: Tensor = experts_forward(hidden, weight, token, expert, *parameters, seed, activation, dropout, gemm, keep)[
+        0
+    ]
     return output
 
 

@@ -38,7 +38,7 @@ def one_gradient(gradients: Gradients, index: int) -> Gradients:
     return Gradients(*(None if tensor is None else tensor[index] for tensor in gradients))
 
 
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda gradient, value: torch.ops.aten.threshold_backward(gradient, value, 0),
     "gelu": torch.ops.aten.gelu_backward,
     "silu": torch.ops.aten.silu_backward,
@@ -101,7 +101,7 @@ class HiddenUnits:
             return (gradient.mul_(self._scale) if self.dropout else gradient), None
         if again.mask is not None:
             gradient.mul_(again.mask)
-        derivative = _BACKWARD[self.activation]
+        derivative = DERIVATIVES[self.activation]
         if again.activated is None:
             return derivative(gradient, kept[0]), None
         through_gate = derivative(gradient * kept[0], kept[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.ops import compiled, cpu, reference
+from pointsman.ops import compiled, cpu, cuda, reference
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ExpertParameters
 from pointsman.routing import Routing
@@ -52,24 +52,27 @@ def _apply(
     dropout: float,
     kernels: Kernels | None,
 ) -> Tensor:
-    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    pairs = routing.flat
+    if pairs is None:
+        weight, token, expert = routing.weights, None, routing.experts
+    else:
+        weight, token, expert = pairs.weight, pairs.token, pairs.expert
     dtypes = {tensor.dtype for tensor in (hidden, *parameters) if tensor is not None}
-    fast = hidden.device.type == "cpu" and len(dtypes) == 1 and dtypes <= cpu.DTYPES
-    if not fast or (kernels is not None and kernels.path == "plain"):
+    fast = (kernels is None or kernels.path == "fast") and expert.numel() > 0
+    kind = hidden.device.type
+    if fast and kind == "cuda" and len(dtypes) == 1 and dtypes <= cuda.DTYPES:
+        return cuda.apply(hidden, weight, token, expert, parameters, activation, dropout)
+    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    if not (fast and kind == "cpu" and len(dtypes) == 1 and dtypes <= cpu.DTYPES):
         generator = torch.Generator(hidden.device).manual_seed(int(seed)) if dropout else None
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
     hidden = hidden.contiguous()
-    pairs = routing.flat
-    if pairs is None:
-        weight, assignments = routing.weights, cpu.Assignments(None, routing.experts)
-    else:
-        weight, assignments = pairs.weight, cpu.Assignments(pairs.token, pairs.expert)
     gemm = "" if kernels is None else kernels.gemm
     if torch.compiler.is_compiling():
-        return compiled.apply(hidden, weight, assignments, parameters, activation, dropout, seed, gemm)
+        return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, gemm)
     options = cpu.Options(activation, dropout, int(seed), gemm)
-    return cpu.apply(hidden, weight, assignments, parameters, options)
+    return cpu.apply(hidden, weight, cpu.Assignments(token, expert), parameters, options)
 
 
 def _each_contiguous(tensor: Tensor | None) -> Tensor | None:
