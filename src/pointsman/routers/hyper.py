@@ -33,7 +33,7 @@ class HyperScorer(Scorer):
 
     H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
     moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
-    kept until e changes.
+    kept until e changes (its version counts on), a training forward, `train`, `eval`, `step_end` or a loaded state.
     """
 
     def __init__(self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module) -> None:
@@ -51,6 +51,7 @@ class HyperScorer(Scorer):
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self._cache = None  # what follows may be a fused optimizer's step, which moves e without counting a version
             return self.generate()
         embedding = self.embedding
         key = (id(embedding), embedding._version, embedding.device, embedding.dtype)
@@ -62,6 +63,14 @@ class HyperScorer(Scorer):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self.plain_linear()
         return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+
+    def train(self, mode: bool = True) -> HyperScorer:
+        self._cache = None
+        super().train(mode)
+        return self
+
+    def step_end(self) -> None:
+        self._cache = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
         self._cache = None

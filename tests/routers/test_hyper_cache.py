@@ -1,0 +1,24 @@
+"""HyperRouter's evaluation cache follows the embedding, also where an optimizer moves it without counting a version."""
+
+import pytest
+import torch
+
+from pointsman import build_router
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_evaluation_after_an_optimizer_step_is_of_the_new_embedding(options: dict[str, bool]) -> None:
+    router = build_router("hyperrouter:hyper_dim=8", dim=16, num_experts=4)
+    hidden = torch.randn(5, 16)
+    optimizer = torch.optim.Adam(router.parameters(), lr=1.0, **options)
+    for _ in range(2):
+        with torch.no_grad():
+            before = router.eval()(hidden).logits
+        router.train()(hidden).weights.square().sum().backward()
+        optimizer.step()
+        router.step_end()
+        with torch.no_grad():
+            cached = router.eval()(hidden).logits
+        fresh = router.eval()(hidden).logits.detach()  # with gradients enabled nothing is cached
+        torch.testing.assert_close(cached, fresh, rtol=0, atol=0)
+        assert not torch.equal(before, cached)
