@@ -1,0 +1,1 @@
+"""Evaluation: quality at any k, and paired comparisons."""

@@ -1,0 +1,1 @@
+"""Training: settings, schedules, the loop, checkpoints and run directories."""

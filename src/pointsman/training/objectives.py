@@ -17,6 +17,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.data.streams import IGNORE
 from pointsman.models.transformer_xl import Memory, TransformerXL
+from pointsman.routers.router import raised
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def consistency(alpha: float) -> Objective:
     ) -> Outcome:
         first = model(inputs, None, memory, memory_length=memory_length)
         second = model(inputs, None, memory, memory_length=memory_length)
-        log_p, log_q = (torch.log_softmax(output.logits.float(), -1) for output in (first, second))
+        log_p, log_q = (torch.log_softmax(raised(output.logits), -1) for output in (first, second))
         loss_p, loss_q = (
             F.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE) for logs in (log_p, log_q)
         )

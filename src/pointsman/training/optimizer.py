@@ -73,10 +73,12 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
 
 
-def gradient_norm(parameters: Mapping[str, nn.Parameter], clip_norm: float) -> Tensor:
-    """Norm of the whole gradient, before it was clipped to `clip_norm` (0 = not clipped)."""
-    gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+def gradient_norm(parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """Norm of the whole gradient."""
+    return torch.nn.utils.get_total_norm([weight.grad for weight in parameters.values() if weight.grad is not None])
+
+
+def clip_gradient(parameters: Mapping[str, nn.Parameter], norm: Tensor, clip_norm: float) -> None:
+    """Scales the whole gradient, of this norm, down to `clip_norm` if it is larger; 0 = leaves it alone."""
     if clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), clip_norm, norm)
-    return norm

@@ -20,6 +20,7 @@ from pointsman.training.config import RunConfig
 from pointsman.training.failures import first_bad_gradient, first_bad_layer
 from pointsman.training.optimizer import (
     build_adam,
+    clip_gradient,
     gradient_norm,
     learning_rate,
     optimizer_tensors,
@@ -89,11 +90,12 @@ class TrainingState:
             losses.append(outcome.nats)
             memories.append(outcome.memory)
         with work:
-            norm = gradient_norm(self.parameters, config.clip_norm)
+            norm = gradient_norm(self.parameters)
             loss, size = torch.stack([torch.stack(losses).mean(), norm]).tolist()  # the one wait for a GPU
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise Diverged(self._what_diverged(loss, size))
         with work:
+            clip_gradient(self.parameters, norm, config.clip_norm)
             self.optimizer.step()
             step_end(self.model)
         self.memories = memories
