@@ -6,7 +6,7 @@ from tests.diagnostics.helpers import same
 from torch import nn
 
 from pointsman import MoE, RoutingContext
-from pointsman.diagnostics import JacobianTerms, gradients
+from pointsman.diagnostics import JacobianTerms, layer_gradients
 
 DIM, HIDDEN, EXPERTS, TOKENS = 12, 20, 5, 30
 
@@ -140,7 +140,7 @@ def test_gradients_of_a_models_layers():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = MoE(DIM, HIDDEN, EXPERTS), MoE(DIM, HIDDEN, EXPERTS)
+            self.first, self.second = MoE(DIM, HIDDEN, EXPERTS), MoE(DIM, HIDDEN, EXPERTS, router="smoe:balance=9")
 
         def forward(self, hidden):
             hidden = hidden + self.first.forward_with_routing(hidden)[0]
@@ -148,15 +148,18 @@ def test_gradients_of_a_models_layers():
 
     model = Model()
     hidden = torch.randn(2, 7, DIM)
-    with gradients(model) as found:
-        model(hidden).square().sum().backward()
+    found = layer_gradients(model, lambda: model(hidden).square().sum())
     assert set(found) == {"first", "second"}
     seen, gradient, _ = found["second"]
     middle = hidden + model.first(hidden)
     assert torch.allclose(seen, middle, atol=1e-6)
     expected = 2 * (middle + model.second(middle)).reshape(-1, DIM)
     assert torch.allclose(gradient, expected, atol=1e-5)
+    frozen = layer_gradients(model.requires_grad_(False), lambda: model(hidden).square().sum())
+    assert torch.allclose(frozen["first"].gradient, found["first"].gradient, atol=1e-6)
     assert all(not module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.first.attach_losses
 
 
 def test_dropout_is_off_and_modes_come_back():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman.diagnostics.base import RoutingDiagnostic
+from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
 from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy, Margin
 from pointsman.diagnostics.load import CoActivation, Load
-from pointsman.diagnostics.observe import observe_routing
+from pointsman.diagnostics.mixing import Mixing
+from pointsman.diagnostics.observe import observe_mixing, observe_routing
 from pointsman.diagnostics.similarity import OutputSimilarity
 from pointsman.diagnostics.specialisation import Specialisation
 from pointsman.layer import MoE
@@ -40,17 +41,17 @@ class Diagnostics:
         diagnostics.result()["layers"]["blocks.0.moe"]["entropy"]["mean"]
 
     Args:
-        kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs"
-            (all by default); those that need hidden states or token ids are left out where none are given.
+        kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs",
+            "mixing" (all by default); those that need hidden states or token ids are left out where none are given.
     """
 
     def __init__(self, *kinds: str) -> None:
-        allowed = [*KINDS, "outputs"]
+        allowed = [*KINDS, "outputs", "mixing"]
         for kind in kinds:
             if kind not in allowed:
                 raise ValueError(f"Diagnostics: unknown kind {kind!r}: {did_you_mean(kind, allowed)}")
         self.kinds = kinds or tuple(allowed)
-        self.layers: dict[str, dict[str, RoutingDiagnostic]] = {}
+        self.layers: dict[str, dict[str, Diagnostic]] = {}
 
     def update(
         self,
@@ -66,6 +67,8 @@ class Diagnostics:
         given = {"hidden": hidden, "token_ids": token_ids}
         layer = self.layers.setdefault(name, {})
         for kind in self.kinds:
+            if kind == "mixing":
+                continue
             if kind in NEEDS and given[NEEDS[kind]] is None:
                 continue
             if kind not in layer:
@@ -75,27 +78,46 @@ class Diagnostics:
                     layer[kind] = OutputSimilarity(experts)
                 else:
                     layer[kind] = KINDS[kind]()
-            layer[kind].update(routing, mask, hidden=hidden, token_ids=token_ids)
+            diagnostic = layer[kind]
+            assert isinstance(diagnostic, RoutingDiagnostic)
+            diagnostic.update(routing, mask, hidden=hidden, token_ids=token_ids)
 
     @contextmanager
-    def observe(self, model: nn.Module, token_ids: Tensor | None = None) -> Iterator[dict[str, Routing]]:
+    def observe(
+        self, model: nn.Module, token_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Iterator[dict[str, Routing]]:
         """Takes in every forward inside; yields layer name -> Routing of its last forward, detached.
 
         Args:
             token_ids: of the forward inside, any shape with as many elements as the layers see tokens.
+            mask: the same for tokens that count (True), beside the padding mask that the model gives its layers.
         """
         records: dict[str, Routing] = {}
         experts = {name: module.experts for name, module in model.named_modules() if isinstance(module, MoE)}
 
+        def real(context: RoutingContext | None, tokens: int) -> Tensor | None:
+            padding = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
+            if mask is None or mask.numel() != tokens:
+                return padding
+            return mask.reshape(-1) if padding is None else mask.reshape(-1) & padding
+
         def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
             records[name] = routing
+            tokens = hidden.shape[0]
             ids = token_ids if context is None or context.token_ids is None else context.token_ids
             if ids is not None:
-                ids = ids.reshape(-1) if ids.numel() == hidden.shape[0] else None
-            mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
-            self.update(name, routing, mask, hidden=hidden, token_ids=ids, experts=experts.get(name))
+                ids = ids.reshape(-1) if ids.numel() == tokens else None
+            self.update(name, routing, real(context, tokens), hidden=hidden, token_ids=ids, experts=experts.get(name))
 
-        with observe_routing(model, take):
+        def take_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
+            mixing = self.layers.setdefault(name, {}).setdefault("mixing", Mixing())
+            assert isinstance(mixing, Mixing)
+            mixing.update(own, effective, real(context, own.numel()))
+
+        with ExitStack() as stack:
+            stack.enter_context(observe_routing(model, take))
+            if "mixing" in self.kinds:
+                stack.enter_context(observe_mixing(model, take_mixing))
             yield records
 
     def merge(self, other: Diagnostics) -> Self:

@@ -74,8 +74,17 @@ class JacobianTerms(Diagnostic):
         tensors = [t for of in moments for t in of.tensors] + [t for t in (self.second, self._basis) if t is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    def update(self, hidden: Tensor, gradient: Tensor, context: RoutingContext | None = None) -> None:
-        """Takes in one forward: `hidden` [B, T, dim], what the layer received, and `gradient` of its output."""
+    def update(
+        self,
+        hidden: Tensor,
+        gradient: Tensor,
+        context: RoutingContext | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Takes in one forward: `hidden` [B, T, dim], what the layer received, and `gradient` of its output.
+
+        `mask` [B, T] leaves tokens out, beside the context's padding.
+        """
         assert self.layer is not None, "merged states take no updates"
         layer = self.layer
         hidden = hidden.detach()[None] if hidden.dim() == 2 else hidden.detach()
@@ -89,9 +98,11 @@ class JacobianTerms(Diagnostic):
             output = layer.experts(into_experts, _with_weights(routing, weights))
             first, of_weights = torch.autograd.grad(output, (into_experts, weights), gradient)
             second = _vjp(routing.weights, into_router, of_weights, retain=True).flatten(0, 1)
-            self._take(first, second, (routing.experts >= 0).any(-1))
+            real = (routing.experts >= 0).any(-1)
+            real = real if mask is None else real & mask.reshape(-1)
+            self._take(first, second, real)
             if flat.shape[1] <= WIDEST:
-                self._sample(flat, into_router, routing)
+                self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
     def _take(self, first: Tensor, second: Tensor, real: Tensor) -> None:
@@ -101,8 +112,7 @@ class JacobianTerms(Diagnostic):
         outer = both.mT @ both
         self.second = outer if self.second is None else self.second + outer
 
-    def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing) -> None:
-        real = torch.nonzero((routing.experts >= 0).any(-1))[:, 0]
+    def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing, real: Tensor) -> None:
         count = min(self.samples, len(real))
         for token in real[torch.linspace(0, len(real) - 1, count, device=real.device).round().long()].tolist():
             j1, j2 = self._matrices(token, flat, into_router, routing)
