@@ -163,3 +163,12 @@ def choose_device(name: str | None) -> str:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise RunError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
     return str(device)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A plain table: the first column left, the others right; nothing is ever cut to a terminal's width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    )

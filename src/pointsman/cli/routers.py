@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman.cli.options import Parser, whole
+from pointsman.cli.options import Parser, aligned, whole
 
 EPILOG = """examples:
   pointsman routers
@@ -121,12 +121,3 @@ def cost(values: argparse.Namespace) -> int:
 
 
 FLOPS_TITLE = "inference FLOPs in 1e10: 10 sequences, 128 tokens after 896 of memory; linear layers, experts, routers"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A plain table: the first column left, the others right; nothing is ever cut to a terminal's width."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    )

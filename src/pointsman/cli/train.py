@@ -33,6 +33,8 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
     device = choose_device(values.device)
+    from pointsman.cli.evaluate import table
+    from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.evaluation.compare import slug
     from pointsman.training.trainer import train
 
@@ -52,7 +54,9 @@ def run(arguments: Sequence[str]) -> int:
     name = f"{slug(config.model.router)}-{slug(Path(config.data).name)}-{config.preset}-seed-{config.seed}"
     out = values.out or Path("runs") / name
     with Display() as display, stop_on_signals() as stop:
-        result = train(config, out, resume=values.resume, device=device, progress=display, stop=stop)
-    print(result)
-    print(f"run: {out}", file=sys.stderr)
+        result = train(
+            config, out, resume=values.resume, device=device, progress=display, monitor=RoutingMonitor, stop=stop
+        )
+    print(table(result.evaluation["results"]))
+    print(f"\nrun: {out}", file=sys.stderr)
     return 0

@@ -1,0 +1,63 @@
+"""`pointsman evaluate RUN`: a run's quality at every k."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman.cli.options import Parser, aligned, choose_device, k_list, token_budget
+from pointsman.cli.progress import Display, stop_on_signals
+
+EPILOG = """examples:
+  pointsman evaluate runs/hyper --top-k 1,2,4,8
+  pointsman evaluate runs/hyper --data wikitext-2 --split valid --eval-tokens all
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("evaluate", "Evaluate a run at any k, on its own data or on others.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument("--split", default="test", choices=("valid", "test"), help="default: test")
+    flags.add_argument("--top-k", type=k_list, metavar="K,K", help="default: those of the run")
+    flags.add_argument("--eval-tokens", metavar="N|all", help="tokens to score (default: as the run's settings say)")
+    flags.common("where evaluation-DATA-SPLIT.json goes (default: the run directory)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    device = choose_device(values.device)
+    from pointsman.evaluation.compare import slug
+    from pointsman.training.checkpoint import write_whole
+    from pointsman.training.record import eval_protocol
+    from pointsman.training.run import load_run
+
+    with Display() as display, stop_on_signals() as stop:
+        saved = load_run(values.run, device=device, note=display.note)
+        corpus = saved.corpus(values.data, progress=display.data)
+        budget = saved.config.eval_tokens if values.eval_tokens is None else token_budget(values.eval_tokens)
+        results = saved.evaluate(
+            corpus.split(values.split), split=values.split, top_k=values.top_k, budget=budget, watch=display, stop=stop
+        )
+    protocol = {**eval_protocol(saved.config, budget).to_dict(), "data": corpus.description}
+    record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
+    file = (values.out or values.run) / f"evaluation-{slug(corpus.name)}-{values.split}.json"
+    write_whole(file, json.dumps(record, indent=2) + "\n")
+    print(table(results))
+    print(f"\n{corpus.description}\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Quality and mean router entropy at every k."""
+    rows = [["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]]
+    for result in results:
+        entropies = [layer["entropy"] for layer in result.get("routers", {}).values() if layer["entropy"] is not None]
+        entropy = f"{sum(entropies) / len(entropies):.3f}" if entropies else "-"
+        value = "-" if result["value"] is None else f"{result['value']:.4f}"
+        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
+    return aligned(rows)

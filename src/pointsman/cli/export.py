@@ -1,0 +1,51 @@
+"""`pointsman export RUN`: a run's weights for use elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman.cli.options import Parser
+
+EPILOG = """examples:
+  pointsman export runs/hyper --out hyper
+  pointsman export runs/hyper --out plain --materialize      (HyperRouter becomes a plain linear router)
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("export", "Write a run's weights, settings and vocabulary.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    flags.add_argument("--format", default="safetensors", choices=("safetensors",), help="default: safetensors")
+    flags.add_argument("--materialize", action="store_true", help="generated and frozen routers as plain linear ones")
+    flags.common("the folder to write (default: RUN/export)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    import safetensors.torch
+
+    from pointsman.control import materialize, named_routers
+    from pointsman.training.checkpoint import disk_errors, write_whole
+    from pointsman.training.run import load_run
+
+    saved = load_run(values.run, note=lambda message: print(message, file=sys.stderr))
+    config = saved.config
+    if values.materialize:
+        materialize(saved.model)
+        specs = "|".join(router.spec for _, router in named_routers(saved.model))
+        config = config.with_overrides({"model.router": specs})
+    out = values.out or values.run / "export"
+    with disk_errors(out, "the weights were not written"):
+        out.mkdir(parents=True, exist_ok=True)
+        aside = out / "model.safetensors.part"
+        safetensors.torch.save_model(saved.model, str(aside), metadata={"format": "pt"})
+        aside.replace(out / "model.safetensors")
+    about = {**config.to_dict(), "step": saved.step}
+    write_whole(out / "config.json", json.dumps(about, indent=2) + "\n")
+    write_whole(out / "vocabulary.json", saved.vocabulary.to_json())
+    print(out)
+    return 0
