@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import attention as ops
-from pointsman.ops.attention import relative_attention, relative_bias
+from pointsman.ops.attention import relative_bias
+from pointsman.ops.kernels import Kernels
+
+
+def relative_attention(query, key, value, *others, **settings):
+    return ops.relative_attention(query, torch.stack([key, value]), *others, **settings)
 
 
 def reference(query, key, value, positions, content_bias, position_bias, scale, key_mask=None):
@@ -49,11 +54,19 @@ def padding(batch: int, keys: int, side: str) -> Tensor:
     return mask
 
 
-@pytest.fixture(params=[(64, 2**19), (8, 64), (3, 2**19)], ids=["one-block", "small", "odd-rows"])
+SHAPES = {
+    "one block": {},
+    "one sequence a block": {"SINGLE": 1},
+    "rows of a few sequences": {"ROWS": 3, "CPU_ELEMENTS": 60},
+    "odd rows": {"ROWS": 5},
+    "a row at a time": {"ROWS": 1, "CPU_ELEMENTS": 1},
+}
+
+
+@pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
 def blocks(request, monkeypatch):
-    rows, elements = request.param
-    monkeypatch.setattr(ops, "ROWS", rows)
-    monkeypatch.setattr(ops, "CPU_ELEMENTS", elements)
+    for name, value in request.param.items():
+        monkeypatch.setattr(ops, name, value)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -90,12 +103,14 @@ def test_inputs_of_any_strides():
         torch.testing.assert_close(mine, exact)
 
 
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("kernels", [Kernels(gemm="blas"), Kernels(gemm="onednn")], ids=["blas", "onednn"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-def test_lower_precision(dtype, tolerance):
+def test_lower_precision(dtype, tolerance, kernels):
     inputs = draw(length=70, memory=30, width=16, dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = reference(*exact, 0.25)
-    got = relative_attention(*inputs, scale=0.25)
+    got = relative_attention(*inputs, scale=0.25, kernels=kernels)
     assert got.dtype == dtype
     upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(got, inputs, upper.to(dtype))
@@ -144,12 +159,13 @@ def test_relative_bias_is_the_position_term(start, stop):
 
 def test_nothing_is_kept_but_the_inputs_and_no_score_matrix_is_made(monkeypatch):
     monkeypatch.setattr(ops, "CPU_ELEMENTS", 2**12)
+    monkeypatch.setattr(ops, "ROWS", 32)
     length, memory, width = 96, 96, 4
     inputs = draw(heads=2, batch=2, length=length, memory=memory, width=width, dtype=torch.float32)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         output = relative_attention(*inputs, scale=0.5)
-    assert max(kept) == 2 * 2 * (length + memory) * width
+    assert max(kept) == 2 * 2 * 2 * (length + memory) * width
 
     largest = 0
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.layer import MoE
-from pointsman.ops.attention import RelativeBias, relative_attention
+from pointsman.ops.attention import relative_attention
 from pointsman.ops.reference import ACTIVATIONS
+from pointsman.ops.relative import RelativeBias
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
 
 
@@ -97,8 +98,7 @@ class RelativeAttention(nn.Module):
         positions = self.position(around.positions).view(-1, heads, width).transpose(0, 1)
         mixed = relative_attention(
             query,
-            key,
-            value,
+            key_value,
             positions,
             around.content_bias,
             around.position_bias,
