@@ -83,7 +83,8 @@ def describe(error: OSError) -> str:
 
 
 def fail(message: str) -> int:
-    print(f"pointsman: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    print(line if line.startswith("pointsman ") else f"pointsman: {line}", file=sys.stderr)
     return 2
 
 
