@@ -1,6 +1,18 @@
 """Tables, plots and one self-contained HTML page for a run or a comparison."""
 
+from __future__ import annotations
+
+from pointsman.report.figures import figures
 from pointsman.report.page import write_report
+from pointsman.report.paper import paper_tables
 from pointsman.report.tables import ComparisonTable
 
-__all__ = ["ComparisonTable", "write_report"]
+__all__ = ["ComparisonTable", "collect_samples", "figures", "paper_tables", "write_report"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "collect_samples":  # needs torch
+        from pointsman.report.samples import collect_samples
+
+        return collect_samples
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

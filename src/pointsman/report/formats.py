@@ -20,10 +20,10 @@ NONE = "-"
 
 def text(table: ComparisonTable) -> str:
     """Plain aligned text, differences below."""
-    parts = [table.caption, "", *_aligned([table.header(), *table.cells()])]
+    parts = [table.caption, "", *aligned([table.header(), *table.cells()])]
     if len(table.rows) > 1 and table.top_k:
         header = ["router", *(f"k={k}" for k in table.top_k)]
-        parts += ["", table.difference_caption, "", *_aligned([header, *table.difference_cells()])]
+        parts += ["", table.difference_caption, "", *aligned([header, *table.difference_cells()])]
     missing = [f"{row.router}: seeds {', '.join(map(str, row.missing))}" for row in table.rows if row.missing]
     if missing:
         parts += ["", "Missing: " + "; ".join(missing)]
@@ -105,7 +105,8 @@ def rich(table: ComparisonTable) -> Any:
     return view
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text with the first column to the left and the others to the right, a rule below the first."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [
         "  ".join(

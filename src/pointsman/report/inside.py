@@ -20,7 +20,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def inside(comparison: Comparison) -> dict[str, Any]:
     """Everything of the sections on routing; parts without data are empty."""
-    rows = {key: _by_layer(run) for key, run in comparison.runs.items()}
+    rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     last = last_step(comparison)
     samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
     return {
@@ -44,7 +44,8 @@ def layer_names(comparison: Comparison) -> list[str]:
     return list(names)
 
 
-def _by_layer(run: Run) -> Rows:
+def rows_by_layer(run: Run) -> Rows:
+    """The routing rows of a run by layer, in file order."""
     rows: Rows = {}
     for row in run.metrics("routing"):
         if isinstance(row.get("layer"), str) and number(row.get("step")) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman.report import protocol, series
@@ -16,6 +16,9 @@ from pointsman.report.formats import NONE, write_whole
 from pointsman.report.inside import inside, short_layer
 from pointsman.report.runs import Comparison, gather, read_comparison, read_run
 from pointsman.report.tables import Cell, ComparisonTable
+
+if TYPE_CHECKING:
+    from pointsman.report.paper import PaperTables
 
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
@@ -48,26 +51,37 @@ def read(path: Path | Sequence[Path]) -> Comparison:
 
 def render(comparison: Comparison, *, baseline: str | None = None) -> str:
     """The page as a string."""
+    table = ComparisonTable.of(comparison, baseline=baseline)
+    data = chart_data(comparison, table)
+    return fill(
+        "page.html.j2",
+        javascript="\n".join(asset(name) for name in SCRIPTS),
+        json=embed(data),
+        data=data,
+        **context(comparison, table, data["inside"]),
+    )
+
+
+def render_paper(tables: PaperTables) -> str:
+    """A paper's tables with ours beside them, as a page."""
+    return fill("paper.html.j2", paper=tables.paper, tables=tables.tables)
+
+
+def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
+    """An asset template, with the style sheet, scripts and data that stand in it unescaped."""
     try:
         import jinja2
     except ModuleNotFoundError:
         raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
     from markupsafe import Markup
 
-    table = ComparisonTable.of(comparison, baseline=baseline)
-    data = chart_data(comparison, table)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    template = environment.from_string(asset("page.html.j2"))
-    return template.render(
-        css=Markup(asset("style.css")),
-        javascript=Markup("\n".join(asset(name) for name in SCRIPTS)),
-        json=Markup(embed(data)),
-        data=data,
-        version=version("pointsman"),
-        **context(comparison, table, data["inside"]),
-    )
+    raw = {
+        name: Markup(text) for name, text in (("css", asset("style.css")), ("javascript", javascript), ("json", json))
+    }
+    return environment.from_string(asset(template)).render(version=version("pointsman"), **raw, **values)
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from pointsman.report.formats import write_whole
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
 from pointsman.routing import Routing, RoutingContext
-from pointsman.training.checkpoint import open_checkpoint, steps_of
-from pointsman.training.run_directory import RunDirectory, open_corpus
+from pointsman.training.checkpoint import steps_of
+from pointsman.training.run import load_run
 
 EXPLORER = "explorer.json"
 MOST_TOKENS_OF_AN_EXPERT = 10
@@ -68,35 +68,29 @@ def collect_samples(
     Raises:
         RunError: no run, no whole checkpoint, or data that are not there.
     """
-    directory = RunDirectory(path)
-    config, vocabulary = directory.config(), directory.vocabulary()
-    steps = sorted(steps_of(directory.checkpoints))
-    # Opened before the data: a run without a checkpoint is the commoner mistake.
-    last = open_checkpoint(directory.checkpoints / f"step-{steps[-1] if steps else 0}")
-    model = TransformerXL(config.with_vocabulary(vocabulary.size).model).to(device)
-    if not any(True for _ in named_routers(model)):
+    run = load_run(path, device=device)
+    if not any(True for _ in named_routers(run.model)):
         return None
-    corpus = open_corpus(config.data, vocabulary=vocabulary)
-    ids = np.asarray(corpus.split(config.eval_split)[:tokens]).astype(np.int64)
+    config = run.config
+    ids = np.asarray(run.corpus().split(config.eval_split)[:tokens]).astype(np.int64)
     lengths = config.eval_segment_length, config.eval_memory_length
     top_k = sorted(config.eval_top_k)
     middle = top_k[len(top_k) // 2]
     history: list[dict[str, Any]] = []
     before: dict[str, Seen] = {}
-    for step in steps[:-1]:
-        model.load_state_dict(open_checkpoint(directory.checkpoints / f"step-{step}").tensors("model"))
-        now = look(model, ids, middle, *lengths)
-        history.append(changes(step, now, before))
-        before = now
-    model.load_state_dict(last.tensors("model"))
-    seen = {k: look(model, ids, k, *lengths) for k in top_k}
-    history.append(changes(last.step, seen[middle], before))
-    sample = pack(seen, display_tokens(ids, vocabulary))
+    for step in sorted(steps_of(path / "checkpoints")):
+        if step < run.step:
+            now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
+            history.append(changes(step, now, before))
+            before = now
+    seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
+    history.append(changes(run.step, seen[middle], before))
+    sample = pack(seen, display_tokens(ids, run.vocabulary))
     sample |= {
-        "checkpoint": f"step-{last.step}",
+        "checkpoint": f"step-{run.step}",
         "split": config.eval_split,
-        "level": vocabulary.level,
-        "map": map_points(model, seen[middle], middle, points, method),
+        "level": run.vocabulary.level,
+        "map": map_points(run.model, seen[middle], middle, points, method),
         "history": {"top_k": middle, "checkpoints": history},
     }
     return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
