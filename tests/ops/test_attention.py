@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import attention as ops
-from pointsman.ops.attention import relative_bias
 from pointsman.ops.kernels import Kernels
+from pointsman.ops.relative import RelativeBias
 
 
 def relative_attention(query, key, value, *others, **settings):
@@ -145,15 +145,17 @@ def test_dropout_keeps_the_mean_and_repeats_in_backward(monkeypatch):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (2, 5), (6, 7)])
-def test_relative_bias_is_the_position_term(start, stop):
-    query, _, _, positions, _, position_bias = draw()
-    got = relative_bias(query, positions, position_bias, 0.3, start, stop)
+def test_relative_bias_is_what_is_added_to_the_products_of_queries_and_keys(start, stop):
+    query, key, _, positions, content_bias, position_bias = draw()
+    bias = RelativeBias(query.transpose(0, 1), key.transpose(0, 1), positions, content_bias, position_bias, 0.3)
+    got = bias(start, stop).transpose(0, 1)
     distance = torch.arange(7)[:, None] + 4 - torch.arange(11)[None]
     table = positions.flip(1)[:, distance.clamp_min(0)]
-    expected = 0.3 * torch.einsum("hbtd,htsd->hbts", query + position_bias[:, None, None], table)
-    expected = torch.where(distance >= 0, expected, 0.0)[:, :, start:stop]
-    torch.testing.assert_close(got, expected)
-    got.sum().backward()
+    expected = torch.einsum("hbtd,htsd->hbts", query + position_bias[:, None, None], table)
+    expected = 0.3 * (expected + torch.einsum("hd,hbsd->hbs", content_bias, key)[:, :, None])
+    before = (distance >= 0)[start:stop]
+    torch.testing.assert_close(got[:, :, before], expected[:, :, start:stop][:, :, before])
+    got[:, :, before].sum().backward()
     assert positions.grad is not None
 
 

@@ -93,8 +93,7 @@ class RelativeAttention(nn.Module):
         query = F.linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
         seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
         key_value = F.linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
-        # contiguous, as the attention keeps them: a trace then keeps nothing more
-        key, value = (part.contiguous() for part in key_value.permute(2, 3, 0, 1, 4))
+        key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
         positions = self.position(around.positions).view(-1, heads, width).transpose(0, 1)
         mixed = relative_attention(
             query,
@@ -110,7 +109,7 @@ class RelativeAttention(nn.Module):
         output: Tensor = self.output(side_by_side)
         if not trace:
             return output, None
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key_value[0], key_value[1]))
         content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
         bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
         out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)

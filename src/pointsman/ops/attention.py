@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pointsman.ops.gemm import Gemm, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.relative import by_key
 
 MASKED = -1e30  # a padded key: finite, so that a row whose keys are all padded stays finite
 ROWS = 256  # query rows a block
@@ -72,25 +73,6 @@ def relative_attention(
     return output
 
 
-def relative_bias(
-    query: Tensor, positions: Tensor, position_bias: Tensor, scale: float, start: int, stop: int
-) -> Tensor:
-    """The position term scale * (q_i + w) . r_(i + M - j) of the queries `start:stop`: [H, B, stop - start, S].
-
-    0 for keys after the query. Differentiable. Arguments as of `relative_attention`.
-    """
-    heads, batch, length, _ = query.shape
-    keys = positions.shape[1]
-    rows, seen = stop - start, keys - length + stop
-    shifted = (query[:, :, start:stop] + position_bias[:, None, None]) * scale
-    padded = torch.nn.functional.pad(positions[:, keys - seen :], (0, 0, 0, 1))
-    products = torch.bmm(shifted.reshape(heads, batch * rows, -1), padded.transpose(1, 2))
-    bias = _by_key(products.view(heads * batch, rows, seen + 1)).reshape(heads, batch, rows, seen)
-    after = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu_(1)
-    after = torch.nn.functional.pad(after, (seen - rows, 0))
-    return torch.nn.functional.pad(bias.masked_fill(after, 0), (0, keys - seen))
-
-
 class _Settings(NamedTuple):
     scale: float
     dropout: float
@@ -134,17 +116,6 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
                 number += 1
 
 
-def _by_key(products: Tensor) -> Tensor:
-    """[N, R, seen + 1] by falling distance -> a view [N, R, seen] by key: row a moves left by R - 1 - a.
-
-    In a row of seen + 1 entries, that is a start at R - 1 and a step of `seen` from row to row. Keys after the query
-    show entries of other rows: the caller masks them.
-    """
-    count, rows, width = products.shape
-    flat = products.view(count, rows * width)
-    return flat[:, rows - 1 : rows - 1 + rows * (width - 1)].view(count, rows, width - 1)
-
-
 class _Products:
     """What forward and backward share: the probabilities of a block, and products of stacks of matrices."""
 
@@ -156,7 +127,7 @@ class _Products:
         key_mask: Tensor | None,
     ) -> None:
         self.query, self.settings, self.gemm = query, settings, settings.gemm
-        # one row more, for the distance -1: `_by_key` needs rows of seen + 1 entries
+        # one row more, for the distance -1: `by_key` needs rows of seen + 1 entries
         self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], 1, positions.shape[2])], 1)
         self.padded = None if key_mask is None else ~key_mask
 
@@ -200,7 +171,7 @@ class _Products:
         """[heads * batch, R, seen]; `content` and `position` are the block's two kinds of queries."""
         heads, batch, rows, width = content.shape
         products = self.by_transpose(position.view(heads, batch * rows, width), self.block_positions(block))
-        scores = _by_key(products.view(heads * batch, rows, block.seen + 1))
+        scores = by_key(products.view(heads * batch, rows, block.seen + 1))
         flat = content.view(heads * batch, rows, width)
         if self.gemm is not None and len(flat) == 1:
             scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
@@ -298,7 +269,7 @@ class _RelativeAttention(torch.autograd.Function):
                 by_distance = probabilities.new_empty(count, rows, block.seen + 1)
                 by_distance.view(count, -1)[:, : rows - 1].zero_()
                 by_distance[:, -1, -1].zero_()
-                d_scores = _by_key(by_distance)
+                d_scores = by_key(by_distance)
                 torch.mul(d_probabilities.add_(delta[region].reshape(count, rows, 1)), probabilities, out=d_scores)
                 shared.mask_padding(block, d_scores, 0)
                 if kept is not None:

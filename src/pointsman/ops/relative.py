@@ -1,0 +1,51 @@
+"""The position term of relative attention, open to those who need it for fewer than all heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def by_key(products: Tensor) -> Tensor:
+    """[N, R, seen + 1] by falling distance, the last of them -1 -> a view [N, R, seen] by key.
+
+    Row a moves left by R - 1 - a: in rows of seen + 1 entries, a start at R - 1 and a step of `seen` from row to row.
+    Keys after the query show entries of other rows: the caller masks them.
+    """
+    count, rows, width = products.shape
+    flat = products.reshape(count, rows * width)
+    return flat[:, rows - 1 : rows - 1 + rows * (width - 1)].view(count, rows, width - 1)
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """What Transformer-XL's attention adds to scale * q_i . k_j: scale * (u . k_j + (q_i + w) . r_(i + M - j)).
+
+    A function of a block of rows, as an attention trace wants it. For causal attention: what it adds to keys after the
+    query means nothing.
+
+    Attributes:
+        query, key: [B, H, T, D], [B, H, S, D] with S = M + T.
+        positions: r, [H, S, D], by falling distance: row c belongs to the distance S - 1 - c.
+        content_bias, position_bias: u and w, [H, D].
+    """
+
+    query: Tensor
+    key: Tensor
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+    scale: float
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """[B, H, stop - start, S]."""
+        batch, heads, length, _ = self.query.shape
+        keys = self.positions.shape[1]
+        seen = keys - length + stop
+        rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
+        products = rows @ F.pad(self.positions[:, keys - seen :], (0, 0, 0, 1)).transpose(1, 2)
+        position = by_key(products.flatten(0, 1)).view(batch, heads, stop - start, seen)
+        content = self.scale * (self.key @ self.content_bias[:, :, None]).transpose(2, 3)
+        return F.pad(position, (0, keys - seen)) + content
