@@ -23,7 +23,9 @@ def parser() -> Parser:
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", default="test", choices=("valid", "test"), help="default: test")
     flags.add_argument("--top-k", type=k_list, metavar="K,K", help="default: those of the run")
-    flags.add_argument("--eval-tokens", metavar="N|all", help="tokens to score (default: as the run's settings say)")
+    flags.add_argument(
+        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
+    )
     flags.common("where evaluation-DATA-SPLIT.json goes (default: the run directory)")
     return flags
 
@@ -39,7 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     with Display() as display, stop_on_signals() as stop:
         saved = load_run(values.run, device=device, note=display.note)
         corpus = saved.corpus(values.data, progress=display.data)
-        budget = saved.config.eval_tokens if values.eval_tokens is None else token_budget(values.eval_tokens)
+        given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
+        budget = saved.config.with_overrides(given).eval_tokens
         results = saved.evaluate(
             corpus.split(values.split), split=values.split, top_k=values.top_k, budget=budget, watch=display, stop=stop
         )

@@ -126,9 +126,9 @@ def words(text: str) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def token_budget(text: str) -> int | None:
+def token_budget(text: str) -> int | str:
     """`all` or a number of tokens."""
-    return None if text == "all" else whole(1)(text)
+    return text if text == "all" else whole(1)(text)
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ def add_run_flags(flags: Parser) -> None:
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: 1, 2, 4, … N)"
     )
-    flags.add_argument("--eval-tokens", metavar="N|all", help="tokens of the test part to score")
+    flags.add_argument("--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test part to score")
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
 
 
@@ -51,7 +51,7 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     if values.top_k is not None:
         changes["eval_top_k"] = values.top_k
     if values.eval_tokens is not None:
-        changes["eval_tokens"] = token_budget(values.eval_tokens)
+        changes["eval_tokens"] = values.eval_tokens
     if values.tensorboard:
         changes["tensorboard"] = True
     return config.with_overrides({**changes, **overrides(values.set)})

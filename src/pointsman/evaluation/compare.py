@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pointsman._errors import RunError, Stopped
+from pointsman.data import BatchStream, Corpus, EvalStream
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.routers.registry import split_specs
 from pointsman.training.checkpoint import write_whole
@@ -159,6 +160,7 @@ def compare(
         split_specs(router)
     whole = merged(plan, out)
     corpus = open_corpus(plan.base.data, progress=data_progress)
+    _check_lengths(plan.base, corpus)
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         recorded = (read_plan(out) or {}).get("kernels")
@@ -179,6 +181,12 @@ def compare(
                 raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
             watcher.ended(router, seed)
     return whole
+
+
+def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
+    """Refuses data too short for the settings before anything is written."""
+    BatchStream(corpus.split("train"), config.batch_size, config.segment_length)
+    EvalStream(corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
 
 
 @contextmanager

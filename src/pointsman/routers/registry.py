@@ -12,6 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -216,7 +217,10 @@ def convert(value: Any, kind: Any, where: str) -> Any:
                 continue
             if number == number and abs(number) != float("inf"):
                 return number
-    raise ValueError(f"{where}={value!r}: allowed is {describe(kind)}")
+    names = [name for one in kinds if get_origin(one) is Literal for name in get_args(one)]
+    near = get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"{where}={value!r}: {hint}allowed is {describe(kind)}")
 
 
 def describe(kind: Any) -> str:

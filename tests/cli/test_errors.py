@@ -1,0 +1,151 @@
+"""Bad input of every kind: one clear line that says what is allowed, exit code 2, nothing written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pointsman.cli.main import COMMANDS, main
+
+COMPARE = ["compare", "--routers", "smoe"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("pointsman")
+    assert "Traceback" not in captured.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compar"], "did you mean 'compare'"),
+        (["compare"], "--routers is missing"),
+        (["compare", "--routers", "hyperouter"], "did you mean 'hyperrouter'"),
+        (["compare", "--routers", "smoe,,switch"], "empty name"),
+        (["compare", "--routers", "hyperrouter:hiper_dim=3"], "did you mean 'hyper_dim'"),
+        (["compare", "--routers", "smoe:gate=tanh"], "softmax or sigmoid"),
+        ([*COMPARE, "--data", "enwik9"], "did you mean 'enwik8'"),
+        ([*COMPARE, "--preset", "tinny"], "did you mean 'tiny'"),
+        ([*COMPARE, "--stepps", "3"], "did you mean '--steps'"),
+        ([*COMPARE, "--steps", "0"], "whole numbers from 1"),
+        ([*COMPARE, "--steps", "1.5"], "whole numbers from 1"),
+        ([*COMPARE, "--seeds", "x"], "whole numbers from 1"),
+        ([*COMPARE, "--top-k", "0"], "whole numbers from 1"),
+        ([*COMPARE, "--top-k", "1,9"], "from 1 to 8"),
+        ([*COMPARE, "--top-k", "two"], "whole numbers from 1"),
+        ([*COMPARE, "--train-top-k", "0:N"], "outside 1 to 8"),
+        ([*COMPARE, "--train-top-k", "N:2"], "above the last"),
+        ([*COMPARE, "--k-schedule", "linnear"], "did you mean 'linear'"),
+        ([*COMPARE, "--eval-tokens", "some"], "whole numbers from 1"),
+        ([*COMPARE, "--set", "learning_rte=1"], "did you mean 'learning_rate'"),
+        ([*COMPARE, "--set", "learning_rate"], "KEY=VALUE"),
+        ([*COMPARE, "--set", "learning_rate=fast"], "a number"),
+        ([*COMPARE, "--device", "tpu9"], "cpu, cuda"),
+        (["train", "hyperrouter-enwik8-smal"], "did you mean 'hyperrouter-enwik8-small'"),
+        (["train", "hyperrouter-enwik8-small", "--preset", "tiny"], "brings its own preset"),
+        (["routers", "hyperouter"], "did you mean 'hyperrouter'"),
+        (["evaluate", "nowhere"], "no run directory"),
+        (["evaluate"], "RUN"),
+        (["report", "nowhere"], "no such directory"),
+        (["export", "nowhere"], "no run directory"),
+    ],
+)
+def test_mistakes_in_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *words)
+    assert not any(tmp_path.iterdir())
+
+
+def test_data_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    empty, short, binary = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "binary.txt"
+    empty.write_bytes(b"")
+    short.write_text("too short")
+    binary.write_bytes(b"good text " * 50 + b"\xff\xfe" + b"more text " * 50)
+    out = tmp_path / "out"
+    assert "empty" in refused(capsys, *COMPARE, "--data", str(empty), "--out", str(out))
+    assert "short" in refused(capsys, *COMPARE, "--data", str(short), "--out", str(out))
+    line = refused(capsys, *COMPARE, "--data", f"{binary}:level=word", "--out", str(out))
+    assert "UTF-8" in line
+    assert "500" in line  # the offset
+    assert not (out / "runs").exists() or not list((out / "runs").rglob("config.json"))
+
+
+def test_no_training_part(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "data" / "wikitext-2"
+    folder.mkdir(parents=True)
+    for part in ("valid", "test"):
+        (folder / f"wiki.{part}.tokens").write_text(" = Title = \n a few words \n" * 50)
+    monkeypatch.setenv("POINTSMAN_DATA", str(tmp_path / "data"))
+    assert "train" in refused(capsys, *COMPARE, "--data", "wikitext-2", "--out", str(tmp_path / "out"))
+
+
+def test_no_network(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "https_proxy": "http://127.0.0.1:9"}
+    environment |= {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    environment.pop("POINTSMAN_DATA", None)
+    words = [*COMPARE, "--data", "text8", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pointsman", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "text8" in done.stderr
+
+
+def test_an_output_folder_that_is_something_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("not ours")
+    assert "holds no comparison" in refused(capsys, *COMPARE, "--out", str(tmp_path))
+    assert (tmp_path / "letter.txt").read_text() == "not ours"
+    (tmp_path / "comparison.json").write_text('{"format": 1, "settings"')
+    assert "damaged" in refused(capsys, *COMPARE, "--out", str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    assert "no permission" in refused(capsys, *COMPARE, "--out", str(closed / "out"))
+
+
+def test_errors_of_the_system_are_one_line() -> None:
+    from pointsman.cli.main import describe
+
+    assert "no space left" in describe(OSError(28, "No space left on device", "/x/y"))
+    assert "no permission: /x/y" in describe(PermissionError(13, "Permission denied", "/x/y"))
+
+
+def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text('routers = "smoe"\nsteppps = 3\n')
+    assert "did you mean 'steps'" in refused(capsys, "compare", "--config", str(file))
+    file.write_text("routers = \n")
+    assert "flags.toml" in refused(capsys, "compare", "--config", str(file))
+    file.write_text('routers = "smoo"\nsteps = 3\n[set]\nlearning_rate = 0.1\n')
+    assert "unknown router 'smoo'" in refused(capsys, "compare", "--config", str(file))
+    file.write_text('routers = "smoe"\n[set]\nlearning_rate = "x"\n')
+    assert "learning_rate" in refused(capsys, "compare", "--config", str(file))
+    assert "No such file" in refused(capsys, "compare", "--config", str(tmp_path / "none.toml"))
+
+
+def test_help_is_there_for_every_command_and_loads_no_torch() -> None:
+    for command in ([], *([name] for name in COMMANDS)):
+        code = (
+            f"import sys; sys.argv = ['pointsman', *{command!r}, '--help']\n"
+            "from pointsman.cli.main import main\n"
+            "try: code = main()\n"
+            "except SystemExit as exit: code = exit.code\n"
+            "assert not code, code\n"
+            "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (command, done.stderr)
+        assert "usage" in done.stdout
