@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pointsman.ops import dense, sparse
 from pointsman.ops.dispatch import Plan, Slots, plan, slots_of_pairs, slots_of_tokens
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import measure_kernels
 from pointsman.ops.recycling import empty_gradient
@@ -143,8 +142,8 @@ class _Experts(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivatives()
         hidden, weight, *rest = ctx.saved_tensors
         parameters, flat = ExpertParameters(*rest[:6]), rest[6:]
         kept = [tuple(flat[start : start + ctx.width]) for start in range(0, len(flat), ctx.width)]

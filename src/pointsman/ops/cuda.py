@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.ops.feedforward import DERIVATIVES
+from pointsman.ops.feedforward import DERIVATIVES, refuse_second_derivatives
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -140,6 +140,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivatives()
         hidden, weight, up, gate, mask, *rest = ctx.saved_tensors
         where, p = Layout(*rest[:7]), ExpertParameters(*rest[7:])
         hidden_wanted, weight_wanted, _, _, _, *wanted = ctx.needs_input_grad

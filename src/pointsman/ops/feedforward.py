@@ -120,3 +120,12 @@ class HiddenUnits:
         mask = torch.empty_like(units).bernoulli_(1 - self.dropout, generator=self.generator).mul_(self._scale)
         units.mul_(mask)
         return mask
+
+
+def refuse_second_derivatives() -> None:
+    """Called in a backward pass: gradients are on there only under `create_graph=True`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the experts' fast path has no second derivatives: without create_graph=True, or with kernels PLAIN "
+            "(pointsman.ops.kernels)"
+        )

@@ -1,0 +1,265 @@
+"""The fast path on a CPU against the float64 reference: outputs and every gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pointsman.ops import cpu
+from pointsman.ops.grouped import apply_experts
+from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.reference import ExpertParameters
+
+KERNELS = {gemm: Kernels("fast", gemm) for gemm in ("blas", "onednn")}
+
+
+def run(case: Any, kernels: Kernels | None = None) -> Tensor:
+    return apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st.DataObject) -> None:
+    draw = data.draw
+    num_experts = draw(st.integers(1, 9), "experts")
+    case = problem(
+        draw(st.sampled_from([1, 2, 7, 33, 150]), "tokens"),
+        draw(st.integers(1, 40), "dim"),
+        draw(st.integers(1, 40), "hidden_dim"),
+        num_experts,
+        draw(st.integers(1, num_experts), "k"),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"),
+        activation=draw(st.sampled_from(["relu", "gelu", "silu"]), "activation"),
+        gated=draw(st.booleans(), "gated"),
+        bias=draw(st.booleans(), "bias"),
+        dropped=draw(st.sampled_from([0.0, 0.3, 1.0]), "dropped"),
+        pairs=draw(st.booleans(), "pairs"),
+        favourite=draw(st.sampled_from([0.0, 20.0]), "favourite"),
+        seed=draw(st.integers(0, 1000), "seed"),
+    )
+    case.check(lambda c: run(c, KERNELS[draw(st.sampled_from(["blas", "onednn"]), "gemm")]))
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, gemm: str, k: int) -> None:
+    # several chunks where k = E, several bucket sizes where not
+    problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[gemm]))
+
+
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize("kind", ["zero-stride", "strided"])
+def test_gradients_of_any_stride(problem: Callable[..., Any], kind: str, k: int) -> None:
+    case = problem(k=k)
+    whole = torch.randn(24, 80)
+    gradient = torch.ones(()).expand(40, 24) if kind == "zero-stride" else whole.t()[::2]
+    assert not gradient.is_contiguous()
+    case.check(run, gradient)
+
+
+def test_inputs_of_any_stride(problem: Callable[..., Any]) -> None:
+    case = problem()
+    strided = [tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2) for tensor in case.parameters[:2]]
+    case.hidden = case.hidden.detach().t().contiguous().t().requires_grad_()
+    case.parameters = ExpertParameters(*(tensor.requires_grad_() for tensor in strided), *case.parameters[2:])
+    assert not case.parameters.w_in.is_contiguous()
+    case.check(run)
+
+
+def test_a_token_may_choose_an_expert_twice(problem: Callable[..., Any]) -> None:
+    for k in (2, 6):
+        case = problem(k=k)
+        case.routing.experts[:, 1] = case.routing.experts[:, 0]
+        case.check(run)
+
+
+def test_no_tokens(problem: Callable[..., Any]) -> None:
+    case = problem(tokens=4)
+    case.hidden = torch.zeros(0, 24, requires_grad=True)
+    case.routing = type(case.routing)(
+        *(t[:0] for t in (case.routing.experts, case.weights, case.routing.probs)), case.routing.logits[:0]
+    )
+    output = run(case)
+    output.sum().backward()
+    assert output.shape == (0, 24)
+    assert case.parameters.w_in.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize("gated", [False, True])
+def test_evaluation_equals_training(problem: Callable[..., Any], gated: bool, k: int) -> None:
+    case = problem(k=k, gated=gated)
+    with torch.no_grad():
+        evaluated = run(case)
+    assert torch.equal(evaluated, run(case).detach())
+    assert evaluated.grad_fn is None
+
+
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize("frozen", ["hidden", "weights", "w_in", "w_out", "b_in", "b_out", "w_gate", "b_gate"])
+def test_frozen_inputs_get_no_gradient_and_change_no_other(problem: Callable[..., Any], frozen: str, k: int) -> None:
+    case = problem(k=k, gated=True)
+    gradient = torch.randn(40, 24)
+    everything = torch.autograd.grad(run(case), case.leaves, gradient)
+    tensor = getattr(case.parameters, frozen, None) if frozen.startswith(("w_", "b_")) else getattr(case, frozen)
+    tensor.requires_grad_(False)
+    rest = [leaf for leaf in case.leaves if leaf.requires_grad]
+    expected = [value for leaf, value in zip(case.leaves, everything, strict=True) if leaf.requires_grad]
+    assert len(rest) == 7
+    for got, value in zip(torch.autograd.grad(run(case), rest, gradient), expected, strict=True):
+        assert torch.equal(got, value)
+
+
+def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a weight gradient was computed")
+
+    for gemm in ("Blas", "OneDNN"):
+        monkeypatch.setattr(f"pointsman.ops.gemm.{gemm}.weight_gradient", refuse)
+    for k in (2, 6):
+        case = problem(k=k)
+        for tensor in case.parameters:
+            if tensor is not None:
+                tensor.requires_grad_(False)
+        run(case).sum().backward()
+        assert case.hidden.grad is not None
+        trained = problem(k=k)
+        with pytest.raises(AssertionError, match="weight gradient"):
+            run(trained).sum().backward()
+
+
+def test_second_derivatives_are_refused(problem: Callable[..., Any]) -> None:
+    case = problem()
+    with pytest.raises(RuntimeError, match="second derivatives.*PLAIN"):
+        torch.autograd.grad(run(case).sum(), case.hidden, create_graph=True)
+    (first,) = torch.autograd.grad(run(case, PLAIN).sum(), case.hidden, create_graph=True)
+    first.square().sum().backward()
+    assert case.parameters.w_out.grad is not None
+
+
+def test_float64_and_mixed_dtypes_take_the_plain_path(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem(dtype=torch.float64).check(run)
+    monkeypatch.setattr(cpu, "apply", None)  # the fast path must not be reached
+    problem(dtype=torch.float64).check(run)
+    problem(dtype=torch.float32).check(lambda case: run(case, PLAIN))
+
+
+@pytest.mark.parametrize("kernels", [None, PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_casts_hidden_and_weights(
+    problem: Callable[..., Any], dtype: torch.dtype, kernels: Kernels | None
+) -> None:
+    case = problem(dtype=dtype)
+    lowered = problem(dtype=torch.float32)
+    gradient = torch.randn(40, 24, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run(case, kernels)
+    assert output.dtype == torch.bfloat16
+    got = torch.autograd.grad(output, case.leaves, gradient)
+    assert [value.dtype for value in got] == [leaf.dtype for leaf in case.leaves]
+    lowered.hidden = case.hidden.detach().bfloat16().requires_grad_()
+    lowered.parameters = ExpertParameters(
+        *(None if tensor is None else tensor.detach().bfloat16().requires_grad_() for tensor in case.parameters)
+    )
+    expected = torch.autograd.grad(run(lowered, kernels), lowered.leaves, gradient)
+    for value, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(value.float(), other.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_gives_the_same_bits(problem: Callable[..., Any], dtype: torch.dtype, activation: str) -> None:
+    case = problem(dtype=dtype, activation=activation)
+
+    def layer(hidden: Tensor) -> Tensor:
+        return apply_experts(hidden, case.routing, case.parameters, activation, 0.3)
+
+    def gradients(output: Tensor) -> list[Tensor]:
+        return [output.detach(), *torch.autograd.grad(output, case.leaves, torch.ones_like(output))]
+
+    torch.manual_seed(3)
+    plain = gradients(layer(case.hidden))
+    torch.manual_seed(3)
+    again = gradients(checkpoint(layer, case.hidden, use_reentrant=False))
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(one, other)
+
+
+class TestDropout:
+    @pytest.mark.parametrize("kernels", [KERNELS["blas"], KERNELS["onednn"], PLAIN])
+    @pytest.mark.parametrize("k", [1, 3])
+    @pytest.mark.parametrize("activation", ["relu", "gelu"])
+    def test_expectation_and_rate(self, problem: Callable[..., Any], activation: str, k: int, kernels: Kernels) -> None:
+        # w_out the identity: the output shows the hidden units of the one expert with weight 1
+        case = problem(600, 16, 16, 3, k, activation=activation, bias=False)
+        with torch.no_grad():
+            case.parameters.w_out.copy_(torch.eye(16).expand(3, 16, 16))
+            case.weights.zero_()[:, 0] = 1
+            clean = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.0, kernels)
+            dropped = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.25, kernels)
+        kept = dropped != 0
+        visible = clean.abs() > 1e-6
+        assert abs(float(kept[visible].float().mean()) - 0.75) < 0.02
+        torch.testing.assert_close(dropped[kept], (clean / 0.75)[kept], rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("kernels", [KERNELS["onednn"], PLAIN])
+    @pytest.mark.parametrize("k", [2, 6])
+    @pytest.mark.parametrize(
+        ("activation", "gated"), [("relu", False), ("gelu", False), ("relu", True), ("silu", True)]
+    )
+    def test_gradients_see_the_same_mask(
+        self, problem: Callable[..., Any], activation: str, gated: bool, k: int, kernels: Kernels
+    ) -> None:
+        case = problem(30, 8, 12, 6, k, activation=activation, gated=gated)
+        direction = [torch.randn_like(leaf) for leaf in case.leaves]
+        gradient = torch.randn(30, 8)
+
+        def loss(step: float) -> Tensor:
+            torch.manual_seed(5)
+            shifted = [leaf.detach() + step * way for leaf, way in zip(case.leaves, direction, strict=True)]
+            hidden, weights, *tensors = shifted
+            remaining = iter(tensors)
+            parameters = ExpertParameters(*(None if t is None else next(remaining) for t in case.parameters))
+            routing = type(case.routing)(case.routing.experts, weights, case.routing.probs, case.routing.logits)
+            return (apply_experts(hidden, routing, parameters, activation, 0.4, kernels).double() * gradient).sum()
+
+        torch.manual_seed(5)
+        output = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.4, kernels)
+        gradients = torch.autograd.grad(output, case.leaves, gradient)
+        slope = sum(float((g * way).sum()) for g, way in zip(gradients, direction, strict=True))
+        difference = float(loss(1e-3) - loss(-1e-3)) / 2e-3
+        assert abs(slope - difference) <= 2e-2 * abs(slope) + 2e-1
+
+    @pytest.mark.parametrize("kernels", [None, PLAIN])
+    def test_default_generator_moves_alike_for_any_routing(
+        self, problem: Callable[..., Any], kernels: Kernels | None
+    ) -> None:
+        after = []
+        for seed, k in ((0, 1), (1, 3), (2, 6)):
+            case = problem(seed=seed, k=k)
+            torch.manual_seed(1)
+            apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.5, kernels)
+            after.append(float(torch.rand(())))
+        assert len(set(after)) == 1
+        torch.manual_seed(1)
+        assert float(torch.rand(())) != after[0]
+
+    def test_no_dropout_draws_nothing(self, problem: Callable[..., Any]) -> None:
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        run(problem())
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_all_dropped(self, problem: Callable[..., Any]) -> None:
+        case = problem(bias=False)
+        output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 1.0)
+        assert float(output.detach().abs().max()) == 0
+        assert all(torch.isfinite(value).all() for value in torch.autograd.grad(output.sum(), case.leaves))
