@@ -1,0 +1,314 @@
+"""Tokens inform each other: softmax(scores) values, in memory linear in the number of tokens, forward and backward.
+
+    scores_ij = q_i . k_j + key_bias_j + p_i . r_(i - j),   s_i = softmax over the tokens j that inform i,
+    out_i = sum_j s_ij v_j
+
+A block of rows of a few sequences is worked on at a time, forward and backward; backward makes the scores, and what
+they are made of, again. Nothing T x S is ever kept.
+
+Shapes: N sequences, T queries, S keys (the last T keys are the queries' own tokens, those before them the past), D
+score width, E values' width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from pointsman.ops.gemm import Gemm, choose
+from pointsman.ops.relative import by_key
+
+ENTROPY_TOLERANCE = 1e-5  # nats: equal distributions are equally sure, whatever the rounding
+CPU_ROWS, GPU_ROWS = 128, 512  # rows a block
+CPU_CELLS, GPU_CELLS = 2**13, 2**26  # scores of one block up to which sequences are worked on together
+
+Bias = Callable[[int, int], Tensor]
+"""(start, stop) of a block of rows -> what is added to its scores, [N, stop - start, S] or broadcastable to it."""
+
+
+class Visible(NamedTuple):
+    """Who informs whom. A token always informs itself.
+
+    Attributes:
+        length, keys: T and S.
+        causal: only earlier tokens inform a token.
+        real: [N, S] bool, False for padding, which neither informs nor is informed.
+        entropy: [N, S]; if given, only tokens whose entropy is at most a token's own inform it.
+    """
+
+    length: int
+    keys: int
+    causal: bool = True
+    real: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def past(self) -> int:
+        return self.keys - self.length
+
+    def of(self, group: slice) -> Visible:
+        """The same for some of the sequences."""
+        real, entropy = (None if tensor is None else tensor[group] for tensor in (self.real, self.entropy))
+        return self._replace(real=real, entropy=entropy)
+
+    def seen(self, stop: int) -> int:
+        """How many keys the rows before `stop` see at most."""
+        return self.past + stop if self.causal else self.keys
+
+    def blocks(self, device: torch.device) -> list[tuple[int, int]]:
+        """(start, stop) of the blocks of rows."""
+        rows = CPU_ROWS if device.type == "cpu" else GPU_ROWS
+        return [(start, min(start + rows, self.length)) for start in range(0, self.length, rows)]
+
+    def groups(self, count: int, device: torch.device) -> list[slice]:
+        """Sequences that are worked on together: on a CPU one, unless they are short."""
+        rows, most = (CPU_ROWS, CPU_CELLS) if device.type == "cpu" else (GPU_ROWS, GPU_CELLS)
+        together = max(1, most // (min(self.length, rows) * self.keys))
+        return [slice(start, min(start + together, count)) for start in range(0, count, together)]
+
+    def hide_(self, scores: Tensor, start: int) -> Tensor:
+        """Fills with -inf, in place, what does not inform the rows from `start`: scores [n, (heads,) rows, keys]."""
+        rows, keys = scores.shape[-2:]
+        own = slice(self.past + start, self.past + start + rows)
+        later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
+        if self.real is None and self.entropy is None:
+            if self.causal:
+                scores[..., own.start :].masked_fill_(later, -torch.inf)
+            return scores
+        hidden = torch.zeros(len(scores), rows, keys, dtype=torch.bool, device=scores.device)
+        if self.causal:
+            hidden[:, :, own.start :] = later
+        if self.real is not None:
+            hidden |= ~self.real[:, None, :keys]
+            hidden |= ~self.real[:, own, None]
+        if self.entropy is not None:
+            hidden |= self.entropy[:, None, :keys] > self.entropy[:, own, None] + ENTROPY_TOLERANCE
+        hidden[:, :, own].diagonal(dim1=1, dim2=2).fill_(False)
+        return scores.masked_fill_(hidden[:, None] if scores.dim() == 4 else hidden, -torch.inf)
+
+
+class Prepared(NamedTuple):
+    """What scores are made of.
+
+    Attributes:
+        query, key, value, key_bias: [N, T, D], [N, S, D], [N, S, E] or None, [N, S] or None.
+        position_query, positions: [N, T, D'] and [1 or N, S, D'] by falling distance, or None: p and r. Causal only.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None = None
+    key_bias: Tensor | None = None
+    position_query: Tensor | None = None
+    positions: Tensor | None = None
+
+    def detach(self) -> Prepared:
+        return Prepared(*(None if tensor is None else tensor.detach() for tensor in self))  # type: ignore[arg-type]
+
+
+Prepare = Callable[..., Prepared]
+
+
+def inform(
+    prepare: Prepare,
+    batched: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
+    visible: Visible,
+    normalization: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """out [N, T, E], and the log-sum-exp [N, T] of each row's scores if `normalization` is wanted (else [N, 0]).
+
+    Without values, out is [N, T, 0]. Gradients flow from both.
+
+    Args:
+        prepare: a differentiable function of `batched`, for some of the sequences, and `shared`. Backward calls it
+            again, so that nothing is kept but its arguments, which a model keeps anyway.
+        batched: tensors [N, ...].
+        shared: tensors that are the same for all sequences.
+    """
+    if torch.compiler.is_compiling():
+        from pointsman.ops import eager
+
+        return eager.inform(prepare, batched, shared, visible, normalization)
+    out, lse = _Inform.apply(prepare, visible, (len(batched), normalization), *batched, *shared)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Tensor, Tensor]:
+    """`inform` with any bias by blocks of rows. Gradients flow through whatever it is made of: backward calls it again,
+    under a checkpoint for each block."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops import eager
+
+        return eager.inform_biased(prepared, bias, visible)
+    parts = []
+    for start, stop in visible.blocks(prepared.query.device):
+        if torch.is_grad_enabled():
+            part = checkpoint(
+                _biased_block, prepared, bias, visible, start, stop, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            part = _biased_block(prepared, bias, visible, start, stop)
+        parts.append(part)
+    return torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 1)
+
+
+def _biased_block(prepared: Prepared, bias: Bias, visible: Visible, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    scores, value = block_scores(prepared, visible, start, stop, bias), prepared.value
+    lse = torch.logsumexp(scores, -1)
+    return torch.softmax(scores, -1) @ value[:, : scores.shape[-1]] if value is not None else lse[..., :0], lse
+
+
+def block_scores(prepared: Prepared, visible: Visible, start: int, stop: int, bias: Bias | None = None) -> Tensor:
+    """Scores of the rows `start:stop` and the keys that they see at most, -inf where a key does not inform a row."""
+    scores = _scores(_Products(None), prepared, visible, start, stop)
+    if bias is not None:
+        scores = scores + bias(start, stop)[..., : scores.shape[-1]]
+    return visible.hide_(scores, start)
+
+
+class _Products:
+    """Matrix products of one group of sequences: through oneDNN, where it works, if the group is one sequence."""
+
+    def __init__(self, gemm: Gemm | None) -> None:
+        self.gemm = gemm
+
+    @classmethod
+    def of(cls, query: Tensor) -> _Products:
+        alone = len(query) == 1 and query.shape[1] >= 16
+        fast = alone and query.device.type == "cpu" and query.dtype == torch.float32
+        return cls(choose("onednn", query.dtype) if fast else None)
+
+    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+        """query [n, rows, D], key [n, keys, D], bias [n, keys]: [n, rows, keys]."""
+        if self.gemm is not None:
+            return self.gemm.linear(query[0], key[0], None if bias is None else bias[0])[None]
+        product = query @ key.transpose(1, 2)
+        return product if bias is None else product + bias[:, None]
+
+    def times(self, weights: Tensor, value: Tensor) -> Tensor:
+        """weights [n, rows, keys], value [n, keys, E]: [n, rows, E]."""
+        return weights @ value if self.gemm is None else self.gemm.linear(weights[0], value[0].t())[None]
+
+    def add_inner(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """total [n, keys, D] += the sum over rows of weights [n, rows, keys] times rows [n, rows, D]."""
+        if self.gemm is not None:
+            self.gemm.weight_gradient(total[0], weights[0], rows[0], add=True)
+        else:
+            total += (weights.transpose(1, 2) @ rows).sum_to_size(total.shape)
+
+
+def _scores(products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int) -> Tensor:
+    """Scores of a block [n, rows, keys seen], nothing hidden yet."""
+    seen = visible.seen(stop)
+    bias = None if prepared.key_bias is None else prepared.key_bias[:, :seen]
+    scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias)
+    if prepared.position_query is not None:
+        rows = prepared.position_query[:, start:stop]
+        scores = scores + by_key(products.scores(rows, _distances(prepared, seen)))
+    return scores
+
+
+def _distances(prepared: Prepared, seen: int) -> Tensor:
+    """r of the distances seen - 1 .. -1: [1 or n, seen + 1, D']; the last is 0."""
+    positions = prepared.positions
+    assert positions is not None
+    return torch.nn.functional.pad(positions[:, positions.shape[1] - seen :], (0, 0, 0, 1))
+
+
+def _sliced(inputs: tuple[Tensor, ...], count: int, group: slice) -> Iterator[Tensor]:
+    return (tensor[group] if index < count else tensor for index, tensor in enumerate(inputs))
+
+
+class _Inform(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, prepare: Prepare, visible: Visible, options: tuple[int, bool], *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        count, normalization = options
+        outs, sums = [], []
+        for group in visible.groups(len(inputs[0]), inputs[0].device):
+            prepared, seen = prepare(*_sliced(inputs, count, group)), visible.of(group)
+            products = _Products.of(prepared.query)
+            out, lse = [], []
+            for start, stop in visible.blocks(prepared.query.device):
+                scores = seen.hide_(_scores(products, prepared, visible, start, stop), start)
+                if normalization:
+                    lse.append(torch.logsumexp(scores, -1))
+                if prepared.value is not None:
+                    weights = torch.softmax(scores, -1)
+                    out.append(products.times(weights, prepared.value[:, : scores.shape[-1]]))
+            sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
+            outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
+        ctx.prepare, ctx.visible, ctx.count = prepare, visible, count
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        return torch.cat(outs), torch.cat(sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        found: list[list[Tensor]] = [[] for _ in inputs]
+        for group in ctx.visible.groups(len(inputs[0]), inputs[0].device):
+            with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+                parts = [
+                    t.detach().requires_grad_(w) for t, w in zip(_sliced(inputs, ctx.count, group), wanted, strict=True)
+                ]
+                prepared = ctx.prepare(*parts)
+            here = [None if gradient is None else gradient[group] for gradient in gradients]
+            results = _backward(prepared.detach(), ctx.visible.of(group), *here)
+            made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]
+            leaves = [part for part in parts if part.requires_grad]
+            grads = iter(torch.autograd.grad([t for t, _ in made], leaves, [g for _, g in made], allow_unused=True))
+            for index, part in enumerate(parts):
+                if part.requires_grad and (grad := next(grads)) is not None:
+                    if index >= ctx.count and found[index]:
+                        found[index][0] += grad
+                    else:
+                        found[index].append(grad)
+        return (
+            *(None, None, None),
+            *(
+                None if not grads else torch.cat(grads) if index < ctx.count else grads[0]
+                for index, grads in enumerate(found)
+            ),
+        )
+
+
+def _backward(
+    prepared: Prepared, visible: Visible, out_gradient: Tensor | None, lse_gradient: Tensor | None
+) -> Prepared:
+    """Gradients of what was prepared, by the same names."""
+    query, key, value, _, position_query, _ = prepared
+    products = _Products.of(query)
+    made = Prepared(torch.empty_like(query), *(None if t is None else torch.zeros_like(t) for t in prepared[1:]))  # type: ignore[arg-type]
+    for start, stop in visible.blocks(query.device):
+        seen, rows = visible.seen(stop), query[:, start:stop]
+        weights = torch.softmax(visible.hide_(_scores(products, prepared, visible, start, stop), start), -1)
+        through: Tensor | None = None
+        if value is not None and made.value is not None and out_gradient is not None:
+            upper = out_gradient[:, start:stop]
+            through = torch._softmax_backward_data(products.scores(upper, value[:, :seen]), weights, -1, weights.dtype)
+            products.add_inner(made.value[:, :seen], weights, upper)
+        if lse_gradient is not None:
+            direct = weights * lse_gradient[:, start:stop, None]
+            through = direct if through is None else through.add_(direct)
+        assert through is not None
+        made.query[:, start:stop] = products.times(through, key[:, :seen])
+        products.add_inner(made.key[:, :seen], through, rows)
+        if made.key_bias is not None:
+            made.key_bias[:, :seen] += through.sum(1)
+        if position_query is not None and made.position_query is not None and made.positions is not None:
+            by_distance = through.new_zeros(*through.shape[:2], seen + 1)
+            by_key(by_distance).copy_(through)
+            made.position_query[:, start:stop] = products.times(by_distance, _distances(prepared, seen))
+            inner = torch.zeros_like(_distances(prepared, seen))
+            products.add_inner(inner, by_distance, position_query[:, start:stop])
+            made.positions[:, made.positions.shape[1] - seen :] += inner[:, :-1]
+    return made

@@ -1,0 +1,212 @@
+"""Which attended token explains a token's attention output, head by head (Mutual-Inform, Lemma 1).
+
+    A'_h[i, j] ~ A_h[i, j] N(u_i | W_h v_j, sigma^2 I),   H'[i, h] ~ sum_j A_h[i, j] N(u_i | W_h v_j, sigma^2 I)
+
+with W_h = H times the head's block of the output projection. In logarithms, without what is the same for all j:
+
+    a_ij + (W_h' u_i) . v_j / sigma^2 - v_j' (W_h' W_h) v_j / (2 sigma^2)
+
+with a_ij the attention's own scores: again a softmax of inner products, with queries [q_i | W_h' u_i / sigma^2], keys
+[k_j | v_j] and a bias for each key through a D x D Gram matrix.
+
+Shapes: B sequences, H heads, T tokens, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.mixing import Bias, Prepared, Visible, block_scores, inform, inform_biased
+from pointsman.ops.relative import RelativeBias
+from pointsman.routing import AttentionTrace
+
+SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 8  # rows whose entropies stand for a longer sequence's
+CELLS = 2**22  # attention scores of all heads that live at once
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    """Makes one head's `Prepared` of tensors, in the order of `Posterior._tensors`."""
+
+    scale: float
+    heads: int
+    side_by_side: bool
+    relative: bool
+    past: bool
+    prior: bool
+
+    def __call__(self, *tensors: Tensor) -> Prepared:
+        query, key, value, output, probs, head, *rest = tensors
+        past = rest.pop(0) if self.past else None
+        out_weight, sigma, *relative = rest
+        dtype = probs.dtype
+        query, key = _pick(query, head).to(dtype), _pick(key, head).to(dtype)
+        bias = position_query = positions = None
+        if self.relative:
+            positions, content_bias, position_bias = (tensor.index_select(0, head).to(dtype) for tensor in relative)
+            position_query = (query + position_bias[:, None]) * self.scale
+            bias = (key @ content_bias[:, :, None]).squeeze(-1) * self.scale
+        if self.prior:
+            return Prepared(query * self.scale, key, None, bias, position_query, positions)
+        value = _pick(value, head).to(dtype)
+        weight = out_weight.index_select(0, head).to(dtype) * self.heads  # W_h' [1 or B, D, dim]
+        precision = sigma.to(dtype).square().reciprocal()
+        if self.side_by_side:  # W_h' u through the H D x D product of projections, so that u itself is not kept
+            explained = output.to(dtype) @ (out_weight.to(dtype).flatten(0, 1) @ weight.transpose(1, 2))
+        else:
+            explained = output.to(dtype) @ weight.transpose(1, 2)
+        lengths = ((value @ (weight @ weight.transpose(1, 2))) * value).sum(-1) * (-0.5 * precision)
+        return Prepared(
+            torch.cat([query * self.scale, explained * precision], -1),
+            torch.cat([key, value], -1),
+            probs if past is None else torch.cat([past.to(dtype), probs], 1),
+            lengths if bias is None else lengths + bias,
+            position_query,
+            positions,
+        )
+
+
+class Posterior:
+    """The posteriors of one forward.
+
+    Args:
+        trace: the attention. Of its S keys, the last `visible.keys` have expert scores; the others are left out.
+        probs: [B, T, E], the expert scores of the queries' own tokens.
+        past: [B, S - T, E] of the tokens before them, or None.
+        sigma: standard deviation of the Gaussians, 0-dim.
+    """
+
+    def __init__(self, trace: AttentionTrace, probs: Tensor, past: Tensor | None, sigma: Tensor, visible: Visible):
+        self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
+        relative = isinstance(trace.bias, RelativeBias) and visible.causal
+        self.opaque = trace.bias is not None and not relative
+
+    def inform(self, head: Tensor, normalization: bool = False, prior: bool = False) -> tuple[Tensor, Tensor]:
+        """sum_j A'_h[i, j] e_j [B, T, E], and the log of the normalisation [B, T] if wanted.
+
+        Args:
+            head: [1], or [B]: one for each sequence.
+            prior: take A_h instead; only the normalisation is returned.
+        """
+        prepare, batched, shared = self._tensors(head, prior)
+        if self.opaque:
+            return inform_biased(prepare(*batched, *shared), self._bias(head), self.visible)
+        return inform(prepare, batched, shared, self.visible, normalization)
+
+    def all_heads(self) -> Tensor:
+        """sum_h H'[i, h] sum_j A'_h[i, j] e_j: Lemma 1."""
+        outs, evidence = [], []
+        for head in self._each_head():
+            out, joint = self.inform(head, normalization=True)
+            outs.append(out)
+            evidence.append(joint - self.inform(head, normalization=True, prior=True)[1])
+        return (torch.softmax(torch.stack(evidence), 0)[..., None] * torch.stack(outs)).sum(0)
+
+    def weights(self, head: Tensor | None) -> Iterator[tuple[slice, int, int, Tensor]]:
+        """(sequences, start, stop, A' [n, stop - start, keys seen]) by blocks, without gradients; None = all heads."""
+        count, device = len(self.probs), self.probs.device
+        heads = self._each_head() if head is None else [head]
+        for group in [slice(0, count)] if self.opaque else self.visible.groups(count, device):
+            for start, stop in self.visible.blocks(device):
+                with torch.no_grad():
+                    scores = torch.stack([self._block(one, group, start, stop, False) for one in heads])
+                    total = torch.softmax(scores, -1)
+                    if head is None:
+                        prior = torch.stack([self._block(one, group, start, stop, True) for one in heads])
+                        evidence = torch.logsumexp(scores, -1) - torch.logsumexp(prior, -1)
+                        total = total * torch.softmax(evidence, 0)[..., None]
+                yield group, start, stop, total.sum(0)
+
+    def _block(self, head: Tensor, group: slice, start: int, stop: int, prior: bool) -> Tensor:
+        prepare, batched, shared = self._tensors(head, prior)
+        prepared = prepare(*(tensor[group] for tensor in batched), *shared)
+        bias = self._bias(head) if self.opaque else None
+        return block_scores(prepared, self.visible.of(group), start, stop, bias)
+
+    def _each_head(self) -> list[Tensor]:
+        heads = self.trace.query.shape[1]
+        return [torch.tensor([head], device=self.probs.device) for head in range(heads)]
+
+    def _tensors(self, head: Tensor, prior: bool) -> tuple[_Prepare, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        trace, keys = self.trace, self.visible.keys
+        relative = () if self.opaque or not isinstance(trace.bias, RelativeBias) else (
+            trace.bias.positions[:, -keys:], trace.bias.content_bias, trace.bias.position_bias
+        )  # fmt: skip
+        prepare = _Prepare(
+            trace.scale,
+            trace.query.shape[1],
+            trace.side_by_side is not None,
+            bool(relative),
+            self.past is not None,
+            prior,
+        )
+        batched = (
+            trace.query,
+            trace.key[:, :, -keys:],
+            trace.value[:, :, -keys:],
+            trace.output if trace.side_by_side is None else trace.side_by_side,
+            self.probs,
+            head.expand(len(self.probs)),
+            *(() if self.past is None else (self.past,)),
+        )
+        return prepare, batched, (trace.out_weight, self.sigma, *relative)
+
+    def _bias(self, head: Tensor) -> Bias:
+        """The trace's bias for one head of each sequence: [B, rows, keys]."""
+        bias = self.trace.bias
+        assert bias is not None
+        batch, heads = self.trace.query.shape[:2]
+        chosen = head.expand(batch)
+
+        def rows(start: int, stop: int) -> Tensor:
+            block = bias(start, stop).expand(batch, heads, stop - start, self.trace.key.shape[2])
+            return _pick(block[..., -self.visible.keys :], chosen).to(self.probs.dtype)
+
+        return rows
+
+
+def _pick(tensor: Tensor, head: Tensor) -> Tensor:
+    """tensor [n, H, ...], head [n] -> [n, ...]."""
+    index = head.view(-1, *(1,) * (tensor.dim() - 1)).expand(-1, 1, *tensor.shape[2:])
+    return tensor.gather(1, index).squeeze(1)
+
+
+def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tuple[Tensor, Tensor]:
+    """Entropy of each head's attention in nats, summed over real tokens, [B, H], and their number, [B].
+
+    Without gradients, by blocks of rows.
+
+    Args:
+        sample: of more than 32 tokens a sequence take four blocks of eight, evenly spread.
+    """
+    batch, heads, length, _ = trace.query.shape
+    if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
+        ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
+        blocks = [(end - SAMPLED_ROWS, end) for end in ends]
+    else:
+        rows = max(1, min(length, CELLS // (batch * heads * visible.keys)))
+        blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
+    exact = torch.float64 if trace.query.dtype == torch.float64 else torch.float32
+    sums = torch.zeros(batch, heads, dtype=exact, device=trace.query.device)
+    counts = torch.zeros(batch, dtype=exact, device=trace.query.device)
+    first = trace.key.shape[2] - visible.keys
+    with torch.no_grad():
+        for start, stop in blocks:
+            seen = visible.seen(stop)
+            key = trace.key[:, :, first : first + seen].to(exact)
+            scores = (trace.query[:, :, start:stop].to(exact) * trace.scale) @ key.transpose(2, 3)
+            if trace.bias is not None:
+                scores = scores + trace.bias(start, stop)[..., first : first + seen].to(exact)
+            entropies = torch.special.entr(torch.softmax(visible.hide_(scores, start), -1)).sum(-1)
+            if visible.real is not None:
+                real = visible.real[:, visible.past + start : visible.past + stop]
+                entropies = entropies * real[:, None]
+                counts += real.sum(1)
+            else:
+                counts += stop - start
+            sums += entropies.sum(-1)
+    return sums, counts
