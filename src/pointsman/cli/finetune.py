@@ -1,0 +1,142 @@
+"""`pointsman finetune RUN`: a pre-trained run on a classification task."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError, Stopped
+from pointsman.cli.options import Parser, aligned, choose_device, k_list, number_from, overrides, whole, words
+from pointsman.cli.progress import Display, stop_on_signals
+
+if TYPE_CHECKING:
+    from pointsman.finetuning import Finetuning
+
+EPILOG = """examples:
+  pointsman finetune runs/hyper --task sst2
+  pointsman finetune runs/hyper --task sst2 --from-scratch            (the control: the same model, fresh weights)
+  pointsman finetune runs/xmoe --task banking77 --freeze router,experts --balance 0,0.001,0.01,0.1 --seeds 5
+  pointsman finetune runs/hyper --task reviews.csv:text=body:label=stars --steps 500
+
+tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
+Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
+512. Interrupted, the same command goes on where it was.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("finetune", "Fine-tune a pre-trained run on a classification task.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
+    flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
+    flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
+    flags.add_argument("--epochs", type=number_from(0, 1e6), metavar="N", help="passes over the training part instead")
+    flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
+    flags.add_argument(
+        "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
+    )
+    add_task_settings(flags)
+    flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
+    return flags
+
+
+def add_task_settings(flags: Parser) -> None:
+    """--freeze, --balance, --task-top-k, --pooling, --length, --from-scratch: of `finetune` and `compare --task`."""
+    flags.add_argument("--task-top-k", metavar="K", default="N", help="k while fine-tuning (default: N, dense)")
+    flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
+    flags.add_argument(
+        "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
+    )
+    flags.add_argument("--pooling", default="last", metavar="HOW", help="last (default) or mean hidden state")
+    flags.add_argument("--length", type=whole(2), default=512, metavar="N", help="tokens of a text (default: 512)")
+    flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`0,0.001` as numbers from 0."""
+    return tuple(dict.fromkeys(number_from(0, 1e9)(part) for part in text.split(",")))
+
+
+def settings_of(
+    values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
+) -> list[Finetuning]:
+    """What the flags ask for, one for each balance weight."""
+    from pointsman.finetuning import Finetuning
+
+    return [
+        Finetuning(
+            task,
+            steps=steps,
+            epochs=epochs,
+            train_top_k=values.task_top_k,
+            freeze=tuple(values.freeze or ()),
+            balance=balance,
+            pooling=values.pooling,
+            length=values.length,
+            from_scratch=values.from_scratch,
+            settings=changes,
+        )
+        for balance in (values.balance or (None,))
+    ]
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    if not values.task:
+        raise RunError("pointsman finetune: --task is missing: sst2, sst2-glue, sst5, imdb, banking77 or a file")
+    if values.steps and values.epochs:
+        raise RunError("pointsman finetune: --steps and --epochs exclude each other")
+    device = choose_device(values.device)
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman.finetuning import finetune
+    from pointsman.finetuning.run import finetuned_path, open_task
+    from pointsman.training.progress import Interrupted
+
+    changes: dict[str, Any] = dict(overrides(values.set))
+    if values.top_k:
+        changes["eval_top_k"] = values.top_k
+    variants = settings_of(values, values.task, values.steps, values.epochs, changes)
+    task = open_task(values.task)
+    todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
+    records: dict[str, list[Mapping[str, Any]]] = {}
+    with Display() as display, stop_on_signals() as stop:
+        for place, (settings, seed) in enumerate(todo, 1):
+            out = finetuned_path(values.run, settings, seed)
+            if values.out:
+                out = values.out if len(todo) == 1 else values.out / settings.variant / f"seed-{seed}"
+            display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"
+            try:
+                result = finetune(
+                    values.run, settings, seed=seed, out=out, task=task, device=device,
+                    progress=display, monitor=RoutingMonitor, stop=stop,
+                )  # fmt: skip
+            except Interrupted as saved:
+                raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command goes on") from None
+            records.setdefault(settings.variant, []).append(result.evaluation)
+            print(f"run: {out}", file=sys.stderr)
+    print(task.description, file=sys.stderr)
+    print(accuracy_table(records, task.reported))
+    return 0
+
+
+def accuracy_table(records: Mapping[str, Sequence[Mapping[str, Any]]], split: str) -> str:
+    """Accuracy in percent at every k, mean and deviation over seeds; and how far the routing moved."""
+    columns = sorted({row["top_k"] for runs in records.values() for run in runs for row in run["results"]})
+    lines = [[f"accuracy (%), {split}", *(f"k={k}" for k in columns), "seeds", "routing moved (top1)"]]
+    for name, runs in records.items():
+        cells = []
+        for k in columns:
+            found = [100 * row["value"] for run in runs for row in run["results"] if row["top_k"] == k]
+            spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+            cells.append(f"{statistics.fmean(found):.2f}{spread}" if found else "-")
+        moved = [
+            layer["top1"]
+            for run in runs
+            for layer in run.get("change_from_pretrained", {}).get("layers", {}).values()
+            if layer["top1"] is not None
+        ]
+        lines.append([name, *cells, str(len(runs)), f"{statistics.fmean(moved):.3f}" if moved else "-"])
+    return aligned(lines)
