@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pointsman.layer import MoE
 from pointsman.ops.attention import relative_attention
+from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ACTIVATIONS
 from pointsman.ops.relative import RelativeBias
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
@@ -76,6 +77,7 @@ class RelativeAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        self.kernels: Kernels | None = None  # None: those that a timing at the first use chooses
         width = num_heads * head_dim
         self.qkv = nn.Linear(dim, 3 * width, bias=False)
         self.position = nn.Linear(dim, width, bias=False)
@@ -104,6 +106,7 @@ class RelativeAttention(nn.Module):
             scale=scale,
             key_mask=around.key_mask,
             dropout=self.dropout if self.training else 0.0,
+            kernels=self.kernels,
         )
         side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
         output: Tensor = self.output(side_by_side)

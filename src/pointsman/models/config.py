@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -66,6 +67,7 @@ class TransformerXLConfig:
         adaptive_cutoffs: token numbers at which the clusters of an adaptive embedding and softmax begin; () = one
             full softmax.
         seed: of the initial weights.
+        init_std: standard deviation of the initial weights outside routers; norms' weights are 1 plus such numbers.
         checkpoint_activations: layers compute their activations anew in backward.
         allow_non_causal: take routers that look at later tokens.
     """
@@ -87,6 +89,7 @@ class TransformerXLConfig:
     pre_norm: bool = False
     adaptive_cutoffs: tuple[int, ...] = ()
     seed: int = 0
+    init_std: float = 0.02
     checkpoint_activations: bool = False
     allow_non_causal: bool = False
 
@@ -98,6 +101,8 @@ class TransformerXLConfig:
         if self.dim % 2:
             raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
         check_top_k(self.top_k, self.num_experts)
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(f"init_std={self.init_std!r}: allowed are numbers above 0")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers from 0 up to, not including, 1")

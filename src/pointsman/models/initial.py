@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from pointsman.models.blocks import FeedForward
 from pointsman.routers.router import Router
 
-STD = 0.02
-
 
 def seed_for(seed: int, name: str) -> int:
     """A seed for each (seed, name), spread over 63 bits."""
@@ -32,8 +30,8 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
-    """Weights ~ N(0, 0.02^2), norms' weights ~ N(1, 0.02^2), biases 0. Routers keep what they gave themselves.
+def initialize(model: nn.Module, seed: int, std: float) -> None:
+    """Weights ~ N(0, std^2), norms' weights ~ N(1, std^2), biases 0. Routers keep what they gave themselves.
 
     A dense feed-forward layer starts with the numbers of the experts that would stand in its place.
     """
@@ -44,18 +42,18 @@ def initialize(model: nn.Module, seed: int) -> None:
             if id(parameter) in inside or parameter.is_meta:
                 continue
             if isinstance(module, nn.LayerNorm) and own == "weight":
-                parameter.copy_(1 + _draw(seed, f"{name}.{own}", parameter.shape))
+                parameter.copy_(1 + std * _draw(seed, f"{name}.{own}", parameter.shape))
             elif own.startswith("b_") or own in ("bias", "cluster_bias") or name.endswith("tail_biases"):
                 parameter.zero_()
             elif isinstance(module, FeedForward):
-                parameter.copy_(_as_experts(module, own, seed, f"{_as_moe(name)}.{own}"))
+                parameter.copy_(std * _as_experts(module, own, seed, f"{_as_moe(name)}.{own}"))
             else:
-                parameter.copy_(_draw(seed, f"{name}.{own}", parameter.shape))
+                parameter.copy_(std * _draw(seed, f"{name}.{own}", parameter.shape))
 
 
 def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(seed_for(seed, name))
-    return torch.randn(shape, generator=generator, device="cpu") * STD
+    return torch.randn(shape, generator=generator, device="cpu")
 
 
 def _as_moe(name: str) -> str:

@@ -110,7 +110,7 @@ class TransformerXL(nn.Module):
         self._positions: Tensor | None = None
         with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
             self._build(config)
-        initialize(self, config.seed)
+        initialize(self, config.seed, config.init_std)
 
     def _build(self, config: TransformerXLConfig) -> None:
         dim, layout, norm = config.dim, config.layout, config.pre_norm
