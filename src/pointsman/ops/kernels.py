@@ -45,6 +45,9 @@ class Kernels:
     @classmethod
     def from_dict(cls, values: Mapping[str, str]) -> Kernels:
         """What `to_dict` gave."""
+        for name in values:
+            if name not in _ALLOWED:
+                raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
         return cls(**values)
 
 

@@ -1,0 +1,106 @@
+"""Choosing, recording and falling back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pointsman.ops import gemm
+from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+
+
+def test_measured_once_and_recorded() -> None:
+    kernels = measure_kernels()
+    assert kernels is measure_kernels()
+    assert kernels.path == "fast"
+    assert Kernels.from_dict(kernels.to_dict()) == kernels
+    assert Kernels.from_dict(PLAIN.to_dict()) == PLAIN
+
+
+@pytest.mark.parametrize("values", [{"path": "fats"}, {"gemm": "one-dnn"}])
+def test_unknown_values_are_named(values: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(values))}=.*did you mean"):
+        Kernels(**values)
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown kernels 'gem'.*did you mean 'gemm'"):
+        Kernels.from_dict({"gem": "blas"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["blas", "onednn"])
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_products(backend: str, dtype: torch.dtype, rows: int) -> None:
+    products = gemm.choose(backend, dtype)
+    if backend == "onednn" and gemm.onednn_works(dtype):
+        assert products is not gemm.BLAS
+    x, weight, bias, other = (torch.randn(shape).to(dtype) for shape in ((rows, 40), (56, 40), (56,), (rows, 56)))
+    exact = [tensor.double() for tensor in (x, weight, bias, other)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+
+    def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * 8)
+
+    linear = exact[0] @ exact[1].t()
+    check(products.linear(x, weight), linear)
+    check(products.linear(x, weight, bias), linear + exact[2])
+    check(products.linear(x, weight, bias, relu=True), (linear + exact[2]).relu())
+    output = torch.empty(rows, 56, dtype=dtype)
+    products.linear_into(output, x, weight, bias)
+    check(output, linear + exact[2])
+    check(products.product(other, weight), exact[3] @ exact[1])
+    back = torch.empty(rows, 40, dtype=dtype)
+    products.product_into(back, other, weight)
+    check(back, exact[3] @ exact[1])
+    check(products.accumulate(other.clone(), x, weight), exact[3] + linear)
+    check(products.accumulate(x.clone(), other, weight.t()), exact[0] + exact[3] @ exact[1])
+    for left, right, product in ((other, x, exact[3].t() @ exact[0]), (x, other, exact[0].t() @ exact[3])):
+        result = torch.empty(left.shape[1], right.shape[1], dtype=dtype)
+        products.weight_gradient(result, left, right)
+        check(result, product)
+        products.weight_gradient(result, left, right, add=True)
+        check(result, 2 * product)
+
+
+class TestGuard:
+    """oneDNN's products are not public: without them, or with wrong ones, BLAS is used."""
+
+    @pytest.fixture(autouse=True)
+    def _forget(self):
+        gemm.onednn_works.cache_clear()
+        measure_kernels.cache_clear()
+        yield
+        gemm.onednn_works.cache_clear()
+        measure_kernels.cache_clear()
+
+    def test_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+        assert not gemm.onednn_works(torch.float32)
+        assert gemm.choose("onednn", torch.float32) is gemm.BLAS
+        assert measure_kernels() == Kernels("fast", "blas")
+
+    def test_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = gemm._onednn_linear
+        monkeypatch.setattr(gemm, "_onednn_linear", lambda *args: right(*args) * 1.001)
+        assert gemm.choose("onednn", torch.float32) is gemm.BLAS
+
+    def test_refusing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise RuntimeError("not supported")
+
+        monkeypatch.setattr(gemm, "_onednn_linear", refuse)
+        assert gemm.choose("onednn", torch.float32) is gemm.BLAS
+
+    def test_slower(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not gemm.onednn_works(torch.float32):
+            pytest.skip("no oneDNN here")
+        right = gemm._onednn_linear
+
+        def slow(*args: object) -> torch.Tensor:
+            for _ in range(20):
+                right(*args)
+            return right(*args)
+
+        monkeypatch.setattr(gemm, "_onednn_linear", slow)
+        assert measure_kernels() == Kernels("fast", "blas")
