@@ -299,7 +299,8 @@ def _backward(
         if lse_gradient is not None:
             direct = weights * lse_gradient[:, start:stop, None]
             through = direct if through is None else through.add_(direct)
-        assert through is not None
+        if through is None:
+            through = torch.zeros_like(weights)
         made.query[:, start:stop] = products.times(through, key[:, :seen])
         products.add_inner(made.key[:, :seen], through, rows)
         if made.key_bias is not None:
