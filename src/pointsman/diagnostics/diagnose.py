@@ -110,6 +110,9 @@ def diagnose(
     earlier = {label: _Companion(other, reader()) for label, other in (history or {}).items()}
     for label, other in {**others, **earlier}.items():
         _check_same_layers(routers, other.model, label)
+    for k in top_k:
+        with set_top_k(model, k):  # refuses a wrong k before anything is read
+            pass
     at_k = {k: reader() for k in top_k}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     diagnostics, read, for_jacobian = Diagnostics(), reader(), reader()

@@ -1,0 +1,57 @@
+"""`pointsman diagnose RUN|MODEL`: what its routers do, alone, against others, and along its training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman.cli.options import Parser, choose_device, k_list, token_budget
+
+EPILOG = """examples:
+  pointsman diagnose runs/hyper
+  pointsman diagnose runs/hyper --against runs/smoe
+  pointsman diagnose runs/hyper/checkpoints/step-2000 --against runs/hyper/checkpoints/step-1000
+  pointsman diagnose runs/compare-enwik8-tiny        (a comparison: every router, over its seeds)
+
+The figures and their conventions: docs/diagnostics.md.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("diagnose", "What the routers of a run or a model do.", EPILOG)
+    flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint of one, a comparison, or a HF model")
+    flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
+    flags.add_argument(
+        "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
+    )
+    flags.add_argument(
+        "--top-k", type=k_list, metavar="K,K", help="k values to compare with the run's own (default: 1, 2, 4, … N)"
+    )
+    flags.add_argument(
+        "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
+    )
+    flags.add_argument("--out", type=Path, metavar="DIR", help="where diagnostics.json goes (default: the run)")
+    flags.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    device = choose_device(values.device)
+    from pointsman.cli.progress import Display
+    from pointsman.diagnostics.run import FILE, Settings, diagnose_path
+    from pointsman.diagnostics.summary import summary
+    from pointsman.training.checkpoint import write_whole
+
+    settings = Settings(values.data, values.split, values.eval_tokens, values.top_k, device=device)
+    with Display() as display:
+        found = diagnose_path(values.target, values.against, settings, display)
+    print(summary(found))
+    target = Path(values.target)
+    out = values.out or (target if target.is_dir() and target.parent.name != "checkpoints" else Path())
+    write_whole(out / FILE, json.dumps(found, allow_nan=False) + "\n")
+    print(f"\nall figures: {out / FILE}", file=sys.stderr)
+    return 0

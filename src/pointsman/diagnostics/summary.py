@@ -1,0 +1,130 @@
+"""What `diagnose` found, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Found = Mapping[str, Any]
+NONE = "-"
+
+
+def summary(found: Found) -> str:
+    """The figures of every layer in aligned columns; '-' where there is none."""
+    if "comparison" in found:
+        parts = [f"== {router} ==\n{summary(of)}" for router, of in found["routers"].items()]
+        ratios = found["entropy_ratio"]
+        layers = list(next(iter(ratios.values())))
+        header = ["entropy / first router's", *layers]
+        rows = [[router, *(_number(of.get(layer), 3) for layer in layers)] for router, of in ratios.items()]
+        return "\n\n".join([*parts, _aligned([header, *rows])])
+    parts = [_head(found), _layers(found), _agreement(found), _change(found), _notes(found)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(found: Found) -> str:
+    source, protocol = found.get("source", {}), found.get("protocol", {})
+    who = source.get("run", source.get("model", "model"))
+    step = f", step {source['step']}" if "step" in source else ""
+    router = f", {source['router']}" if "router" in source else ""
+    read = f"{protocol['tokens']:,} tokens of {protocol['split']}: {protocol['data']}" if protocol else ""
+    at = f"k = {protocol['top_k']}" if "top_k" in protocol else ""
+    return "\n".join(line for line in (f"{who}{step}{router}", read, at) if line)
+
+
+COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
+    ("entropy", lambda f: _with_spread(f, "entropy", "mean", "std")),
+    ("mixed", lambda f: _at(f, "entropy", "mixed_mean", 3) if "mixing" in f else NONE),
+    ("S[i,i]", lambda f: _at(f, "mixing", "own_mean", 3)),
+    ("neighbours", lambda f: _at(f, "mixing", "effective_mean", 1)),
+    ("margin", lambda f: _at(f, "margin", "mean", 4)),
+    ("experts used", lambda f: f"{_at(f, 'load', 'effective', 1)}/{f['num_experts']}"),
+    ("dead", lambda f: str(len(f["load"]["dead"])) if "load" in f else NONE),
+    ("load CV", lambda f: _at(f, "load", "cv", 3)),
+    ("RC", lambda f: _at(f, "collapse", "value", 1)),
+    ("classes", lambda f: str(f["collapse"]["classes"]) if "collapse" in f else NONE),
+    ("I(expert; id)", lambda f: _at(f, "specialisation", "corrected", 3)),
+    ("CKA", lambda f: _at(f, "outputs", "cka_mean", 3)),
+    ("|J2|/|J1|", lambda f: _at(f, "jacobian", "norm_ratio", 3)),
+)
+
+
+def _layers(found: Found) -> str:
+    layers = found["layers"]
+    rows = {name: [cell(of) for _, cell in COLUMNS] for name, of in layers.items()}
+    shown = [place for place in range(len(COLUMNS)) if any(row[place] != NONE for row in rows.values())]
+    header = ["layer", *(COLUMNS[place][0] for place in shown)]
+    return _aligned([header, *([name, *(row[place] for place in shown)] for name, row in rows.items())])
+
+
+def _agreement(found: Found) -> str:
+    layers = found["layers"]
+    values = [row["top_k"] for row in next(iter(layers.values()))["agreement"]] if layers else []
+    if not values:
+        return ""
+    header = ["same first expert as at", *(f"k={k}" for k in values)]
+    rows = [
+        [name, *(_number(None if row["top1"] is None else 1 - row["top1"], 3) for row in of["agreement"])]
+        for name, of in layers.items()
+    ]
+    return _aligned([header, *rows])
+
+
+def _change(found: Found) -> str:
+    parts = []
+    for label, layers in found["against"].items():
+        parts.append(_fluctuation(f"fluctuation against {label}", layers, ratio=True))
+    for row in found["history"]:
+        parts.append(_fluctuation(f"fluctuation from {row['checkpoint']} to the next", row["layers"], ratio=False))
+    if found["consistency"]:
+        header = ["inter-run consistency", "with diagonal", "without", "runs"]
+        rows = [
+            [name, _number(of["with_diagonal"], 3), _number(of["without_diagonal"], 3), str(of["runs"])]
+            for name, of in found["consistency"].items()
+        ]
+        parts.append(_aligned([header, *rows]))
+    return "\n\n".join(parts)
+
+
+def _fluctuation(title: str, layers: Found, *, ratio: bool) -> str:
+    header = [title, "first expert", "sets", "overlap", *(["entropy ratio"] if ratio else [])]
+    rows = []
+    for name, of in layers.items():
+        change = of["fluctuation"]
+        row = [name, *(_number(change[key], 3) for key in ("top1", "sets", "overlap"))]
+        rows.append([*row, *([_number(of["entropy_ratio"], 3)] if ratio else [])])
+    return _aligned([header, *rows])
+
+
+def _notes(found: Found) -> str:
+    notes = []
+    for name, of in found["layers"].items():
+        load = of.get("load")
+        if load and load["dead"]:
+            dead = ", ".join(map(str, load["dead"]))
+            notes.append(f"{name}: expert{'s' if len(load['dead']) > 1 else ''} {dead} got no token")
+    return "\n".join(notes)
+
+
+def _at(found: Found, kind: str, key: str, digits: int) -> str:
+    return _number(found.get(kind, {}).get(key), digits)
+
+
+def _with_spread(found: Found, kind: str, mean: str, std: str) -> str:
+    of = found.get(kind, {})
+    return NONE if of.get(mean) is None else f"{of[mean]:.3f} ± {of[std]:.3f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    if value is None:
+        return NONE
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
