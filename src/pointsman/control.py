@@ -161,11 +161,16 @@ def materialize(model: nn.Module) -> nn.Module:
     """Replaces, in place, every generated or frozen linear router by a plain linear one with the same logits.
 
     HyperRouter, SMoE-Dropout and the temperature controls become `smoe`; mixers, k and losses stay. The saved model
-    then loads as one built with the spec `smoe`.
+    then loads as one built with the spec `smoe`. A Hugging Face model gets its class's own gates back, which have no
+    mixers (`pointsman.hf.materialize`).
 
     Raises:
         ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
     """
+    if _is_huggingface(model):
+        from pointsman.hf.materialize import materialize as to_own_gates
+
+        return to_own_gates(model)
     plain: list[tuple[Router, LinearScorer]] = []
     for name, router in named_routers(model):
         with torch.no_grad():

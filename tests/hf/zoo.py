@@ -138,7 +138,42 @@ def moe_modules() -> list[str]:
     return found
 
 
-PER_CLASS: dict[str, dict[str, Any]] = {}
+PER_CLASS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 24},
+    },
+    "deepseek_v4": {"num_hidden_layers": 4, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+    "doge": {"is_moe": True, "num_experts": 64, "num_experts_per_tok": 4},
+    "dots3_note": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [24, 24],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+    "flint": {"mlp_only_layers": []},
+    "gemma4": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "glm4v_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+    "glm5_next": {"num_key_value_heads": 4, "index_topk": 16, "qk_rope_head_dim": 0},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "qwen4_exp": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "step3p7": {"sliding_window": 16},
+    "vitpose_backbone": {"num_experts": 2, "image_size": [32, 32], "patch_size": [16, 16], "part_features": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
 """What single classes need beside SMALL."""
 
 
@@ -175,6 +210,12 @@ def tiny_config(cls: type[Any], name: str) -> Any:
     values = {key: value for key, value in SMALL.items() if key in fields and value is not None}
     mapped = getattr(config_class, "attribute_map", {})
     values = {key: value for key, value in values.items() if mapped.get(key, key) == key or mapped[key] not in fields}
+    if "qk_rope_head_dim" in fields:
+        values.pop("head_dim", None)
+    if "kv_lora_rank" in fields:
+        values["num_key_value_heads"] = SMALL["num_attention_heads"]
+    if "mlp_layer_types" in fields:
+        values["mlp_layer_types"] = ["sparse"] * SMALL["num_hidden_layers"]
     return config_class(**{**values, **PER_CLASS.get(name, {})})
 
 

@@ -5,6 +5,14 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'") from error
 
+from pointsman.hf import attention as _attention
 from pointsman.hf import experts as _experts
+from pointsman.hf import replace as _replace
+from pointsman.hf.materialize import materialize
+from pointsman.hf.replace import replace_routers
 
+_attention.register()
 _experts.register()
+_replace.install()
+
+__all__ = ["materialize", "replace_routers"]

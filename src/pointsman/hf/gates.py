@@ -99,9 +99,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
         if "experts" not in children:
             continue
         for name, child in children.items():
-            if name != "experts" and (hasattr(child, "top_k") or any(word in name for word in ("gate", "router"))):
-                if "shared" in name:
-                    continue
+            if name != "experts" and (hasattr(child, "top_k") or name in ("gate", "router")):
                 yield (f"{layer}.{name}" if layer else name), child, block
 
 

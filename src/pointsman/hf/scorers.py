@@ -1,0 +1,142 @@
+"""Our scorers on a pre-trained gate: what each method makes of the weight that is already there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.routers.hyper import HyperScorer
+from pointsman.routers.registry import parse_spec
+from pointsman.routers.router import Router, Scorer, Sigmoid, Softmax, Stage
+from pointsman.routers.select import TopK
+from pointsman.routers.smoe_dropout import FrozenLinearScorer
+from pointsman.routers.topk import LinearScorer
+from pointsman.routers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
+from pointsman.routing import RoutingContext
+
+CLASS_OPTIONS = {
+    "gate": "softmax or sigmoid is the model class's own affair",
+    "renormalize": "renormalisation is the model class's own affair",
+    "capacity": "the model class never drops tokens",
+    "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
+    "z_loss": "use the model's own losses",
+}
+SHARE_FROM = 2**24
+"""A hypernetwork with so many frozen outputs weights is shared by all layers unless the spec says otherwise."""
+
+
+def check_spec(spec: str) -> None:
+    """Raises ValueError for a spec whose meaning lies in what the model class keeps for itself."""
+    parsed = parse_spec(spec)
+    for name in parsed.options:
+        if name in CLASS_OPTIONS:
+            raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
+
+
+def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
+    """The spec with `share=true` where an unshared hypernetwork would be huge (67M weights at d 2048 and N 128)."""
+    parsed = parse_spec(spec)
+    if parsed.router != "hyperrouter" or "share" in parsed.options:
+        return spec
+    hidden = int(parsed.options.get("hyper_dim", 256))
+    if hidden * num_experts * (dim + 1) < SHARE_FROM:
+        return spec
+    head, plus, tail = spec.partition("+")
+    return f"{head}:share=true{plus}{tail}"
+
+
+class HyperDelta(HyperScorer):
+    """z = (W + H(e) - H(e_0)) h + b: HyperRouter started at a pre-trained gate W, b; the bias column is not used.
+
+    At the start e = e_0, so the weight is W, bit for bit. Only e trains.
+
+    Args:
+        scorer: a HyperRouter as built.
+        weight: W [E, dim], or None: the router starts as HyperRouter does.
+        bias: b [E] of a class whose gate has one.
+    """
+
+    def __init__(self, scorer: HyperScorer, weight: Tensor | None, bias: Tensor | None) -> None:
+        Scorer.__init__(self)
+        self.shape = scorer.shape
+        self.embedding = scorer.embedding
+        self.hypernetwork = scorer.hypernetwork
+        self._cache = None
+        self.base: Tensor
+        self.base_bias: Tensor
+        self.origin: Tensor
+        experts, columns = scorer.shape
+        with torch.no_grad():
+            origin = super().generate()[0].clone() if weight is not None else torch.zeros(experts, columns - 1)
+        self.register_buffer("origin", origin)
+        self.register_buffer("base", torch.zeros_like(origin) if weight is None else weight.to(origin))
+        self.register_buffer("base_bias", torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
+
+    def generate(self) -> tuple[Tensor, Tensor]:
+        generated = super().generate()[0].to(self.base.device)
+        return self.base + (generated - self.origin), self.base_bias
+
+    def refer(self, hypernetwork: nn.Module) -> None:
+        """Uses a hypernetwork that another layer owns, so that a checkpoint holds it once."""
+        self._modules.pop("hypernetwork", None)
+        self.__dict__["hypernetwork"] = hypernetwork
+
+
+class Tempered(Scorer):
+    """z = s / tau: X-MoE's learnable temperature before the class's own softmax or sigmoid."""
+
+    def __init__(self, score: Scorer, gate: TemperatureGate) -> None:
+        super().__init__()
+        self.score, self.gate = score, gate
+        self.needs_step_end = score.needs_step_end
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        scores: Tensor = self.score(hidden, context)
+        return scores / self.gate.temperature.to(scores.dtype).clamp_min(TEMPERATURE_FLOOR)
+
+    def step_end(self) -> None:
+        self.score.step_end()
+        self.gate.step_end()
+
+
+def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> tuple[Scorer, bool]:
+    """The router's scorer for a gate with this weight [E, dim] and bias [E], and whether it starts with its logits.
+
+    `weight` None: the method's own start. Linear scorers (trainable, frozen, with temperature) take the weight over;
+    cosines start at random.
+
+    Raises:
+        ValueError: a router that is more than scores.
+    """
+    if type(router.select) is not TopK or router.spec.partition(":")[0] == "switch":
+        raise ValueError(
+            f"replace_routers: {router.spec!r} is defined by how it selects, which a Hugging Face model does itself"
+        )
+    score, normalize = router.score, router.normalize
+    if isinstance(normalize, TemperatureGate):
+        return Tempered(score, normalize), False
+    if not isinstance(normalize, (Softmax, Sigmoid)):
+        raise ValueError(f"replace_routers: {router.spec!r} normalises in a way of its own")
+    if isinstance(score, HyperScorer):
+        return HyperDelta(score, weight, bias), weight is not None
+    if isinstance(score, (LinearScorer, FrozenLinearScorer)):
+        with torch.no_grad():
+            if isinstance(score, LinearScorer):
+                score.bias = None if bias is None else nn.Parameter(torch.zeros_like(score.weight[:, 0]))
+            if weight is not None:
+                score.weight.copy_(weight)
+            if bias is not None and score.bias is not None and weight is not None:
+                score.bias.copy_(bias)
+        return score, weight is not None
+    return score, False
+
+
+class Strength(Stage):
+    """A learnable scalar in [0, 1] that starts at `start`; beyond the ends its gradient still brings it back."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self) -> Tensor:
+        return self.value + (self.value.clamp(0, 1) - self.value).detach()

@@ -1,0 +1,159 @@
+"""What a mixing router in a Hugging Face model knows of the forward around it: shape, padding, cache, earlier tokens.
+
+The blocks flatten hidden states before the gate. A pre-hook on the model supplies what is lost there; what a mixer
+carries over from earlier tokens is kept beside the model's key-value cache, for as long as that cache lives.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pointsman.routing import Carry, Routing, RoutingContext
+
+REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
+
+
+class ForwardState:
+    """The forward of one model (the innermost that holds the gates), shared by its gates."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, int] | None = None
+        self.padding: Tensor | None = None
+        self.cache: Any = None
+        self.fresh: dict[int, Carry] = {}
+        self.carries: weakref.WeakKeyDictionary[Any, dict[int, Carry]] = weakref.WeakKeyDictionary()
+        self.attention: dict[int, Any] = {}
+        self.pending = 0
+        self.handles: list[RemovableHandle] = []
+        self.traced: list[nn.Module] = []
+        self.model: Any = None
+        self.implementation: str | None = None
+        self.recomputed = False
+
+    def attach(self, model: nn.Module) -> None:
+        """Hooks the state to its model, once."""
+        if self.model is None:
+            self.model = model
+            self.handles.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
+            self.handles.append(model.register_forward_hook(self.end, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Takes every hook off again."""
+        while self.handles:
+            self.handles.pop().remove()
+        while self.traced:
+            self.traced.pop().__dict__.pop("pointsman_tracer", None)
+        if self.implementation is not None:
+            self.model.set_attn_implementation(self.implementation)
+        self.model = self.implementation = None
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
+        hidden = tokens if tokens is not None else given.get("inputs_embeds")
+        if hidden is None:
+            raise ValueError("a mixing router needs input_ids or inputs_embeds to know the sequences")
+        self.shape = (int(hidden.shape[0]), int(hidden.shape[1]))
+        self.cache = given.get("past_key_values")
+        self.fresh = {}
+        self.padding = self._padding(given.get("attention_mask"))
+        if self.cache is not None:
+            self._check_cache()
+        checkpointed = model.training and torch.is_grad_enabled()
+        checkpointed = checkpointed and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+        self.pending = 0 if not checkpointed else 1 if self.recomputed else self.pending + 1
+        self.recomputed = False
+
+    def _padding(self, mask: Tensor | None) -> Tensor | None:
+        if mask is None:
+            return None
+        if mask.dim() != 2:
+            raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
+        assert self.shape is not None
+        recent = mask[:, -self.shape[1] :].bool()
+        return None if bool(recent.all()) else recent
+
+    def _check_cache(self) -> None:
+        assert self.shape is not None
+        kind = type(self.cache).__name__
+        if kind != "DynamicCache":
+            raise ValueError(f"a mixing router works with a DynamicCache; {kind} is not supported")
+        length = int(self.cache.get_seq_length())
+        carries = self.carries.get(self.cache)
+        if carries is None:
+            if length:
+                raise ValueError("the cache was filled without this router: a mixing router lacks those tokens")
+            return
+        for carry in carries.values():
+            batch, seen = next(iter(carry.values())).shape[:2]
+            if (batch, seen) != (self.shape[0], length):
+                raise ValueError(
+                    f"the cache holds {self.shape[0]} x {length} tokens, a mixing router {batch} x {seen}: a cache "
+                    "that is cropped or regrouped is not supported"
+                )
+
+    def context(self, gate: Any, hidden: Tensor) -> tuple[Tensor, RoutingContext]:
+        """The gate's input as [B, T, dim], and what its router may look at."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again, inside backward
+            self.recomputed = True
+            if self.pending > 1:
+                raise ValueError(
+                    "gradient checkpointing with a mixing router needs a backward after each forward; "
+                    f"here {self.pending} forwards came first"
+                )
+        if self.shape is None or hidden.numel() != self.shape[0] * self.shape[1] * hidden.shape[-1]:
+            raise ValueError(
+                f"a mixing router expects the tokens of {self.shape} sequences and positions, and its gate got "
+                f"{list(hidden.shape[:-1])}: the block must be run by its model"
+            )
+        past = None
+        if self.cache is not None and self.cache in self.carries:
+            past = self.carries[self.cache].get(id(gate))
+        attention = self.attention.get(id(gate))
+        context = RoutingContext(padding_mask=self.padding, past=past, attention=attention)
+        return hidden.reshape(*self.shape, hidden.shape[-1]), context
+
+    def keep(self, gate: Any, routing: Routing) -> None:
+        """Remembers what the gate's mixer needs of these tokens later."""
+        if routing.carry is not None:
+            self.fresh[id(gate)] = {name: value.detach() for name, value in routing.carry.items()}
+
+    def end(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = self.cache
+        if cache is None and not isinstance(output, tuple):
+            cache = getattr(output, "past_key_values", None)
+        if cache is not None and self.fresh:
+            if cache not in self.carries:
+                _refuse_reordering(cache)
+            self.carries[cache] = self.fresh
+        self.fresh, self.cache, self.attention = {}, None, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model starts without caches."""
+        empty: dict[str, Any] = {"fresh": {}, "cache": None, "attention": {}, "padding": None, "shape": None}
+        return {**self.__dict__, **empty, "carries": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.carries = weakref.WeakKeyDictionary()
+
+
+def _refuse_reordering(cache: Any) -> None:
+    """Beam search and assisted decoding move a cache's rows about; the mixer's own would not follow."""
+
+    def refuse(name: str) -> Any:
+        def refused(*args: Any, **kwargs: Any) -> None:
+            raise ValueError(f"{name}: beam search and cropped caches are not supported with a mixing router")
+
+        return refused
+
+    for name in REORDERED:
+        if hasattr(cache, name):
+            setattr(cache, name, refuse(name))
