@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
+from pointsman.cli.finetune import add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.runs import add_run_flags, run_config
@@ -16,6 +17,7 @@ EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
   pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
   pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine     (adds a row)
+  pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine         (fine-tunes every row)
 
 Interrupted, the same command goes on where it was. The table is also written as CSV, Markdown and LaTeX, and as a page.
 """
@@ -26,15 +28,18 @@ def parser() -> Parser:
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
     flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
     add_run_flags(flags)
+    add_compare_flags(flags)
     flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
     return flags
 
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
-    if not values.routers:
+    if not values.routers and not (values.task and values.out):
         raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
     device = choose_device(values.device)
+    if not values.routers:
+        return fine_tune_comparison(values, values.out, device)
     from pointsman.evaluation.compare import Plan, compare, ordered_seeds
 
     base = run_config(values, "smoe")
@@ -51,6 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         compare(plan, out, device=device, progress=display, watcher=tables, stop=stop, data_progress=display.data)
     text = write_tables(out)
     print(text)
+    if values.task:
+        fine_tune_comparison(values, out, device)
     print(f"\n{write_page(out)}", file=sys.stderr)
     return 0
 

@@ -8,24 +8,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pointsman.cli.attacks import add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
 
 EPILOG = """examples:
   pointsman evaluate runs/hyper --top-k 1,2,4,8
   pointsman evaluate runs/hyper --data wikitext-2 --split valid --eval-tokens all
+  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05,0.1
+  pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
+  pointsman evaluate runs/compare-enwik8-tiny --attack word               (every run of a comparison, and its tables)
 """
 
 
 def parser() -> Parser:
     flags = Parser("evaluate", "Evaluate a run at any k, on its own data or on others.", EPILOG)
-    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", default="test", choices=("valid", "test"), help="default: test")
     flags.add_argument("--top-k", type=k_list, metavar="K,K", help="default: those of the run")
     flags.add_argument(
         "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
     )
+    add_attack_flags(flags)
     flags.common("where evaluation-DATA-SPLIT.json goes (default: the run directory)")
     return flags
 
@@ -33,6 +38,8 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
     device = choose_device(values.device)
+    if values.attack or (values.run / "finetune.json").is_file():
+        return run_attacks(values, device)
     from pointsman.evaluation.compare import slug
     from pointsman.training.checkpoint import write_whole
     from pointsman.training.record import eval_protocol

@@ -55,6 +55,55 @@ def add_task_settings(flags: Parser) -> None:
     flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
 
 
+def add_compare_flags(flags: Parser) -> None:
+    """--task and what belongs to it, for `compare`."""
+    flags.add_argument(
+        "--task", type=words, metavar="A,B", help="fine-tune every row on these tasks; alone: a trained comparison's"
+    )
+    flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
+    flags.add_argument(
+        "--task-seeds", type=whole(1), default=1, metavar="S", help="fine-tunings of each trained run (default: 1)"
+    )
+    add_task_settings(flags)
+
+
+def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> int:
+    """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
+    from pointsman.finetuning import compare_tasks
+
+    changes = {} if values.top_k is None else {"eval_top_k": values.top_k}
+    variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
+    with Display() as display, stop_on_signals() as stop:
+        tables = compare_tasks(
+            out,
+            variants,
+            repeats=values.task_seeds,
+            device=device,
+            progress=display,
+            watcher=_Titles(display),
+            stop=stop,
+        )
+    print("\n".join(table.text() for table in tables))
+    print(
+        f"saved: {', '.join(f'task-{table.name}.txt' for table in tables)} in {out}, also .csv, .md, .tex",
+        file=sys.stderr,
+    )
+    return 0
+
+
+class _Titles:
+    """Shows which fine-tuning is under way."""
+
+    def __init__(self, display: Display) -> None:
+        self.display = display
+
+    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+        self.display.title = f"{number}/{total} {router}, seed {seed}"
+
+    def ended(self, router: str, seed: int) -> None:
+        return
+
+
 def numbers(text: str) -> tuple[float, ...]:
     """`0,0.001` as numbers from 0."""
     return tuple(dict.fromkeys(number_from(0, 1e9)(part) for part in text.split(",")))

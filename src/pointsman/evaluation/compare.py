@@ -162,7 +162,7 @@ def compare(
     corpus = open_corpus(plan.base.data, progress=data_progress)
     _check_lengths(plan.base, corpus)
     out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with alone(out):
         recorded = (read_plan(out) or {}).get("kernels")
         kernels = choose_kernels(plan.base, recorded, None)
         write_plan(whole, out, kernels.to_dict())
@@ -190,7 +190,7 @@ def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Holds the directory against a second process."""
     with (out / ".lock").open("w") as lock:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.evaluation.compare import Watcher, read_plan, run_path
+from pointsman.evaluation.compare import Watcher, alone, read_plan, run_path
 from pointsman.finetuning.routing import consistency_of
 from pointsman.finetuning.run import finetune, finetuned_path, open_task
 from pointsman.finetuning.settings import Finetuning
@@ -54,7 +54,7 @@ def compare_tasks(
         stop: asks to save and end.
 
     Raises:
-        RunError: no comparison, or what `finetune` raises.
+        RunError: no comparison, another process works in it, or what `finetune` raises.
         Stopped: `stop` was set; everything is saved.
     """
     plan = read_plan(out)
@@ -69,30 +69,33 @@ def compare_tasks(
         for seed in plan["seeds"]
         for settings, router in rows
     ]
-    for place, (settings, router, seed, own_seed) in enumerate(todo, 1):
-        if watcher:
-            watcher.begins(place, len(todo), f"{router} on {settings.variant}", own_seed)
-        try:
-            result = finetune(
-                run_path(out, router, seed),
-                settings.for_router(router),
-                seed=own_seed,
-                out=finetuned_path(run_path(out, router, seed), settings, own_seed),
-                task=loaded[settings.task],
-                device=device,
-                kernels=kernels,
-                progress=progress,
-                monitor=RoutingMonitor,
-                stop=stop,
-            )
-        except Interrupted as saved:
-            raise Stopped(f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on") from None
-        if watcher:
-            watcher.ended(router, own_seed)
-        if not result.already_finished:
-            TaskTable.read(out, settings).write(out)
-            if written:
-                written(out)
+    with alone(out):
+        for place, (settings, router, seed, own_seed) in enumerate(todo, 1):
+            if watcher:
+                watcher.begins(place, len(todo), f"{router} on {settings.variant}", own_seed)
+            try:
+                result = finetune(
+                    run_path(out, router, seed),
+                    settings.for_router(router),
+                    seed=own_seed,
+                    out=finetuned_path(run_path(out, router, seed), settings, own_seed),
+                    task=loaded[settings.task],
+                    device=device,
+                    kernels=kernels,
+                    progress=progress,
+                    monitor=RoutingMonitor,
+                    stop=stop,
+                )
+            except Interrupted as saved:
+                raise Stopped(
+                    f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on"
+                ) from None
+            if watcher:
+                watcher.ended(router, own_seed)
+            if not result.already_finished:
+                TaskTable.read(out, settings).write(out)
+                if written:
+                    written(out)
     tables = [TaskTable.read(out, settings) for settings in tasks]
     for table in tables:
         table.write(out)

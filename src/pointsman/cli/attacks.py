@@ -1,0 +1,147 @@
+"""`pointsman evaluate … --attack`: language models, classifiers and whole comparisons under text attacks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError, Stopped
+from pointsman.cli.options import Parser, aligned, number_from, whole
+from pointsman.cli.progress import Display, stop_on_signals
+
+if TYPE_CHECKING:
+    from pointsman.robustness.runs import Budget
+
+
+def add_attack_flags(flags: Parser) -> None:
+    """--attack, --attack-rate, --attack-seed, --attack-examples."""
+    flags.add_argument("--attack", metavar="KIND", help="word (swapped for AAA), char (noise), or a TextAttack recipe")
+    flags.add_argument(
+        "--attack-rate", type=rates, default=(0.025,), metavar="R,R", help="share attacked (default: 0.025)"
+    )
+    flags.add_argument(
+        "--attack-seed", type=whole(0), default=0, metavar="S", help="which words or letters; default: 0"
+    )
+    flags.add_argument(
+        "--attack-examples", type=whole(1), default=100, metavar="N", help="examples for a recipe (default: 100)"
+    )
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """`0.01,0.025` as shares from 0 to 1."""
+    return tuple(dict.fromkeys(number_from(0, 1)(part) for part in text.split(",")))
+
+
+def run_attacks(values: argparse.Namespace, device: str) -> int:
+    """Evaluates a run, a fine-tuned run or every run of a comparison, clean and attacked; prints and saves the results.
+
+    Without `--attack`, a fine-tuned run is evaluated clean.
+    """
+    from pointsman.evaluation.compare import read_plan
+    from pointsman.finetuning.run import is_finetuned
+    from pointsman.robustness import AttackTable, comparison_under_attack
+
+    with Display() as display, stop_on_signals() as stop:
+        try:
+            if not is_finetuned(values.run) and read_plan(values.run) is not None:
+                if values.attack not in ("word", "char"):
+                    raise RunError(f"--attack {values.attack}: a comparison is attacked by word or char")
+                table: AttackTable = comparison_under_attack(
+                    values.run,
+                    attacks_of(values),
+                    data=values.data,
+                    split=values.split,
+                    top_k=values.top_k,
+                    budget=budget_of(values),
+                    device=device,
+                    progress=display,
+                    stop=stop,
+                )
+                paths = table.write(values.out or values.run)
+                print(table.text())
+                print(f"saved: {paths[0]}", file=sys.stderr)
+                return 0
+            record, name = _one(values, device, display, stop)
+        except _stopped() as error:
+            raise Stopped("stopped; the same command starts this evaluation anew") from error
+    from pointsman.training.checkpoint import write_whole
+
+    file = (values.out or values.run) / f"{name}.json"
+    write_whole(file, json.dumps(record, indent=2) + "\n")
+    print(result_table(record["results"]))
+    print(f"\n{record['protocol'].get('data', '')}\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -> tuple[dict[str, Any], str]:
+    """The record of one run, and its file's name."""
+    from pointsman.finetuning.run import is_finetuned, load_finetuned
+    from pointsman.robustness import finetuned_under_attack, run_under_attack
+    from pointsman.training.run import load_run
+
+    kind = (values.attack or "clean").lower()
+    if is_finetuned(values.run):
+        if values.data:
+            raise RunError(f"--data: {values.run} is a fine-tuned run, which is evaluated on its task")
+        saved = load_finetuned(values.run, device=device, note=display.note)
+        recipe = values.attack if kind not in ("clean", "word", "char") else None
+        record = finetuned_under_attack(
+            saved, [] if kind == "clean" or recipe else attacks_of(values), recipe=recipe, seed=values.attack_seed,
+            count=values.attack_examples, top_k=values.top_k, watch=display, stop=stop,
+        )  # fmt: skip
+        return record, f"attacks-{kind}" if values.attack else "evaluation-task"
+    if kind not in ("word", "char"):
+        raise RunError(
+            f"--attack {values.attack}: a language model is attacked by word or char, recipes need a classifier"
+        )
+    run = load_run(values.run, device=device, note=display.note)
+    record = run_under_attack(
+        run, attacks_of(values), data=values.data, split=values.split, top_k=values.top_k, budget=budget_of(values),
+        watch=display, stop=stop, data_progress=display.data,
+    )  # fmt: skip
+    return record, f"attacks-{kind}-{record['name']}-{values.split}"
+
+
+def attacks_of(values: argparse.Namespace) -> list[Any]:
+    """One attack for each rate."""
+    from pointsman.evaluation.attacks import Attack
+
+    return [Attack(values.attack, rate, values.attack_seed) for rate in values.attack_rate]
+
+
+def budget_of(values: argparse.Namespace) -> Budget:
+    """How many tokens to score: a number, None for all, "run" for what the run's settings say."""
+    tokens: int | str | None = values.eval_tokens
+    return "run" if tokens is None else tokens if isinstance(tokens, int) else None
+
+
+def _stopped() -> type[Exception]:
+    from pointsman.evaluation.language_model import Stopped as StoppedEvaluation
+
+    return StoppedEvaluation
+
+
+def result_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Clean and attacked figures at every k; of a language model also with the attacked tokens not counted."""
+    columns = sorted({row["top_k"] for row in results})
+    metric = str(results[0]["metric"])
+    groups: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in results:
+        attack = row.get("attack")
+        name = f"{attack['kind']} {attack['rate']:g}" if attack else row.get("recipe", "clean")
+        groups.setdefault(name, {})[row["top_k"]] = row
+        if "unmarked" in row:
+            groups.setdefault(f"{name}, attacked targets left out", {})[row["top_k"]] = row["unmarked"]
+    lines = [[metric.replace("_", " "), *(f"k={k}" for k in columns)]]
+    for name, row_of in groups.items():
+        lines.append([name, *(_figure(row_of.get(k), metric) for k in columns)])
+    return aligned(lines)
+
+
+def _figure(row: Mapping[str, Any] | None, metric: str) -> str:
+    if row is None or row["value"] is None:
+        return "-"
+    return f"{100 * row['value']:.2f} %" if metric == "accuracy" else f"{row['value']:.4f}"
