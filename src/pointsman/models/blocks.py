@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pointsman.layer import MoE
 from pointsman.ops.attention import relative_attention
 from pointsman.ops.kernels import Kernels
+from pointsman.ops.linear import linear
 from pointsman.ops.reference import ACTIVATIONS
 from pointsman.ops.relative import RelativeBias
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
@@ -31,6 +32,7 @@ class FeedForward(nn.Module):
     """
 
     role = "feed-forward"
+    kernels: Kernels | None = None
 
     def __init__(self, dim: int, hidden_dim: int, *, activation: str, dropout: float, blocks: int = 1) -> None:
         super().__init__()
@@ -42,8 +44,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        units = ACTIVATIONS[self.activation](F.linear(hidden, self.w_in, self.b_in))
-        return F.linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
+        units = ACTIVATIONS[self.activation](linear(hidden, self.w_in, self.b_in, self.kernels))
+        return linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out, self.kernels)
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,13 @@ class RelativeAttention(nn.Module):
         scale = width**-0.5
         # queries of the memory are never needed
         query_weight, key_value_weight = self.qkv.weight[: heads * width], self.qkv.weight[heads * width :]
-        query = F.linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
+        query = linear(hidden, query_weight, kernels=self.kernels).view(batch, length, heads, width).permute(2, 0, 1, 3)
         seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
-        key_value = F.linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
+        key_value = linear(seen, key_value_weight, kernels=self.kernels).view(batch, -1, 2, heads, width)
         key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
-        positions = self.position(around.positions).view(-1, heads, width).transpose(0, 1)
+        positions = (
+            linear(around.positions, self.position.weight, kernels=self.kernels).view(-1, heads, width).transpose(0, 1)
+        )
         mixed = relative_attention(
             query,
             key_value,
@@ -109,7 +113,7 @@ class RelativeAttention(nn.Module):
             kernels=self.kernels,
         )
         side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
-        output: Tensor = self.output(side_by_side)
+        output = linear(side_by_side, self.output.weight, kernels=self.kernels)
         if not trace:
             return output, None
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key_value[0], key_value[1]))

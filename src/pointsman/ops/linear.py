@@ -1,0 +1,59 @@
+"""A linear map through the run's matrix products: on a CPU in float32 twice as fast where oneDNN's are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from pointsman.ops.gemm import ONEDNN, choose
+from pointsman.ops.kernels import Kernels, measure_kernels
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
+    """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out].
+
+    Args:
+        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
+    """
+    if not _fast(hidden, weight) or choose((kernels or measure_kernels()).gemm, torch.float32) is not ONEDNN:
+        return F.linear(hidden, weight, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    output: Tensor = _Linear.apply(rows.contiguous(), weight.contiguous(), bias)  # type: ignore[no-untyped-call]
+    return output.view(*hidden.shape[:-1], -1)
+
+
+def _fast(hidden: Tensor, weight: Tensor) -> bool:
+    return (
+        hidden.device.type == "cpu"
+        and hidden.dtype == weight.dtype == torch.float32
+        and hidden.numel() > 0
+        and {type(hidden), type(weight)} <= {Tensor, Parameter}  # not one that is sharded over processes
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.bias = bias is not None
+        return ONEDNN.linear(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        d_rows = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_rows = ONEDNN.product(gradient, weight)
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.empty_like(weight)
+            ONEDNN.weight_gradient(d_weight, gradient, rows)
+        return d_rows, d_weight, gradient.sum(0) if ctx.bias else None
