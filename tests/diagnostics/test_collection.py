@@ -53,6 +53,24 @@ def test_every_layer_gets_every_diagnostic(model):
     assert all(not module._forward_hooks for module in model.modules())
 
 
+def test_models_of_lower_precision(model):
+    tokens = torch.randint(0, VOCABULARY, (3, 20))
+    results = []
+    for one, context in (
+        (model, torch.autocast("cpu", torch.bfloat16)),
+        (Model().eval().bfloat16(), torch.autocast("cpu", enabled=False)),
+    ):
+        diagnostics = Diagnostics()
+        with torch.no_grad(), context, diagnostics.observe(one, token_ids=tokens):
+            one(tokens)
+        results.append(diagnostics.result())
+        json.dumps(results[-1], allow_nan=False)
+    assert results[0]["first"]["entropy"]["mean"] == pytest.approx(results[1]["first"]["entropy"]["mean"], abs=0.01)
+    assert results[0]["first"]["outputs"]["cka_mean"] == pytest.approx(
+        results[1]["first"]["outputs"]["cka_mean"], abs=0.05
+    )
+
+
 def test_only_what_is_asked_for(model):
     diagnostics = Diagnostics("entropy", "specialisation")
     with diagnostics.observe(model):

@@ -175,3 +175,21 @@ def test_dropout_is_off_and_modes_come_back():
     assert layer.training
     assert not layer.router.training
     assert JacobianTerms(layer).result()["gradient"]["j1"]["norm_mean"] is None
+
+
+def test_under_a_mixer_the_gradient_leaves_the_routers_span():
+    layer = layer_of("smoe+similarity:tau=0.5")
+    diagnostic = JacobianTerms(layer)
+    diagnostic.update(torch.randn(1, TOKENS, DIM, dtype=torch.float64), torch.randn(TOKENS, DIM, dtype=torch.float64))
+    found = diagnostic.result()["gradient"]["j2"]
+    assert found["in_span"] < 1 - 1e-6
+    assert found["rank"] > EXPERTS
+
+
+def test_hidden_states_of_autocast():
+    layer = layer_of("smoe").float()
+    hidden, gradient = torch.randn(1, TOKENS, DIM), torch.randn(TOKENS, DIM)
+    exact, rounded = JacobianTerms(layer), JacobianTerms(layer)
+    exact.update(hidden.bfloat16().float(), gradient.bfloat16().float())
+    rounded.update(hidden.bfloat16(), gradient.bfloat16())
+    assert exact.result() == rounded.result()

@@ -87,9 +87,10 @@ class JacobianTerms(Diagnostic):
         """
         assert self.layer is not None, "merged states take no updates"
         layer = self.layer
-        hidden = hidden.detach()[None] if hidden.dim() == 2 else hidden.detach()
+        hidden = hidden.detach().to(layer.experts.w_in.dtype)  # under autocast they may be of another one
+        hidden = hidden[None] if hidden.dim() == 2 else hidden
         flat = hidden.flatten(0, 1)
-        gradient = gradient.detach().reshape(flat.shape)
+        gradient = gradient.detach().to(flat.dtype).reshape(flat.shape)
         with evaluating(layer), torch.enable_grad():
             into_router = hidden.clone().requires_grad_()
             routing: Routing = layer.router(into_router, context)

@@ -128,7 +128,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Watc
             against={label: other.model for label, other in others.items()},
             history=_history(run, settings) if _step_of(path) is None else {},
             top_k=top_k,
-            reader=_reader(config.eval_memory_length),
+            reader=_reader(run),
             advance=None if watch is None else lambda done: watch.advance(done, {}),
         )
     except ValueError as mistake:
@@ -165,14 +165,18 @@ def _batches(stream: Any) -> Iterator[Batch]:
         yield Batch(inputs, targets, None if bool(real.all()) else real)
 
 
-def _reader(memory_length: int) -> Callable[[], Reader]:
-    """Readers of a Transformer-XL with its memory; the loss is the sum of nats."""
+def _reader(run: Run) -> Callable[[], Reader]:
+    """Readers of a Transformer-XL with its memory, in the run's precision; the loss is the sum of nats."""
+    from pointsman.training.state import autocast
+
+    device, length = next(run.model.parameters()).device, run.config.eval_memory_length
 
     def make() -> Reader:
         memory: list[Any] = [None]
 
         def read(model: nn.Module, batch: Batch) -> Tensor:
-            output = model(batch.inputs, batch.targets, memory[0], memory_length=memory_length, reduction="none")
+            with autocast(run.config, device):
+                output = model(batch.inputs, batch.targets, memory[0], memory_length=length, reduction="none")
             memory[0] = output.memory
             total: Tensor = output.loss.sum()
             return total

@@ -95,6 +95,7 @@ class OutputSimilarity(RoutingDiagnostic):
 def expert_outputs(experts: nn.Module, hidden: Tensor) -> Tensor:
     """[E, tokens, dim]: every expert on every token of `hidden` [tokens, dim], in evaluation mode."""
     num_experts, tokens = int(experts.num_experts), hidden.shape[0]  # type: ignore[arg-type]
+    hidden = hidden.to(next(experts.parameters()).dtype)  # under autocast they may be of another one
     training = experts.training
     experts.eval()
     ones = torch.ones(tokens, 1, dtype=torch.float32, device=hidden.device)
