@@ -178,12 +178,13 @@ def _pick(tensor: Tensor, head: Tensor) -> Tensor:
 def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tuple[Tensor, Tensor]:
     """Entropy of each head's attention in nats, summed over real tokens, [B, H], and their number, [B].
 
-    Without gradients, by blocks of rows.
+    Without gradients, by blocks of rows. Of `visible` all but the entropies counts: these are the attention's own.
 
     Args:
         sample: of more than 32 tokens a sequence take four blocks of eight, evenly spread.
     """
     batch, heads, length, _ = trace.query.shape
+    visible = visible._replace(entropy=None)
     if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
         blocks = [(end - SAMPLED_ROWS, end) for end in ends]
