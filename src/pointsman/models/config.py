@@ -128,7 +128,7 @@ class TransformerXLConfig:
 MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         "num_layers": 2, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 128, "num_experts": 8,
-        "dropout": 0.0, "pre_norm": True,
+        "dropout": 0.0, "pre_norm": True, "init_std": 0.06,
     },
     "small": {"num_layers": 4},
     "medium": {"num_layers": 8},
