@@ -82,7 +82,10 @@ def test_a_single_file_is_divided_by_its_texts(tmp_path: Path) -> None:
 
 GOOD = csv_text(ROWS)
 BAD = [
-    ({"test__csv": csv_text([*ROWS, ("new", "neutral")])}, r"test.csv, line 6: label 'neutral' does not occur.*neg, pos"),
+    (
+        {"test__csv": csv_text([*ROWS, ("new", "neutral")])},
+        r"test.csv, line 6: label 'neutral' does not occur.*neg, pos",
+    ),
     ({"test__csv": csv_text([("  ", "pos")])}, r"test.csv, line 2: the text is empty"),
     ({"test__csv": "sentence,stars\na,1\n"}, r"no label column: found 'sentence', 'stars'; needed: text \| .*category"),
     ({"test__csv": "a,b\nx,1\n"}, r"no text and label column"),
