@@ -107,7 +107,8 @@ def test_the_command(runs, capsys, tmp_path):
     assert "layers.0.moe" in told.out
     saved = json.loads((tmp_path / "diagnostics.json").read_text())
     assert saved["source"]["run"] == str(path)
-    assert main(["diagnose", str(path), "--eval-tokens", "100"]) == 0
+    assert main(["diagnose", str(path), "--eval-tokens", "100", "--set", "eval_segment_length=8"]) == 0
+    assert json.loads((path / "diagnostics.json").read_text())["protocol"]["segment_length"] == 8
     assert (path / "diagnostics.json").is_file()
 
 
@@ -121,6 +122,8 @@ def test_the_command(runs, capsys, tmp_path):
         (["{run}", "--against", "{run}", "--against", "{run}"], "twice"),
         (["{run}", "--top-k", "9"], "top_k=9"),
         (["{run}", "--eval-tokens", "0"], "allowed are whole numbers"),
+        (["{run}", "--set", "steps=9"], "only read"),
+        (["{run}", "--set", "eval_segment_lenght=9"], "did you mean 'eval_segment_length'"),
         (["{run}", "--againts", "x"], "did you mean '--against'"),
     ],
 )

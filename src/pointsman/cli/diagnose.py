@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman.cli.options import Parser, choose_device, k_list, token_budget
+from pointsman.cli.options import Parser, choose_device, k_list, overrides, token_budget
 
 EPILOG = """examples:
   pointsman diagnose runs/hyper
@@ -33,8 +33,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
     )
-    flags.add_argument("--out", type=Path, metavar="DIR", help="where diagnostics.json goes (default: the run)")
-    flags.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+    flags.common("where diagnostics.json goes (default: the run)")
     return flags
 
 
@@ -46,7 +45,9 @@ def run(words: Sequence[str]) -> int:
     from pointsman.diagnostics.summary import summary
     from pointsman.training.checkpoint import write_whole
 
-    settings = Settings(values.data, values.split, values.eval_tokens, values.top_k, device=device)
+    settings = Settings(
+        values.data, values.split, values.eval_tokens, values.top_k, device=device, changes=overrides(values.set)
+    )
     with Display() as display:
         found = diagnose_path(values.target, values.against, settings, display)
     print(summary(found))

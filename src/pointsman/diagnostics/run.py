@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +43,7 @@ class Settings:
         top_k: values of k whose routing is compared with that at the run's own k; None: 1, 2, 4, … N.
         history: how many of the run's earlier checkpoints are looked at.
         device: where models run.
+        changes: settings of the run's evaluation to read with instead (`eval_segment_length`, …), as --set takes them.
     """
 
     data: str | None = None
@@ -51,6 +52,12 @@ class Settings:
     top_k: Sequence[int] | None = None
     history: int = MOST_HISTORY
     device: str = "cpu"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.changes:
+            if not name.startswith("eval_"):
+                raise RunError(f"--set {name}: a finished run is only read; settings that start with eval_ can change")
 
 
 def diagnose_path(
@@ -109,7 +116,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Watc
         if other.vocabulary.digest != run.vocabulary.digest:
             raise RunError(f"{label} reads other tokens than {path}: their vocabularies differ")
     corpus = run.corpus(settings.data)
-    config = run.config
+    config = run.config.with_overrides(settings.changes)
     stream = EvalStream(
         corpus.split(settings.split),
         config.eval_batch_size,
@@ -128,7 +135,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Watc
             against={label: other.model for label, other in others.items()},
             history=_history(run, settings) if _step_of(path) is None else {},
             top_k=top_k,
-            reader=_reader(run),
+            reader=_reader(run, config.eval_memory_length),
             advance=None if watch is None else lambda done: watch.advance(done, {}),
         )
     except ValueError as mistake:
@@ -165,18 +172,18 @@ def _batches(stream: Any) -> Iterator[Batch]:
         yield Batch(inputs, targets, None if bool(real.all()) else real)
 
 
-def _reader(run: Run) -> Callable[[], Reader]:
+def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
     """Readers of a Transformer-XL with its memory, in the run's precision; the loss is the sum of nats."""
     from pointsman.training.state import autocast
 
-    device, length = next(run.model.parameters()).device, run.config.eval_memory_length
+    device = next(run.model.parameters()).device
 
     def make() -> Reader:
         memory: list[Any] = [None]
 
         def read(model: nn.Module, batch: Batch) -> Tensor:
             with autocast(run.config, device):
-                output = model(batch.inputs, batch.targets, memory[0], memory_length=length, reduction="none")
+                output = model(batch.inputs, batch.targets, memory[0], memory_length=memory_length, reduction="none")
             memory[0] = output.memory
             total: Tensor = output.loss.sum()
             return total
