@@ -178,7 +178,7 @@ def test_the_hub_comes_second(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no\nroute")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fails))
-    with pytest.raises(RunError, match="sst5 is not under the data folder and cannot be downloaded .*no route"):
+    with pytest.raises(RunError, match=r"sst5 is not under the data folder and cannot be downloaded .*no route"):
         load_task("sst5")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RunError, match=r"pip install 'pointsman\[hf\]'"):

@@ -149,9 +149,8 @@ def test_rate_zero_is_the_clean_evaluation(budget: int | None) -> None:
     for one, other in zip(clean, none, strict=True):
         assert other["nats"] == pytest.approx(one["nats"], rel=1e-6)
         assert other["tokens"] == other["unmarked"]["tokens"] == one["tokens"]
-        assert other["attack"] == {
-            "kind": "word", "rate": 0.0, "seed": 0, "word": "AAA", "chosen": 0, "candidates": other["attack"]["candidates"],
-        }  # fmt: skip
+        assert other["attack"].pop("candidates") > 50
+        assert other["attack"] == {"kind": "word", "rate": 0.0, "seed": 0, "word": "AAA", "chosen": 0}
 
 
 def test_all_targets_are_the_marked_and_the_unmarked_ones() -> None:
@@ -208,5 +207,6 @@ def test_routing_moves_under_attack_and_not_without() -> None:
         assert set(change["layers"]) == {"layers.0.moe", "layers.1.moe"}
         for layer in change["layers"].values():
             assert (layer["top1"] > 0) == moves
-            assert layer["tokens"] == sum(int((source[:512] >= 0).sum()) for source in attacked.sources)
+            kept = [source[:512][(source[:512] >= 0) & (source[:512] < 512)] for source in attacked.sources]
+            assert layer["tokens"] == sum(map(len, kept))
     assert change_under_attack(model_of("dense"), clean, attacked, top_k=2)["layers"] == {}
