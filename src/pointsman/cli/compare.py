@@ -86,10 +86,10 @@ def write_tables(out: Path) -> str:
 
 
 def write_page(out: Path) -> str:
-    """Writes report.html; without the packages for it, says what to install."""
+    """Writes report.html with a look inside every router; without the packages for it, says what to install."""
     from pointsman.report import write_report
 
     try:
-        return f"page: {write_report(out)}"
+        return f"page: {write_report(out, samples='pca')}"
     except RunError as missing:
         return f"no page: {missing}"

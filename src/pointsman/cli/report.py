@@ -26,6 +26,12 @@ def parser() -> Parser:
         "--paper", metavar="NAME", help="our figures beside the published ones: hyperrouter, x-moe, mutual-inform"
     )
     flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
+    flags.add_argument(
+        "--map",
+        default="auto",
+        choices=("auto", "umap", "pca", "none"),
+        help="the map of tokens: umap (auto: pca where umap-learn is absent); none looks into no router anew",
+    )
     flags.common("the page, or the folder for it (default: report.html in the first RUN)")
     return flags
 
@@ -35,11 +41,19 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman import report
 
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
+
+    def note(message: str) -> None:
+        print(message, file=sys.stderr)
+
     if values.paper:
-        print(report.paper_tables(runs, values.paper))
+        tables = report.paper_tables(values.runs, values.paper)
+        print(tables.text())
+        for file in tables.write(values.out or values.runs[0]):
+            note(str(file))
         return 0
-    if values.figures:
-        for figure in report.figures(runs, values.figures, values.out):
-            print(figure)
-    print(report.write_report(runs, values.out, baseline=values.baseline), file=sys.stdout)
+    samples = None if values.map == "none" else values.map
+    page = report.write_report(runs, values.out, baseline=values.baseline, samples=samples, note=note)
+    for figure in report.figures(runs, values.figures, values.out) if values.figures else ():
+        note(str(figure))
+    print(page)
     return 0
