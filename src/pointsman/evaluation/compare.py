@@ -174,7 +174,7 @@ def compare(
             watcher.begins(number, len(todo), router, seed)
             try:
                 train(
-                    config, path, resume=True, device=device, corpus=corpus, kernels=kernels,
+                    config, path, resume=RunDirectory(path).exists, device=device, corpus=corpus, kernels=kernels,
                     progress=progress, monitor=RoutingMonitor, stop=stop,
                 )  # fmt: skip
             except Interrupted as saved:
