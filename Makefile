@@ -28,7 +28,7 @@ quickstart: $(RUN)
 	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --out runs/quickstart
 
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 
+torch.set_num_threads(1)  # one process a core runs the tests
+
+
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
