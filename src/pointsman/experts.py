@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
@@ -33,8 +34,10 @@ class Experts(nn.Module):
 
     Attributes:
         kernels: which kernels compute; None: those that a timing at the first use chooses.
+        starts_at_zero: whether W_out starts at 0, also where a model draws the initial weights.
     """
 
+    starts_at_zero = False
     role = "experts"
 
     def __init__(
@@ -89,3 +92,78 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""
         return f"{self.num_experts} x ({self.dim} -> {self.hidden_dim} -> {self.dim}), {self.activation}{gated}"
+
+
+class ExpertNorm(nn.Module):
+    """Layer norm with a weight and a bias for each expert, [E, dim]."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_experts, dim))
+        self.bias = nn.Parameter(torch.zeros(num_experts, dim))
+
+    def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
+        """rows [P, dim] of the experts `expert` [P]."""
+        normed = F.layer_norm(rows, rows.shape[-1:])
+        weight, bias = (tensor.to(rows.dtype).index_select(0, expert) for tensor in (self.weight, self.bias))
+        return torch.addcmul(bias, normed, weight)
+
+
+class BaseExperts(nn.Module):
+    """BASE layers' experts (Lewis et al. 2021), X-MoE's: three residual feed-forward sublayers as one expert.
+
+    Sublayer: x + W_out act(W_in LN(x) + b_in) + b_out, each with its own LN. The output is h + sum over the chosen
+    experts of weight * (E(h) - h): it contains its input, and needs neither a residual nor a norm around it. W_out and
+    b_out start at 0, so that every expert starts as the identity. Arguments as of `Experts`.
+    """
+
+    role = "experts"
+    sublayers_each = 3
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        *,
+        activation: str = "relu",
+        gated: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
+        self.norms = nn.ModuleList(ExpertNorm(dim, num_experts) for _ in range(self.sublayers_each))
+        self.sublayers = nn.ModuleList(
+            Experts(dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout)
+            for _ in range(self.sublayers_each)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear starts, but for the last map of each sublayer, which is 0."""
+        for sublayer in self.sublayers:
+            assert isinstance(sublayer, Experts)
+            sublayer.reset_parameters()
+            sublayer.starts_at_zero = True
+            for tensor in (sublayer.w_out, sublayer.b_out):
+                if tensor is not None:
+                    nn.init.zeros_(tensor)
+
+    def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """hidden [tokens, dim] -> [tokens, dim], the input contained."""
+        pairs = routing.pairs
+        one = torch.ones(len(pairs.expert), 1, dtype=pairs.weight.dtype, device=hidden.device)
+        each = Routing(pairs.expert[:, None], one, one.expand(-1, self.num_experts), one)
+        given = hidden.index_select(0, pairs.token)
+        rows = given
+        for norm, sublayer in zip(self.norms, self.sublayers, strict=True):
+            rows = rows + sublayer(norm(rows, pairs.expert), each)
+        change = (rows - given) * pairs.weight.to(rows.dtype)[:, None]
+        return hidden.index_add(0, pairs.token, change.to(hidden.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} x {self.sublayers_each} sublayers"
+
+
+EXPERTS: dict[str, type[Experts] | type[BaseExperts]] = {"ffn": Experts, "base": BaseExperts}

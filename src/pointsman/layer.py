@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import routers as routers  # registers the named routers
-from pointsman.experts import Experts
+from pointsman._errors import did_you_mean
+from pointsman.experts import EXPERTS, BaseExperts, Experts
 from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -28,6 +29,8 @@ class MoE(nn.Module):
         gated: whether experts are gated (SwiGLU with "silu").
         bias: whether experts have biases.
         dropout: dropout of the experts' hidden units.
+        experts: "ffn", or "base": three residual sublayers as one expert, the output containing the input
+            (`BaseExperts`, X-MoE's sparse layer).
         attach_losses: whether the router's losses are added by autograd to whatever the output enters, so that no
             training loop can forget them.
     """
@@ -46,9 +49,12 @@ class MoE(nn.Module):
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
+        experts: str = "ffn",
         attach_losses: bool = True,
     ) -> None:
         super().__init__()
+        if experts not in EXPERTS:
+            raise ValueError(f"unknown experts {experts!r}: {did_you_mean(experts, EXPERTS)}")
         if isinstance(router, str):
             router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k)
         if (router.dim, router.num_experts) != (dim, num_experts):
@@ -57,13 +63,18 @@ class MoE(nn.Module):
                 f"the layer has dim={dim}, num_experts={num_experts}"
             )
         self.router = router
-        self.experts = Experts(
+        self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
         )
         self.attach_losses = attach_losses
         self.loss_scale: Tensor
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
         self.last_losses: dict[str, Tensor] = {}
+
+    @property
+    def contains_input(self) -> bool:
+        """Whether the output contains the input, so that no residual belongs around the layer."""
+        return isinstance(self.experts, BaseExperts)
 
     @property
     def top_k(self) -> int:

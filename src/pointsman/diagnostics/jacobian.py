@@ -87,7 +87,7 @@ class JacobianTerms(Diagnostic):
         """
         assert self.layer is not None, "merged states take no updates"
         layer = self.layer
-        hidden = hidden.detach().to(layer.experts.w_in.dtype)  # under autocast they may be of another one
+        hidden = hidden.detach().to(next(layer.experts.parameters()).dtype)  # under autocast they may be of another one
         hidden = hidden[None] if hidden.dim() == 2 else hidden
         flat = hidden.flatten(0, 1)
         gradient = gradient.detach().to(flat.dtype).reshape(flat.shape)

@@ -126,14 +126,15 @@ class RelativeAttention(nn.Module):
 class FeedForwardLayer(nn.Module):
     """A feed-forward sublayer, sparse (`moe`) or dense (`feed_forward`), with residual and norm.
 
-    Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))).
+    Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))). Experts whose output contains the
+    input stand bare: x = f(x).
     """
 
     def __init__(self, dim: int, inner: MoE | FeedForward, *, dropout: float, pre_norm: bool) -> None:
         super().__init__()
         self.moe = inner if isinstance(inner, MoE) else None
         self.feed_forward = inner if isinstance(inner, FeedForward) else None
-        self.feed_forward_norm = Norm(dim)
+        self.feed_forward_norm = None if isinstance(inner, MoE) and inner.contains_input else Norm(dim)
         # a dense baseline sets its own rate for the whole sublayer
         self.feed_forward_dropout = inner.dropout if isinstance(inner, FeedForward) else dropout
         self.pre_norm = pre_norm
@@ -148,7 +149,8 @@ class FeedForwardLayer(nn.Module):
     ) -> tuple[Tensor, Carry | None]:
         """[B, T, dim] -> [B, T, dim], and what the router carries on."""
         carry: Carry | None = None
-        inner = self.feed_forward_norm(hidden) if self.pre_norm else hidden
+        norm = self.feed_forward_norm
+        inner = norm(hidden) if self.pre_norm and norm is not None else hidden
         if self.moe is not None:
             context = RoutingContext(
                 causal=True,
@@ -162,8 +164,10 @@ class FeedForwardLayer(nn.Module):
         else:
             assert self.feed_forward is not None
             inner = self.feed_forward(inner)
+        if norm is None:
+            return inner, carry
         hidden = hidden + F.dropout(inner, self.feed_forward_dropout, self.training)
-        return hidden if self.pre_norm else self.feed_forward_norm(hidden), carry
+        return hidden if self.pre_norm else norm(hidden), carry
 
 
 class TransformerLayer(FeedForwardLayer):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
+from pointsman.experts import EXPERTS
 from pointsman.ops.reference import ACTIVATIONS
 from pointsman.routers.registry import BASELINES, split_specs
 from pointsman.routers.router import check_top_k
@@ -60,7 +61,8 @@ class TransformerXLConfig:
             one feed-forward layer of width hidden_dim * num_experts in their place.
         moe_layers: which layers are sparse (`parse_moe_layers`).
         activation: "relu", "gelu" or "silu".
-        experts: "ffn".
+        experts: "ffn", or "base": three residual sublayers as one expert, with neither residual nor norm around it;
+            with moe_layers="after:6" X-MoE's sparse layer.
         dropout: on embeddings, positions, sublayers, experts' hidden units and the last hidden states.
         attention_dropout: on attention probabilities.
         pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
@@ -106,7 +108,7 @@ class TransformerXLConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers from 0 up to, not including, 1")
-        for name, allowed in (("activation", ACTIVATIONS), ("experts", ("ffn",))):
+        for name, allowed in (("activation", ACTIVATIONS), ("experts", EXPERTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
         object.__setattr__(self, "adaptive_cutoffs", tuple(self.adaptive_cutoffs))

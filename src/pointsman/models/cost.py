@@ -145,7 +145,7 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
             total += tokens * (module.w_in.numel() + module.w_out.numel())
         elif isinstance(module, MoE):
             experts = module.experts
-            weights = [tensor for tensor in (experts.w_in, experts.w_out, experts.w_gate) if tensor is not None]
+            weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
             total += tokens * top_k * (sum(tensor.numel() for tensor in weights) // experts.num_experts)
             total += tokens * router_products(module.router)
     return 2 * total

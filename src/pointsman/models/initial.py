@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from pointsman.experts import ExpertNorm
 from pointsman.models.blocks import FeedForward
 from pointsman.routers.router import Router
 
@@ -41,14 +42,19 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) in inside or parameter.is_meta:
                 continue
-            if isinstance(module, nn.LayerNorm) and own == "weight":
+            if isinstance(module, nn.LayerNorm | ExpertNorm) and own == "weight":
                 parameter.copy_(1 + std * _draw(seed, f"{name}.{own}", parameter.shape))
-            elif own.startswith("b_") or own in ("bias", "cluster_bias") or name.endswith("tail_biases"):
+            elif _starts_at_zero(module, name, own):
                 parameter.zero_()
             elif isinstance(module, FeedForward):
                 parameter.copy_(std * _as_experts(module, own, seed, f"{_as_moe(name)}.{own}"))
             else:
                 parameter.copy_(std * _draw(seed, f"{name}.{own}", parameter.shape))
+
+
+def _starts_at_zero(module: nn.Module, name: str, own: str) -> bool:
+    bias = own.startswith("b_") or own in ("bias", "cluster_bias") or name.endswith("tail_biases")
+    return bias or (own == "w_out" and getattr(module, "starts_at_zero", False))
 
 
 def _draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -158,6 +158,7 @@ class TransformerXL(nn.Module):
             router=router,
             activation=config.activation,
             dropout=config.dropout,
+            experts=config.experts,
         )
 
     def _dense(self) -> FeedForward:

@@ -4,5 +4,5 @@ import torch
 
 from pointsman.ops import mixing
 
-inform = torch.compiler.disable(mixing.inform)
-inform_biased = torch.compiler.disable(mixing.inform_biased)
+inform = torch.compiler.disable(mixing.inform)  # type: ignore[no-untyped-call]
+inform_biased = torch.compiler.disable(mixing.inform_biased)  # type: ignore[no-untyped-call]

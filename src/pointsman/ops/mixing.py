@@ -134,7 +134,8 @@ def inform(
     if torch.compiler.is_compiling():
         from pointsman.ops import eager
 
-        return eager.inform(prepare, batched, shared, visible, normalization)
+        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization)
+        return result
     out, lse = _Inform.apply(prepare, visible, (len(batched), normalization), *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -145,7 +146,8 @@ def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Ten
     if torch.compiler.is_compiling():
         from pointsman.ops import eager
 
-        return eager.inform_biased(prepared, bias, visible)
+        result: tuple[Tensor, Tensor] = eager.inform_biased(prepared, bias, visible)
+        return result
     parts = []
     for start, stop in visible.blocks(prepared.query.device):
         if torch.is_grad_enabled():
