@@ -8,6 +8,8 @@ except ImportError as error:  # pragma: no cover
 from pointsman.hf import attention as _attention
 from pointsman.hf import experts as _experts
 from pointsman.hf import replace as _replace
+from pointsman.hf.audit import audit
+from pointsman.hf.audit_result import AuditResult
 from pointsman.hf.materialize import materialize
 from pointsman.hf.replace import replace_routers
 
@@ -15,4 +17,4 @@ _attention.register()
 _experts.register()
 _replace.install()
 
-__all__ = ["materialize", "replace_routers"]
+__all__ = ["AuditResult", "audit", "materialize", "replace_routers"]

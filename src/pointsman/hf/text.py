@@ -1,0 +1,113 @@
+"""Texts and conversations as batches of token ids, and what kind of token each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PADDING, TEXT, SPECIAL, TEMPLATE = range(4)
+KINDS = ("padding", "text", "special", "template")
+PIECE = 1 << 16
+"""Characters that are tokenized at once."""
+
+Conversation = Sequence[Mapping[str, str]]
+"""Messages with "role" and "content"."""
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Token ids [B, T], padded on the right, and the kind of each token [B, T]: an index into `KINDS`."""
+
+    ids: Tensor
+    kinds: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, T] bool, True for a real token."""
+        return self.kinds != PADDING
+
+
+def text_batches(
+    tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, batch_size: int, max_tokens: int | None
+) -> Iterator[TextBatch]:
+    """Batches of at most `batch_size` rows of at most `length` tokens, in order, until `max_tokens` real ones.
+
+    A text longer than `length` goes on in the next row. A conversation is written out with the tokenizer's chat
+    template; what the template adds to the messages' contents is of the kind "template".
+    """
+    padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    rows: list[tuple[list[int], list[int]]] = []
+    left = max_tokens
+    for text in texts:
+        for ids, kinds in _rows(tokenizer, text, length):
+            if left is not None:
+                ids, kinds = ids[:left], kinds[:left]
+                left -= len(ids)
+            if ids:
+                rows.append((ids, kinds))
+            if len(rows) == batch_size or (left == 0 and rows):
+                yield _batch(rows, padding)
+                rows = []
+            if left == 0:
+                return
+    if rows:
+        yield _batch(rows, padding)
+
+
+def _rows(tokenizer: Any, text: str | Conversation, length: int) -> Iterator[tuple[list[int], list[int]]]:
+    pieces = _pieces(tokenizer, text) if isinstance(text, str) else [_conversation(tokenizer, text)]
+    ids: list[int] = []
+    kinds: list[int] = []
+    for more_ids, more_kinds in pieces:
+        ids += more_ids
+        kinds += more_kinds
+        while len(ids) >= length:
+            yield ids[:length], kinds[:length]
+            ids, kinds = ids[length:], kinds[length:]
+    if ids:
+        yield ids, kinds
+
+
+def _pieces(tokenizer: Any, text: str) -> Iterator[tuple[list[int], list[int]]]:
+    special = set(tokenizer.all_special_ids)
+    for start in range(0, max(len(text), 1), PIECE):
+        piece = text[start : start + PIECE]
+        ids = list(tokenizer(piece, add_special_tokens=start == 0, verbose=False)["input_ids"])
+        yield ids, [SPECIAL if one in special else TEXT for one in ids]
+
+
+def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], list[int]]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("audit: a text is a conversation, and the tokenizer has no chat template")
+    if not tokenizer.is_fast:
+        raise ValueError("audit: conversations need a fast tokenizer, which knows where in the text a token stands")
+    written = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    spans = []
+    cursor = 0
+    for message in messages:
+        content = message["content"].strip()
+        start = written.find(content, cursor)
+        if content and start >= 0:
+            cursor = start + len(content)
+            spans.append((start, cursor))
+    encoded = tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    special = set(tokenizer.all_special_ids)
+    kinds = []
+    for one, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        inside = any(first <= start and stop <= last for first, last in spans)
+        kinds.append(SPECIAL if one in special else TEXT if inside else TEMPLATE)
+    return list(encoded["input_ids"]), kinds
+
+
+def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBatch:
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.full((len(rows), width), padding, dtype=torch.int64)
+    kinds = torch.full((len(rows), width), PADDING, dtype=torch.int64)
+    for row, (some, what) in enumerate(rows):
+        ids[row, : len(some)] = torch.tensor(some)
+        kinds[row, : len(some)] = torch.tensor(what)
+    return TextBatch(ids, kinds)
