@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
+
+FEWEST = 20
 
 
 def embed(points: NDArray[np.float64], method: str = "auto") -> tuple[NDArray[np.float64], str]:
@@ -16,22 +19,26 @@ def embed(points: NDArray[np.float64], method: str = "auto") -> tuple[NDArray[np
     UMAP takes 100 neighbours and a least distance of 1 (X-MoE, Figure 2), with a fixed seed. "auto": UMAP where
     umap-learn is installed, PCA otherwise, and for fewer than 20 points.
     """
-    if method not in ("auto", "umap", "pca"):
-        raise RunError(f"map method {method!r}: allowed are auto, umap and pca")
-    if method == "pca" or len(points) < 20:
-        return pca(points), "pca"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from umap import UMAP
-    except ImportError:
-        if method == "umap":
-            raise RunError("UMAP needs umap-learn: pip install 'pointsman[report]'") from None
+    if available(method) == "pca" or len(points) < FEWEST:
         return pca(points), "pca"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a fixed seed means one thread
-        found = UMAP(n_neighbors=min(100, len(points) - 1), min_dist=1.0, random_state=0).fit_transform(points)
+        warnings.simplefilter("ignore")  # umap warns that a fixed seed means one thread
+        from umap import UMAP
+
+        # Started from the principal components: the spectral start is slow for states that fall apart into islands.
+        reducer = UMAP(n_neighbors=min(100, len(points) - 1), min_dist=1.0, random_state=0, init="pca")
+        found = reducer.fit_transform(points)
     return np.asarray(found, dtype=np.float64), "umap"
+
+
+def available(method: str) -> str:
+    """What `method` comes to here, umap or pca; RunError for an unknown one, or for UMAP without umap-learn."""
+    if method not in ("auto", "umap", "pca"):
+        raise RunError(f"map method {method!r}: allowed are auto, umap and pca")
+    installed = find_spec("umap") is not None
+    if method == "umap" and not installed:
+        raise RunError("UMAP needs umap-learn: pip install 'pointsman[report]'")
+    return "umap" if installed and method != "pca" else "pca"
 
 
 def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:

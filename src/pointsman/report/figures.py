@@ -9,7 +9,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman.report import series
 from pointsman.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer, short_layer
-from pointsman.report.runs import Comparison, read_comparison
+from pointsman.report.runs import Comparison, page_path, read
 from pointsman.report.tables import ComparisonTable
 
 FORMATS = ("png", "svg", "pdf")
@@ -23,13 +23,13 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def figures(path: Path, formats: Sequence[str] = ("png",), out: Path | None = None) -> list[Path]:
+def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out: Path | None = None) -> list[Path]:
     """Writes the figures of a run or comparison directory: quality against k, loss, entropy by layer, expert loads.
 
     Args:
-        path: the directory.
+        path: the directory, or several run directories.
         formats: of png, svg, pdf.
-        out: the folder; `figures` in the directory by default.
+        out: the page or its folder, as `write_report` takes it: the files go into `figures` beside the page.
 
     Returns:
         The files written; a figure without data is left out. The same data give the same bytes.
@@ -44,9 +44,9 @@ def figures(path: Path, formats: Sequence[str] = ("png",), out: Path | None = No
         import matplotlib
     except ModuleNotFoundError:
         raise RunError("figures need matplotlib: pip install 'pointsman[report]'") from None
-    comparison = read_comparison(path)
+    comparison = read(path)
     table = ComparisonTable.of(comparison)
-    folder = out or comparison.path / "figures"
+    folder = page_path(out, comparison).parent / "figures"
     written = []
     with matplotlib.rc_context(STYLE):
         for name, figure in drawn(comparison, table).items():

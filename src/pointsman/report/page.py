@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from pointsman._errors import RunError
 from pointsman.report import protocol, series
 from pointsman.report.formats import NONE, write_whole
 from pointsman.report.inside import inside, short_layer
-from pointsman.report.runs import Comparison, gather, read_comparison, read_run
+from pointsman.report.runs import Comparison, page_path, read
 from pointsman.report.tables import Cell, ComparisonTable
 
 if TYPE_CHECKING:
@@ -23,13 +23,23 @@ if TYPE_CHECKING:
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
 
-def write_report(path: Path | Sequence[Path], out: Path | None = None, *, baseline: str | None = None) -> Path:
+def write_report(
+    path: Path | Sequence[Path],
+    out: Path | None = None,
+    *,
+    baseline: str | None = None,
+    samples: str | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Path:
     """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
 
     Args:
         path: the directory, or several run directories.
-        out: the file to write; `report.html` in the (first) directory by default.
+        out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
         baseline: the router that differences are taken against; the first by default.
+        samples: first run a stretch of the test text through the routers (`samples.collect_all`), for the maps and the
+            explorer, with this kind of map: "pca" (a second or two a run), "umap", or "auto". None: use what is there.
+        note: told of what is sampled, and of what could not be.
 
     Returns:
         The file written.
@@ -38,15 +48,11 @@ def write_report(path: Path | Sequence[Path], out: Path | None = None, *, baseli
         RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
     """
     comparison = read(path)
-    return write_whole(out or comparison.path / "report.html", render(comparison, baseline=baseline))
+    if samples is not None:
+        from pointsman.report.samples import collect_all
 
-
-def read(path: Path | Sequence[Path]) -> Comparison:
-    """A directory, or several run directories, as one comparison."""
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
-    if not paths:
-        raise RunError("report: name at least one run or comparison directory")
-    return read_comparison(paths[0]) if len(paths) == 1 else gather([read_run(one) for one in paths])
+        collect_all(comparison, method=samples, note=note)
+    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline))
 
 
 def render(comparison: Comparison, *, baseline: str | None = None) -> str:

@@ -91,6 +91,8 @@ class PaperTables:
             parts.append("\n".join([head, *aligned(beside.rows()), *([table.note] if table.note else [])]))
         return "\n\n".join(parts) + "\n"
 
+    __str__ = text
+
     def markdown(self) -> str:
         """Markdown, one table after another."""
         parts = [
@@ -138,15 +140,20 @@ class PaperTables:
         return [write_whole(directory / f"paper-{self.paper.name}.{end}", text) for end, text in contents.items()]
 
 
-def paper_tables(name: str, paths: Sequence[Path]) -> PaperTables:
-    """A paper's tables with the figures of these run and comparison directories beside them.
+def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
+    """A paper's tables with the figures of run and comparison directories beside them.
+
+    Args:
+        path: one directory, or several.
+        name: "hyperrouter", "x-moe" or "mutual-inform".
 
     Raises:
         RunError: an unknown paper (with the nearest name), or a path that holds no run.
     """
     if name not in PAPERS:
         raise RunError(f"paper {name!r}: {did_you_mean(name, PAPERS)}")
-    runs = [run for path in paths for run in read_comparison(Path(path)).runs.values() if run.done]
+    paths = [path] if isinstance(path, str | Path) else path
+    runs = [run for one in paths for run in read_comparison(Path(one)).runs.values() if run.done]
     tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
     return PaperTables(PAPERS[name], tables)
 

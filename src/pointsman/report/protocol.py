@@ -70,21 +70,24 @@ def command(comparison: Comparison) -> str:
     """The command that made this comparison or run: as it was kept, else from the settings."""
     if comparison.command:
         return comparison.command
-    if comparison.single:
-        run = next(iter(comparison.runs.values()))
-        words = ["pointsman", "train", "--router", run.router]
-        words += _flags(run.config, ("data", "preset", "steps", "seed", "train_top_k", "k_schedule"))
-        return shlex.join([*words, "--out", run.path.name])
+    if not comparison.planned:
+        return "\n".join(_train_command(run) for run in comparison.runs.values())
     words = ["pointsman", "compare", "--routers", ",".join(comparison.routers)]
     words += _flags(comparison.settings, _COMPARE_FLAGS)
     return shlex.join([*words, "--seeds", str(len(comparison.seeds)), "--out", comparison.path.name])
+
+
+def _train_command(run: Run) -> str:
+    words = ["pointsman", "train", "--router", run.router]
+    words += _flags(run.config, ("data", "preset", "steps", "seed", "train_top_k", "k_schedule"))
+    return shlex.join([*words, "--out", run.path.name])
 
 
 def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
     words: list[str] = []
     for name in names:
         value = settings.get(name, settings.get(f"eval_{name}"))
-        if value is not None:
+        if value not in (None, ""):
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             words += ["--" + name.replace("_", "-"), text]
     return words

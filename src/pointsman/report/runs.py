@@ -113,6 +113,7 @@ class Comparison:
         runs: (router, seed) -> run; missing where it has not begun.
         single: whether this is one run and no comparison.
         command: the words that asked for it, where they were kept.
+        planned: whether it is a comparison directory.
     """
 
     path: Path
@@ -122,6 +123,7 @@ class Comparison:
     runs: Mapping[tuple[str, int], Run]
     single: bool = False
     command: str = ""
+    planned: bool = True
 
     def of(self, router: str) -> list[Run]:
         """The runs of one router that have begun, in the order of seeds."""
@@ -186,4 +188,19 @@ def gather(runs: Sequence[Run]) -> Comparison:
     common = {key: value for key, value in first.config.items() if all(run.config.get(key) == value for run in runs)}
     routers = list(dict.fromkeys(run.router for run in runs))
     seeds = sorted({run.seed for run in runs})
-    return Comparison(first.path, common, routers, seeds, named, single=len(runs) == 1)
+    return Comparison(first.path, common, routers, seeds, named, single=len(runs) == 1, planned=False)
+
+
+def read(path: Path | Sequence[Path]) -> Comparison:
+    """A directory, or several run directories, as one comparison."""
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    if not paths:
+        raise RunError("report: name at least one run or comparison directory")
+    return read_comparison(paths[0]) if len(paths) == 1 else gather([read_run(one) for one in paths])
+
+
+def page_path(out: Path | None, comparison: Comparison) -> Path:
+    """Where the page goes: `out` itself if it is called .html, else `report.html` in it, or in the directory."""
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        return out
+    return (out or comparison.path) / "report.html"

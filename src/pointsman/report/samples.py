@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
 from pointsman.data.vocabulary import END_OF_LINE, Vocabulary
 from pointsman.diagnostics.base import first_choice
@@ -24,15 +25,17 @@ from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import observe_routing
 from pointsman.models.transformer_xl import Memory, TransformerXL
-from pointsman.report.embedding import embed
+from pointsman.report.embedding import available, embed
 from pointsman.report.formats import write_whole
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
+from pointsman.routers.registry import BASELINES
 from pointsman.routing import Routing, RoutingContext
 from pointsman.training.checkpoint import steps_of
 from pointsman.training.run import load_run
 
 EXPLORER = "explorer.json"
+Note = Callable[[str], None]
 MOST_TOKENS_OF_AN_EXPERT = 10
 LEVELS = 127  # of the square root of a probability: off by 0.004 at most, near 1
 
@@ -96,14 +99,27 @@ def collect_samples(
     return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
 
-def collect_all(comparison: Comparison, *, again: bool = False, note: Callable[[str], None] | None = None) -> None:
-    """`collect_samples` for the first finished run of every router that has none yet (all of them: `again`)."""
+def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
+    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date.
+
+    Out of date: of another checkpoint than the evaluation, or with another kind of map. What cannot be sampled (no
+    checkpoint, no data) is told to `note` and passed over.
+    """
+    wanted = available(method)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
-        if run is not None and (again or not (run.path / EXPLORER).exists()):
+        if run is None or router.partition(":")[0] in BASELINES:
+            continue
+        found = run.explorer
+        if found.get("checkpoint") == run.evaluation.get("checkpoint") and found["map"]["method"] == wanted:
+            continue
+        try:
             if note:
                 note(f"sampling the routing of {router}")
-            collect_samples(run.path)
+            collect_samples(run.path, method=method)
+        except RunError as error:
+            if note:
+                note(f"no sample of {router}: {error}")
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ function lineChart(root, spec) {
 
   function draw() {
     const width = Math.max(280, root.clientWidth || 600), height = spec.height ?? Math.round(Math.min(340, Math.max(240, width * .56)));
-    const margin = { left: 56, right: 14, top: 12, bottom: 42 };
+    const margin = { left: 62, right: 14, top: 12, bottom: 42 };
     const shown = spec.series.filter((_, i) => !state.hidden.has(i));
     const xs = [...new Set(spec.series.flatMap((s) => s.points.map((p) => p.x)))].sort((a, b) => a - b);
     const ys = shown.flatMap((s) => s.points.flatMap((p) => [p.low ?? p.y, p.high ?? p.y]));

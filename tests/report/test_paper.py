@@ -1,0 +1,144 @@
+"""Published figures, and ours beside them: each cell only where data, split, k and router agree."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.report.fixtures import dump, write_comparison, write_run
+from tests.report.test_page import Page
+
+from pointsman._errors import RunError
+from pointsman.report.paper import Beside, canonical, paper_tables
+from pointsman.report.published_mutual import PAPERS
+
+
+def table(paths: list[Path] | Path, paper: str, number: str) -> Beside:
+    return next(one for one in paper_tables(paths, paper).tables if one.published.number == number)
+
+
+def enwik8_run(path: Path, router: str, seed: int, values: dict[int, float], preset: str, steps: int) -> Path:
+    write_run(path, router, seed, values=values, top_k=(1, 2, 4, 8, 16), experts=16, steps=10)
+    config = json.loads((path / "config.json").read_text())
+    dump(path / "config.json", {**config, "data": "enwik8:newlines=drop", "preset": preset, "steps": steps})
+    return path
+
+
+def published(paper: str, number: str) -> dict[str, tuple[float | None, ...]]:
+    return {line.label: line.values for line in next(t for t in PAPERS[paper].tables if t.number == number).lines}
+
+
+def test_figures_that_the_papers_state_in_their_text() -> None:
+    """Numbers that the running text quotes, and averages that tables print: a second source for the transcription."""
+    enwik8 = published("hyperrouter", "Table 1 (enwik8)")
+    assert (enwik8["SMoE-Dropout"][0], enwik8["HyperRouter"][0]) == (3.02, 1.48)
+    words = published("hyperrouter", "Table 1 (WikiText-103)")
+    assert (words["SMoE-Dropout"][0], words["HyperRouter"][0]) == (560.93, 65.17)
+    for values in published("x-moe", "Table 1").values():
+        pos, ner, xq, xq_em, ml, ml_em, ty, ty_em, xnli, paws, average = (value or 0.0 for value in values)
+        tasks = [pos, ner, (xq + xq_em) / 2, (ml + ml_em) / 2, (ty + ty_em) / 2, xnli, paws]
+        assert sum(tasks) / 7 == pytest.approx(average, abs=0.1)
+    for values in published("x-moe", "Table 4").values():
+        *directions, average = (value or 0.0 for value in values)
+        assert sum(directions) / 9 == pytest.approx(average, abs=0.1)
+    eight = published("mutual-inform", "Table 6 (K=16)")
+    assert eight["SMoE (M=8)"][1] - eight["Attention-inform SMoE (M=8)"][1] == pytest.approx(1.64)  # type: ignore[operator]
+    thirty_two = published("mutual-inform", "Table 6 (K=32)")
+    assert thirty_two["SMoE"][1] - thirty_two["Attention-inform SMoE"][1] == pytest.approx(1.56)  # type: ignore[operator]
+
+
+def test_tables_that_repeat_each_other_agree() -> None:
+    one, three, eight = (published("mutual-inform", f"Table {n}") for n in (1, 3, 8))
+    for label in ("SMoE (M=2)", "Similarity-inform SMoE (M=2)", "Attention-inform SMoE (M=2)"):
+        assert one[label] == three[label]
+    assert eight["Similarity, tau=1.0"] == one["Similarity-inform SMoE (M=2)"][:2]
+    assert eight["Attention, sigma=1.0"] == one["Attention-inform SMoE (M=2)"][:2]
+    assert published("x-moe", "Table 5")["N/2"] == published("x-moe", "Table 3")["yes / yes / yes"]
+
+
+def test_ours_stand_in_their_cells_by_setting(tmp_path: Path) -> None:
+    paths = [
+        enwik8_run(tmp_path / "a", "hyperrouter", 0, {1: 1.5, 16: 1.2}, "hyperrouter-enwik8-small", 400_000),
+        enwik8_run(tmp_path / "b", "hyperrouter", 1, {1: 1.7, 16: 1.2}, "hyperrouter-enwik8-small", 400_000),
+        enwik8_run(tmp_path / "c", "hyperrouter", 0, {2: 2.0}, "tiny", 2_000),
+    ]
+    beside = table(paths, "hyperrouter", "Table 1 (enwik8)")
+    rows = {(row[0], row[1]): row[2:] for row in beside.rows()}
+    assert rows["HyperRouter", "published"] == ["1.48", "1.25", "1.19", "1.17", "1.16"]
+    ours = rows["", "ours: hyperrouter-enwik8-small, 400,000 steps"]
+    assert ours == [
+        "1.600 ± 0.141",
+        "-",
+        "-",
+        "-",
+        "1.200 ± 0.000",
+    ]
+    assert rows["", "ours: tiny, 2,000 steps (not the paper's setting)"] == ["-", "2.000", "-", "-", "-"]
+    medium = table(paths, "hyperrouter", "Table 2 (medium)")
+    assert all("not the paper's setting" in name for name in medium.ours)
+
+
+def test_other_data_routers_splits_and_k_stay_out(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "c", ("hyperrouter", "frozen-scaled"))  # on stdlib
+    paper = paper_tables(tmp_path / "c", "hyperrouter")
+    assert all(set(beside.ours) <= {"counted from the model"} for beside in paper.tables)
+    run = enwik8_run(tmp_path / "r", "hyperrouter:share=true", 0, {1: 1.5}, "small", 400_000)
+    assert not table(run, "hyperrouter", "Table 1 (enwik8)").ours
+    run = enwik8_run(tmp_path / "v", "smoe", 0, {1: 1.5}, "small", 400_000)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation["results"][0]["split"] = "valid"
+    dump(run / "evaluation.json", evaluation)
+    assert not table(run, "hyperrouter", "Table 1 (enwik8)").ours
+
+
+def test_entropy_by_router(tmp_path: Path) -> None:
+    run = enwik8_run(tmp_path / "r", "smoe", 0, {16: 1.5}, "small", 400_000)
+    rows = table(run, "hyperrouter", "Tables 4 and A5").rows()
+    assert rows[2][2:] == ["2.0000", "1.9000", "1.8000", "1.7000"]
+
+
+def test_counted_figures_are_those_of_the_model() -> None:
+    flops = table([], "hyperrouter", "Table A3").rows()
+    assert flops[-1][2:] == ["3.735", "4.004", "4.541", "5.614", "7.762"]
+    assert flops[2][2:] == ["-", "-", "-", "-", "7.758"]
+    assert table([], "hyperrouter", "Table A4").rows()[-1][2:] == ["1,024", "1,122,576", "19,505,356"]
+
+
+def test_specs_are_compared_by_meaning() -> None:
+    assert canonical("xmoe:tau0=0.30:gate=sigmoid") == canonical("xmoe:gate=sigmoid:tau0=0.3")
+    assert canonical("smoe+similarity:tau=1") == canonical("smoe+similarity:tau=1.0")
+    assert canonical("smoe+similarity:tau=1") != canonical("smoe+similarity:tau=2")
+
+
+def test_every_spec_is_one_that_can_be_asked_for() -> None:
+    from pointsman.routers.registry import list_mixers, list_routers, parse_spec
+
+    for paper in PAPERS.values():
+        for one in paper.tables:
+            for spec in {spec for line in one.lines for spec in line.specs}:
+                head, _, mixer = spec.partition("+")
+                if (not mixer or mixer.partition(":")[0] in list_mixers()) and "switch:gate" not in spec:
+                    assert head.partition(":")[0] in [*list_routers(), "dense", "dense-dropout"]
+                    parse_spec(spec)
+
+
+@pytest.mark.parametrize("name", list(PAPERS))
+def test_written_in_every_format(tmp_path: Path, name: str) -> None:
+    paths = paper_tables([], name).write(tmp_path)
+    assert [path.name for path in paths] == [f"paper-{name}.{end}" for end in ("txt", "md", "csv", "html")]
+    for path in paths:
+        assert not re.search(r"\bnan\b|None", path.read_text())
+    rows = list(csv.DictReader(io.StringIO(paths[2].read_text())))
+    assert len(rows) >= sum(len(one.lines) * len(one.columns) for one in PAPERS[name].tables)
+    page = Page(paths[3].read_text())
+    assert page.loads == ["data:,"]
+    assert "published" in page.text
+
+
+def test_unknown_paper() -> None:
+    with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
+        paper_tables([], "hyper-router")
