@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError, Stopped
+from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman.cli.options import Parser, aligned, number_from, whole
 from pointsman.cli.progress import Display, stop_on_signals
 
@@ -95,7 +95,8 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
         return record, f"attacks-{kind}" if values.attack else "evaluation-task"
     if kind not in ("word", "char"):
         raise RunError(
-            f"--attack {values.attack}: a language model is attacked by word or char, recipes need a classifier"
+            f"--attack {values.attack}: a language model is attacked by word or char (recipes need a classifier): "
+            f"{did_you_mean(kind, ('word', 'char'))}"
         )
     run = load_run(values.run, device=device, note=display.note)
     record = run_under_attack(
