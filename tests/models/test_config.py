@@ -40,7 +40,7 @@ def test_wrong_moe_layers_are_one_clear_line(text):
         ({"top_k": 17}, "top_k=17"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"activation": "rely"}, "did you mean 'relu'"),
-        ({"experts": "base"}, "experts='base'"),
+        ({"experts": "bas"}, "experts='bas'"),
         ({"adaptive_cutoffs": (5, 3)}, "adaptive_cutoffs"),
         ({"adaptive_cutoffs": (300,)}, "adaptive_cutoffs"),
         ({"router": "hyperroutr"}, "did you mean 'hyperrouter'"),

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pointsman.ops.mixing import Prepared, Visible, block_scores, inform, inform_biased
+from pointsman.ops.mixing import Prepared, block_scores, inform, inform_biased
 from pointsman.ops.relative import RelativeBias, by_key
 from pointsman.ops.similarity import unit
+from pointsman.ops.visible import Visible
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -20,76 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.ops.gemm import Gemm, choose
+from pointsman.ops.gemm import ONEDNN, Gemm, choose
+from pointsman.ops.kernels import Kernels, measure_kernels
 from pointsman.ops.relative import by_key
-
-ENTROPY_TOLERANCE = 1e-5  # nats: equal distributions are equally sure, whatever the rounding
-CPU_ROWS, GPU_ROWS = 128, 512  # rows a block
-CPU_CELLS, GPU_CELLS = 2**13, 2**26  # scores of one block up to which sequences are worked on together
+from pointsman.ops.visible import Visible
 
 Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of rows -> what is added to its scores, [N, stop - start, S] or broadcastable to it."""
-
-
-class Visible(NamedTuple):
-    """Who informs whom. A token always informs itself.
-
-    Attributes:
-        length, keys: T and S.
-        causal: only earlier tokens inform a token.
-        real: [N, S] bool, False for padding, which neither informs nor is informed.
-        entropy: [N, S]; if given, only tokens whose entropy is at most a token's own inform it.
-    """
-
-    length: int
-    keys: int
-    causal: bool = True
-    real: Tensor | None = None
-    entropy: Tensor | None = None
-
-    @property
-    def past(self) -> int:
-        return self.keys - self.length
-
-    def of(self, group: slice) -> Visible:
-        """The same for some of the sequences."""
-        real, entropy = (None if tensor is None else tensor[group] for tensor in (self.real, self.entropy))
-        return self._replace(real=real, entropy=entropy)
-
-    def seen(self, stop: int) -> int:
-        """How many keys the rows before `stop` see at most."""
-        return self.past + stop if self.causal else self.keys
-
-    def blocks(self, device: torch.device) -> list[tuple[int, int]]:
-        """(start, stop) of the blocks of rows."""
-        rows = CPU_ROWS if device.type == "cpu" else GPU_ROWS
-        return [(start, min(start + rows, self.length)) for start in range(0, self.length, rows)]
-
-    def groups(self, count: int, device: torch.device) -> list[slice]:
-        """Sequences that are worked on together: on a CPU one, unless they are short."""
-        rows, most = (CPU_ROWS, CPU_CELLS) if device.type == "cpu" else (GPU_ROWS, GPU_CELLS)
-        together = max(1, most // (min(self.length, rows) * self.keys))
-        return [slice(start, min(start + together, count)) for start in range(0, count, together)]
-
-    def hide_(self, scores: Tensor, start: int) -> Tensor:
-        """Fills with -inf, in place, what does not inform the rows from `start`: scores [n, (heads,) rows, keys]."""
-        rows, keys = scores.shape[-2:]
-        own = slice(self.past + start, self.past + start + rows)
-        later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
-        if self.real is None and self.entropy is None:
-            if self.causal:
-                scores[..., own.start :].masked_fill_(later, -torch.inf)
-            return scores
-        hidden = torch.zeros(len(scores), rows, keys, dtype=torch.bool, device=scores.device)
-        if self.causal:
-            hidden[:, :, own.start :] = later
-        if self.real is not None:
-            hidden |= ~self.real[:, None, :keys]
-            hidden |= ~self.real[:, own, None]
-        if self.entropy is not None:
-            hidden |= self.entropy[:, None, :keys] > self.entropy[:, own, None] + ENTROPY_TOLERANCE
-        hidden[:, :, own].diagonal(dim1=1, dim2=2).fill_(False)
-        return scores.masked_fill_(hidden[:, None] if scores.dim() == 4 else hidden, -torch.inf)
 
 
 class Prepared(NamedTuple):
@@ -120,6 +57,7 @@ def inform(
     shared: tuple[Tensor, ...],
     visible: Visible,
     normalization: bool = False,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [N, T, E], and the log-sum-exp [N, T] of each row's scores if `normalization` is wanted (else [N, 0]).
 
@@ -130,13 +68,16 @@ def inform(
             again, so that nothing is kept but its arguments, which a model keeps anyway.
         batched: tensors [N, ...].
         shared: tensors that are the same for all sequences.
+        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling():
         from pointsman.ops import eager
 
-        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization)
+        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization, kernels)
         return result
-    out, lse = _Inform.apply(prepare, visible, (len(batched), normalization), *batched, *shared)  # type: ignore[no-untyped-call]
+    gemm = choose((kernels or measure_kernels()).gemm, torch.float32) if batched[0].device.type == "cpu" else None
+    options = _Options(prepare, visible, len(batched), normalization, gemm)
+    out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -181,10 +122,9 @@ class _Products:
         self.gemm = gemm
 
     @classmethod
-    def of(cls, query: Tensor) -> _Products:
+    def of(cls, query: Tensor, gemm: Gemm | None) -> _Products:
         alone = len(query) == 1 and query.shape[1] >= 16
-        fast = alone and query.device.type == "cpu" and query.dtype == torch.float32
-        return cls(choose("onednn", query.dtype) if fast else None)
+        return cls(gemm if gemm is ONEDNN and alone and query.dtype == torch.float32 else None)
 
     def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
         """query [n, rows, D], key [n, keys, D], bias [n, keys]: [n, rows, keys]."""
@@ -227,27 +167,33 @@ def _sliced(inputs: tuple[Tensor, ...], count: int, group: slice) -> Iterator[Te
     return (tensor[group] if index < count else tensor for index, tensor in enumerate(inputs))
 
 
+class _Options(NamedTuple):
+    prepare: Prepare
+    visible: Visible
+    batched: int
+    normalization: bool
+    gemm: Gemm | None
+
+
 class _Inform(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, prepare: Prepare, visible: Visible, options: tuple[int, bool], *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        count, normalization = options
+    def forward(ctx: Any, options: _Options, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         outs, sums = [], []
-        for group in visible.groups(len(inputs[0]), inputs[0].device):
-            prepared, seen = prepare(*_sliced(inputs, count, group)), visible.of(group)
-            products = _Products.of(prepared.query)
+        for group in options.visible.groups(len(inputs[0]), inputs[0].device):
+            visible = options.visible.of(group)
+            prepared = options.prepare(*_sliced(inputs, options.batched, group))
+            products = _Products.of(prepared.query, options.gemm)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
-                scores = seen.hide_(_scores(products, prepared, visible, start, stop), start)
-                if normalization:
+                scores = visible.hide_(_scores(products, prepared, visible, start, stop), start)
+                if options.normalization:
                     lse.append(torch.logsumexp(scores, -1))
                 if prepared.value is not None:
                     weights = torch.softmax(scores, -1)
                     out.append(products.times(weights, prepared.value[:, : scores.shape[-1]]))
             sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
-        ctx.prepare, ctx.visible, ctx.count = prepare, visible, count
+        ctx.options = options
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return torch.cat(outs), torch.cat(sums)
@@ -255,40 +201,44 @@ class _Inform(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[3:]
+        options: _Options = ctx.options
+        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
         found: list[list[Tensor]] = [[] for _ in inputs]
-        for group in ctx.visible.groups(len(inputs[0]), inputs[0].device):
+        for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-                parts = [
-                    t.detach().requires_grad_(w) for t, w in zip(_sliced(inputs, ctx.count, group), wanted, strict=True)
-                ]
-                prepared = ctx.prepare(*parts)
+                sliced = zip(_sliced(inputs, options.batched, group), wanted, strict=True)
+                parts = [tensor.detach().requires_grad_(want) for tensor, want in sliced]
+                prepared = options.prepare(*parts)
             here = [None if gradient is None else gradient[group] for gradient in gradients]
-            results = _backward(prepared.detach(), ctx.visible.of(group), *here)
+            results = _backward(prepared.detach(), options.visible.of(group), options.gemm, *here)
             made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]
             leaves = [part for part in parts if part.requires_grad]
             grads = iter(torch.autograd.grad([t for t, _ in made], leaves, [g for _, g in made], allow_unused=True))
             for index, part in enumerate(parts):
                 if part.requires_grad and (grad := next(grads)) is not None:
-                    if index >= ctx.count and found[index]:
+                    if index >= options.batched and found[index]:
                         found[index][0] += grad
                     else:
                         found[index].append(grad)
         return (
-            *(None, None, None),
+            None,
             *(
-                None if not grads else torch.cat(grads) if index < ctx.count else grads[0]
+                None if not grads else torch.cat(grads) if index < options.batched else grads[0]
                 for index, grads in enumerate(found)
             ),
         )
 
 
 def _backward(
-    prepared: Prepared, visible: Visible, out_gradient: Tensor | None, lse_gradient: Tensor | None
+    prepared: Prepared,
+    visible: Visible,
+    gemm: Gemm | None,
+    out_gradient: Tensor | None,
+    lse_gradient: Tensor | None,
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
     query, key, value, _, position_query, _ = prepared
-    products = _Products.of(query)
+    products = _Products.of(query, gemm)
     made = Prepared(torch.empty_like(query), *(None if t is None else torch.zeros_like(t) for t in prepared[1:]))  # type: ignore[arg-type]
     for start, stop in visible.blocks(query.device):
         seen, rows = visible.seen(stop), query[:, start:stop]

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pointsman.ops.mixing import Bias, Prepared, Visible, block_scores, inform, inform_biased
+from pointsman.ops.kernels import Kernels
+from pointsman.ops.mixing import Bias, Prepared, block_scores, inform, inform_biased
 from pointsman.ops.relative import RelativeBias
+from pointsman.ops.visible import Visible
 from pointsman.routing import AttentionTrace
 
 SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 8  # rows whose entropies stand for a longer sequence's
@@ -78,9 +80,19 @@ class Posterior:
         probs: [B, T, E], the expert scores of the queries' own tokens.
         past: [B, S - T, E] of the tokens before them, or None.
         sigma: standard deviation of the Gaussians, 0-dim.
+        kernels: as of `inform`.
     """
 
-    def __init__(self, trace: AttentionTrace, probs: Tensor, past: Tensor | None, sigma: Tensor, visible: Visible):
+    def __init__(
+        self,
+        trace: AttentionTrace,
+        probs: Tensor,
+        past: Tensor | None,
+        sigma: Tensor,
+        visible: Visible,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.kernels = kernels
         self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
         relative = isinstance(trace.bias, RelativeBias) and visible.causal
         self.opaque = trace.bias is not None and not relative
@@ -95,7 +107,7 @@ class Posterior:
         prepare, batched, shared = self._tensors(head, prior)
         if self.opaque:
             return inform_biased(prepare(*batched, *shared), self._bias(head), self.visible)
-        return inform(prepare, batched, shared, self.visible, normalization)
+        return inform(prepare, batched, shared, self.visible, normalization, self.kernels)
 
     def all_heads(self) -> Tensor:
         """sum_h H'[i, h] sum_j A'_h[i, j] e_j: Lemma 1."""

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.mixing import Visible, block_scores, inform
+from pointsman.ops.mixing import block_scores, inform
 from pointsman.ops.posterior import Posterior, head_entropies
 from pointsman.ops.similarity import Similarity
+from pointsman.ops.visible import Visible
 from pointsman.routers.informing import Informing
 from pointsman.routers.registry import Site, register_mixer
 from pointsman.routers.router import Mixer
@@ -46,7 +47,7 @@ class SimilarityInform(Informing):
         self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
     ) -> Tensor:
         prepare, batched, shared = self._tensors(probs, hidden, context, past)
-        return inform(prepare, batched, shared, visible)[0]
+        return inform(prepare, batched, shared, visible, kernels=self.kernels)[0]
 
     def rows(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
@@ -131,7 +132,7 @@ class AttentionInform(Informing):
                 f"RoutingContext.attention is of {trace.query.shape[0]} x {trace.query.shape[2]} tokens, "
                 f"the hidden states of {probs.shape[0]} x {probs.shape[1]}"
             )
-        return Posterior(trace, probs, None if past is None else past["probs"], self.sigma, visible)
+        return Posterior(trace, probs, None if past is None else past["probs"], self.sigma, visible, self.kernels)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
         """[1] or [B], or None for all of them."""
