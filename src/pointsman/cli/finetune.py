@@ -62,6 +62,9 @@ def add_compare_flags(flags: Parser) -> None:
     )
     flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
     flags.add_argument(
+        "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
+    )
+    flags.add_argument(
         "--task-seeds", type=whole(1), default=1, metavar="S", help="fine-tunings of each trained run (default: 1)"
     )
     add_task_settings(flags)
@@ -71,7 +74,9 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
     from pointsman.finetuning import compare_tasks
 
-    changes = {} if values.top_k is None else {"eval_top_k": values.top_k}
+    changes: dict[str, Any] = dict(overrides(values.task_set))
+    if values.top_k is not None:
+        changes["eval_top_k"] = values.top_k
     variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
     with Display() as display, stop_on_signals() as stop:
         tables = compare_tasks(
