@@ -1,0 +1,203 @@
+"""What explorer.json holds, against the model itself; maps; and how samples are cut to fit a page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.report.fixtures import write_comparison
+from tests.report.test_page import Page
+
+from pointsman._errors import RunError
+from pointsman.data.vocabulary import Vocabulary
+from pointsman.report import inside, write_report
+from pointsman.report.embedding import embed, pca
+from pointsman.report.runs import read_comparison
+from pointsman.report.samples import Seen, collect_all, collect_samples, display_tokens, most_taken, pack
+from pointsman.routing import Routing
+
+
+def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities [T, E], first experts [T] and chosen [T, E]: read byte by byte, as the page's script does."""
+    raw = zlib.decompress(base64.b64decode(sample["routing"]))
+    tokens, experts = len(sample["tokens"]), sample["num_experts"]
+    width = -(-experts // 8)
+    block = tokens * (experts + 1 + width)
+    start = (sample["layers"].index(layer) * len(sample["top_k"]) + sample["top_k"].index(k)) * block
+    probs = np.array([[(raw[start + t * experts + e] / 127) ** 2 for e in range(experts)] for t in range(tokens)])
+    first = np.array([raw[start + tokens * experts + t] for t in range(tokens)])
+    bits = start + tokens * (experts + 1)
+    chosen = [[raw[bits + t * width + (e >> 3)] >> (e & 7) & 1 for e in range(experts)] for t in range(tokens)]
+    return probs, first, np.array(chosen, dtype=bool)
+
+
+def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Seen]]:
+    generator = torch.Generator().manual_seed(3)
+    seen: dict[int, dict[str, Seen]] = {1: {}, 3: {}}
+    for k in seen:
+        for name in ("layers.0", "layers.2"):
+            logits = 2 * torch.randn(tokens, experts, generator=generator)
+            weights, chosen = logits.softmax(-1).topk(k, dim=-1)
+            seen[k][name] = Seen(logits, Routing(chosen, weights, logits.softmax(-1), logits))
+    return seen
+
+
+def test_packed_routing_reads_back() -> None:
+    seen = made_up()
+    sample = pack(seen, ["a"] * 40)
+    for k in (1, 3):
+        for name in ("layers.0", "layers.2"):
+            probs, first, chosen = unpacked(sample, k, name)
+            routing = seen[k][name].routing
+            assert np.abs(probs - routing.probs.numpy()).max() < 0.0081
+            assert first.tolist() == routing.experts[:, 0].tolist()
+            assert [set(np.flatnonzero(row)) for row in chosen] == [set(row) for row in routing.experts.tolist()]
+
+
+def test_tokens_without_an_expert() -> None:
+    seen = made_up()
+    routing = seen[1]["layers.0"].routing
+    routing.experts[5] = -1
+    _, first, chosen = unpacked(pack(seen, ["a"] * 40), 1, "layers.0")
+    assert (first[5], chosen[5].any(), chosen[6].sum()) == (255, False, 1)
+
+
+def test_cutting_keeps_the_first_tokens() -> None:
+    sample = {**pack(made_up(), list("abcdefgh" * 5)), "seed": 0}
+    cut = {**sample, "tokens": sample["tokens"][:13], "routing": inside._cut(sample, 13)}
+    for k in (1, 3):
+        for whole, part in zip(unpacked(sample, k, "layers.2"), unpacked(cut, k, "layers.2"), strict=True):
+            assert np.array_equal(whole[:13], part)
+
+
+def test_page_stays_small_with_many_routers(tmp_path: Path) -> None:
+    routers = ["smoe", "hyperrouter", *(f"smoe:noise=0.{n}" for n in range(1, 8))]
+    path = write_comparison(tmp_path / "c", routers, (0,), top_k=(1, 2, 4, 8, 16), experts=16, explorer=True)
+    page = write_report(path)
+    assert page.stat().st_size < 2_200_000
+    explorer = Page(page.read_text()).data["inside"]["explorer"]
+    assert len(explorer["routers"]) == 9
+    assert len(explorer["texts"][0]) >= 200
+
+
+def test_most_taken_counts() -> None:
+    chosen = np.array([[1, 0], [1, 1], [0, 1], [1, 0]], dtype=bool)
+    assert most_taken(chosen, ["x", "y", "x", "x"]) == [
+        [["x", 2, 0.667], ["y", 1, 1.0]],
+        [["x", 1, 0.333], ["y", 1, 1.0]],
+    ]
+
+
+def test_display_of_bytes_and_words() -> None:
+    text = "aé漢\n\xff".encode() + b"\xff\xe6\xbc"
+    symbols = sorted(set(text))
+    ids = np.array([symbols.index(byte) for byte in text])
+    shown = display_tokens(ids, Vocabulary("byte", symbols))
+    assert shown == ["a", "é", "·", "漢", "·", "·", "\n", "ÿ", "·", "�", "�", "�"]
+    assert display_tokens(np.array([1, 2]), Vocabulary("word", ["<unk>", "the", "<eos>"])) == ["the", "\n"]
+
+
+def test_pca_of_a_line_and_of_one_point() -> None:
+    along = np.outer(np.linspace(-2, 2, 30), [3.0, 4.0, 0.0])
+    found = pca(along + 7)
+    assert np.allclose(np.abs(found[:, 0]), np.abs(np.linspace(-10, 10, 30)))
+    assert np.allclose(found[:, 1], 0)
+    assert np.array_equal(pca(np.ones((1, 5))), np.zeros((1, 2)))
+    assert embed(along[:5])[1] == "pca"
+    with pytest.raises(RunError, match="allowed are auto, umap and pca"):
+        embed(along, "tsne")
+
+
+@pytest.mark.slow
+def test_umap_separates_what_is_apart() -> None:
+    pytest.importorskip("umap")
+    rng = np.random.default_rng(0)
+    points = np.concatenate([rng.standard_normal((60, 8)), rng.standard_normal((60, 8)) + 30])
+    found, method = embed(points, "umap")
+    assert method == "umap"
+    assert np.array_equal(found, embed(points, "umap")[0])
+    centres = found[:60].mean(0), found[60:].mean(0)
+    nearer = np.linalg.norm(found[:60] - centres[0], axis=1) < np.linalg.norm(found[:60] - centres[1], axis=1)
+    assert nearer.mean() > 0.9
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison directory with two real, very small runs."""
+    from dataclasses import replace
+
+    from tests.report.fixtures import WORDS, dump
+
+    from pointsman.models.config import TransformerXLConfig
+    from pointsman.training.config import RunConfig
+    from pointsman.training.trainer import train
+
+    root = tmp_path_factory.mktemp("trained")
+    text = root / "text.txt"
+    text.write_text(WORDS * 150)
+    model = TransformerXLConfig(
+        vocab_size=2, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=16, num_experts=4, top_k=2
+    )
+    config = RunConfig(
+        model=model, data=str(text), steps=6, batch_size=2, segment_length=16, memory_length=16, eval_batch_size=2,
+        eval_segment_length=16, eval_memory_length=16, eval_tokens=100, eval_top_k=(1, 2, 4), checkpoint_every=3,
+    )  # fmt: skip
+    path = root / "comparison"
+    for router in ("smoe", "dense"):
+        train(replace(config, model=replace(model, router=router)), path / "runs" / router / "seed-0")
+    dump(path / "comparison.json", {"format": 1, "settings": {}, "routers": ["smoe", "dense"], "seeds": [0]})
+    return path
+
+
+@pytest.mark.slow
+def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
+    from pointsman.control import record_routing, set_top_k
+    from pointsman.training.run import load_run
+
+    path = trained / "runs" / "smoe" / "seed-0"
+    assert collect_samples(path, tokens=40, points=25, method="pca") == path / "explorer.json"
+    sample = json.loads((path / "explorer.json").read_text())
+    assert (sample["checkpoint"], sample["top_k"], len(sample["tokens"])) == ("step-6", [1, 2, 4], 40)
+    run = load_run(path)
+    ids = torch.tensor(np.asarray(run.corpus().split("test")[:16]).astype(np.int64))[None]
+    text = Path(run.config.data).read_text()
+    assert "".join(token for token in sample["tokens"] if token != "·")[:30] in text
+    with set_top_k(run.model, 2), record_routing(run.model) as records, torch.no_grad():
+        run.model(ids)
+    for name in sample["layers"]:
+        probs, _, chosen = unpacked(sample, 2, name)
+        assert np.abs(probs[:16] - records[name].probs.numpy()).max() < 0.0081
+        assert chosen.sum() == 2 * 40
+    steps = [one["step"] for one in sample["history"]["checkpoints"]]
+    assert steps == [3, 6]
+    last = sample["history"]["checkpoints"][-1]["layers"][sample["layers"][0]]
+    assert 0 <= last["top1"] <= 1
+    assert 0 < last["entropy"] <= np.log(4) + 1e-6
+
+
+@pytest.mark.slow
+def test_page_samples_on_request_once(trained: Path) -> None:
+    notes: list[str] = []
+    page = Page(write_report(trained, samples="pca", note=notes.append).read_text())
+    assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
+    collect_all(read_comparison(trained), method="pca", note=notes.append)
+    assert len(notes) <= 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sampled_is_told(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = write_comparison(tmp_path / "c", ("smoe",), (0,))
+    assert write_report(path, samples="pca", note=notes.append).exists()
+    assert notes[0] == "sampling the routing of smoe"
+    assert notes[1].startswith("no sample of smoe: ")
+
+
+def test_dense_runs_have_no_sample(trained: Path) -> None:
+    assert collect_samples(trained / "runs" / "dense" / "seed-0") is None
