@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -205,8 +204,3 @@ def open_corpus(spec: str, *, vocabulary: Vocabulary | None = None, progress: Do
     """`load_corpus` with the folder that POINTSMAN_DATA names."""
     folder = os.environ.get("POINTSMAN_DATA")
     return load_corpus(spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, progress=progress)
-
-
-def resolved(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The settings with what follows from the data, its preparation written out in full where it matters."""
-    return replace(config.with_vocabulary(corpus.vocabulary.size))
