@@ -43,8 +43,8 @@ def run(arguments: Sequence[str]) -> int:
 
         if values.preset:
             raise RunError("pointsman train: a recipe brings its own preset; leave --preset out")
-        config = recipe(values.recipe)
-        overriding = {"model.router": values.router, "data": values.data, "steps": values.steps, "seed": values.seed}
+        config = recipe(values.recipe, router=values.router, seed=values.seed)
+        overriding = {"data": values.data, "steps": values.steps}
         config = config.with_overrides({key: value for key, value in overriding.items() if value is not None})
         config = changed(config, values)
     else:
