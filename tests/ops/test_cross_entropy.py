@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer in chunks, against torch's own."""
+"""Cross entropy of a linear layer in parts of the vocabulary, against torch's own."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from pointsman.ops import cross_entropy as ops
 from pointsman.ops.cross_entropy import linear_cross_entropy
 
 
-def draw(dtype=torch.float64, tokens=11, vocabulary=23, dim=6):
+def draw(dtype=torch.float64, tokens=11, vocabulary=190, dim=6):
     hidden = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocabulary, dim, dtype=dtype, requires_grad=True)
     bias = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
     return hidden, weight, bias, torch.randint(vocabulary, (tokens,))
 
 
-@pytest.mark.parametrize("elements", [2**25, 23 * 4, 1])
+@pytest.mark.parametrize("elements", [2**25, 11 * 90, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_torch(monkeypatch, elements, dtype, tolerance):
     monkeypatch.setattr(ops, "ELEMENTS", elements)
@@ -31,8 +31,9 @@ def test_equals_torch(monkeypatch, elements, dtype, tolerance):
         torch.testing.assert_close(mine, exact, rtol=tolerance, atol=tolerance)
 
 
-def test_gradcheck():
-    hidden, weight, bias, targets = draw()
+def test_gradcheck(monkeypatch):
+    monkeypatch.setattr(ops, "ELEMENTS", 1)
+    hidden, weight, bias, targets = draw(tokens=3, vocabulary=70, dim=2)
     assert torch.autograd.gradcheck(lambda *args: linear_cross_entropy(*args, targets), (hidden, weight, bias))
 
 

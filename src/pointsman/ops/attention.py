@@ -100,6 +100,8 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
         items = 1
     items = max(1, items)
     head_step, batch_step = max(1, min(heads, items // batch)), min(batch, items)
+    if not query.is_cuda and batch_step * rows * keys * width >= SINGLE:  # so is the product of a head's positions
+        head_step = 1
     number = 0
     for stop in range(length, 0, -rows):
         start = max(0, stop - rows)

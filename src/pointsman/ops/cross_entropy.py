@@ -1,4 +1,4 @@
-"""Cross entropy of a linear output layer over a large vocabulary, in chunks of tokens."""
+"""Cross entropy of a linear output layer over a large vocabulary, in parts of the vocabulary."""
 
 from __future__ import annotations
 
@@ -35,53 +35,62 @@ def linear_cross_entropy(
     return losses
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor, gemm: Gemm) -> Tensor:
-    logits = gemm.linear(rows, weight)
+def _columns(tokens: int, vocabulary: int) -> list[slice]:
+    """Parts of the vocabulary whose logits live at once."""
+    size = max(64, ELEMENTS // max(1, tokens))
+    return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor, gemm: Gemm) -> Tensor:
+    logits = gemm.linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.add_(bias.to(logits.dtype))
-
-
-def _rows(tokens: int, vocabulary: int) -> int:
-    return max(1, min(tokens, ELEMENTS // vocabulary))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, gemm: Gemm) -> Tensor:
-        losses, normalizers = [], []
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        normalizer = hidden.new_full((len(hidden),), -torch.inf, dtype=exact)
+        chosen = torch.zeros_like(normalizer)
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = weight.to(hidden.dtype)
-            size = _rows(len(hidden), len(weight))
-            for start in range(0, len(hidden), size):
-                rows = slice(start, start + size)
-                logits = _logits(hidden[rows], cast, bias, gemm)
-                normalizer = torch.logsumexp(logits, -1)
-                normalizers.append(normalizer)
-                losses.append(normalizer - logits.gather(1, targets[rows, None])[:, 0])
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(normalizers))
+            for part in _columns(len(hidden), len(weight)):
+                logits = _logits(hidden, weight[part].to(hidden.dtype), bias[part], gemm)
+                normalizer = torch.logaddexp(normalizer, torch.logsumexp(logits, -1))
+                place, inside = _within(targets, part)
+                chosen += logits.gather(1, place[:, None])[:, 0] * inside
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.gemm = gemm
-        return torch.cat(losses)
+        return normalizer - chosen
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer = ctx.saved_tensors
         gemm: Gemm = ctx.gemm
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight)
-        part = weight.new_empty(weight.shape, dtype=hidden.dtype)
-        d_bias = torch.zeros_like(bias)
+        d_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
+        d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = weight.to(hidden.dtype)
-            size = _rows(len(hidden), len(weight))
-            for start in range(0, len(hidden), size):
-                rows = slice(start, start + size)
-                d_logits = _logits(hidden[rows], cast, bias, gemm).sub_(normalizers[rows, None]).exp_()
-                d_logits.scatter_add_(1, targets[rows, None], d_logits.new_full((len(d_logits), 1), -1))
-                d_logits.mul_(gradient[rows, None])
-                d_bias += d_logits.sum(0).to(bias.dtype)
+            for part in _columns(len(hidden), len(weight)):
+                cast = weight[part].to(hidden.dtype)
+                d_logits = _logits(hidden, cast, bias[part], gemm).sub_(normalizer[:, None]).exp_()
+                place, inside = _within(targets, part)
+                d_logits.scatter_add_(1, place[:, None], -inside[:, None].to(d_logits.dtype))
+                d_logits.mul_(gradient[:, None])
+                d_bias[part] = d_logits.sum(0)
                 d_logits = d_logits.to(hidden.dtype)
-                gemm.product_into(d_hidden[rows], d_logits, cast)
-                gemm.weight_gradient(part, d_logits, hidden[rows])
-                d_weight += part
-        return d_hidden, d_weight, d_bias, None, None
+                d_hidden += gemm.product(d_logits, cast)
+                if hidden.dtype == weight.dtype:
+                    gemm.weight_gradient(d_weight[part], d_logits, hidden)
+                else:
+                    rounded = torch.empty_like(cast)
+                    gemm.weight_gradient(rounded, d_logits, hidden)
+                    d_weight[part] = rounded
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+
+
+def _within(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Each target's place in a part of the vocabulary, and whether it lies there (else the place means nothing)."""
+    place = targets - part.start
+    inside = (place >= 0) & (place < part.stop - part.start)
+    return place.clamp(0, part.stop - part.start - 1), inside
