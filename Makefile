@@ -36,7 +36,8 @@ check: $(DEV)
 	$(BIN)/mypy
 
 bench: $(DEV)
-	$(BIN)/pointsman bench
+	$(INSTALL) --editable '.[bench]'
+	$(BIN)/pointsman bench --out benchmarks/results
 
 docs: $(DEV)
 	$(INSTALL) --editable '.[docs]'

@@ -1,0 +1,74 @@
+"""What is measured: the shapes of PERFORMANCE's training configurations, decoding, and the axes of growth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and one batch.
+
+    Attributes:
+        tokens: rows of a batch; peers that want sequences get them 512 long, or one shorter one.
+        dim, hidden_dim, num_experts, k: the layer; experts are ReLU, without biases.
+        dtype: "float32" or "bfloat16".
+        train: forward and backward, or forward alone (decoding).
+    """
+
+    name: str
+    tokens: int
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    k: int
+    dtype: str = "float32"
+    train: bool = True
+    device: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        work = "forward + backward" if self.train else "forward"
+        return (
+            f"{self.name}: {self.tokens} tokens, d {self.dim}, hidden {self.hidden_dim}, "
+            f"{self.num_experts} experts, k {self.k}, {self.dtype}, {work}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+A = Case("a", 11264, 256, 512, 16, 2)
+TRAINING = (
+    A,
+    replace(A, tokens=2048, k=1),
+    replace(A, tokens=2048, k=2),
+    replace(A, k=16),
+    Case("b", 4096, 352, 352, 16, 2),
+    Case("c", 2048, 768, 3072, 32, 1),
+)
+DECODING = tuple(Case("decode", tokens, 1024, 2048, 64, 8, train=False) for tokens in (1, 4, 32))
+ON_GPU = tuple(
+    Case("gpu", 32768, dim, factor * dim, num_experts, k, "bfloat16", device="cuda")
+    for dim in (1024, 2048)
+    for factor in (2, 4)
+    for num_experts, k in ((16, 2), (64, 8))
+)
+
+
+def cases(device: str, quick: bool) -> list[Case]:
+    """All cases for a device, each in both dtypes on a CPU; a minute's worth of them if `quick`."""
+    if device != "cpu":
+        chosen = [replace(case, device=device) for case in ON_GPU]
+        return chosen[:1] if quick else chosen
+    both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
+    return [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
+
+
+def growth() -> Iterator[tuple[str, list[Case]]]:
+    """Each axis alone around configuration a, in float32."""
+    yield "tokens", [replace(A, tokens=1 << power) for power in range(8, 16)]
+    yield "experts", [replace(A, num_experts=1 << power) for power in range(2, 9)]
+    yield "k", [replace(A, tokens=2048, k=k) for k in (1, 2, 4, 8, 16)]

@@ -1,0 +1,171 @@
+"""Our layer, its limit, and its peers, each as a function of the hidden states: router, experts, combination.
+
+A peer's router is its own, its experts do the same work: ReLU, no biases (st-moe-pytorch has gated experts only; its
+width is chosen for equal products).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.benchmark.cases import Case
+from pointsman.layer import MoE
+from pointsman.ops.gemm import choose
+from pointsman.ops.kernels import measure_kernels
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How to build a layer, and where it can be built.
+
+    Attributes:
+        build: the layer, and the module that holds its parameters.
+        package: what must be installed, or None.
+        suits: whether it can do a case in reasonable time and memory.
+    """
+
+    build: Callable[[Case], tuple[Layer, nn.Module]]
+    package: str | None = None
+    suits: Callable[[Case], bool] = lambda case: True
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def pointsman(case: Case) -> tuple[Layer, nn.Module]:
+    layer = MoE(case.dim, case.hidden_dim, case.num_experts, top_k=case.k, router="smoe:bias=false", bias=False)
+    return layer, layer
+
+
+def dense(case: Case) -> tuple[Layer, nn.Module]:
+    """A feed-forward layer of stock torch that sees each token k times."""
+    inward, outward = nn.Linear(case.dim, case.hidden_dim, False), nn.Linear(case.hidden_dim, case.dim, False)
+
+    def layer(hidden: Tensor) -> Tensor:
+        output: Tensor = outward(F.relu(inward(hidden.repeat(case.k, 1))))
+        return output[: hidden.shape[0]]
+
+    return layer, nn.ModuleList([inward, outward])
+
+
+def limit(case: Case) -> tuple[Layer, nn.Module]:
+    """The same products as one dense chain at the best rate: the faster GEMM, chunks that stay in cache."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    inward = torch.randn(case.hidden_dim, case.dim, dtype=dtype, device=case.device) / case.dim**0.5
+    outward = torch.randn(case.dim, case.hidden_dim, dtype=dtype, device=case.device) / case.hidden_dim**0.5
+    rows = case.tokens * case.k
+    chunk = rows if case.device != "cpu" else min(rows, 2048)
+    input = torch.randn(chunk, case.dim, dtype=dtype, device=case.device)
+    gemm = choose(measure_kernels().gemm if case.device == "cpu" else "blas", dtype)
+
+    def layer(hidden: Tensor) -> Tensor:
+        for start in range(0, rows, chunk):
+            part = input[: min(chunk, rows - start)]
+            gemm.linear(gemm.linear(part, inward, None, relu=True), outward)
+        return hidden
+
+    return layer, nn.Module()
+
+
+def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
+    """For a few tokens: reading the weights of the experts that a uniform routing would use, once."""
+    dtype = getattr(torch, case.dtype)
+    used = min(case.num_experts, round(case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)))
+    weights = torch.randn(case.num_experts, 2 * case.dim * case.hidden_dim, device=case.device).to(dtype)
+    order = torch.randperm(case.num_experts)
+    turn = 0
+
+    def layer(hidden: Tensor) -> Tensor:
+        nonlocal turn
+        for _ in range(used):
+            weights[int(order[turn % case.num_experts])].view(torch.int64).sum()
+            turn += 1
+        return hidden
+
+    return layer, nn.Module()
+
+
+def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
+    """The experts of transformers (those of NemotronH, which have no gate) behind its usual softmax router."""
+
+    def build(case: Case) -> tuple[Layer, nn.Module]:
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+        config = SimpleNamespace(
+            n_routed_experts=case.num_experts,
+            hidden_size=case.dim,
+            moe_intermediate_size=case.hidden_dim,
+            moe_latent_size=None,
+            mlp_hidden_act="relu",
+            _experts_implementation=implementation,
+        )
+        experts = NemotronHExperts(config)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            experts.up_proj.normal_(0, case.dim**-0.5)
+            experts.down_proj.normal_(0, case.hidden_dim**-0.5)
+        gate = nn.Linear(case.dim, case.num_experts, False)
+
+        def layer(hidden: Tensor) -> Tensor:
+            probs = F.softmax(gate(hidden).float(), -1)
+            weights, chosen = torch.topk(probs, case.k, dim=-1)
+            weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
+            output: Tensor = experts(hidden, chosen, weights)
+            return output
+
+        return layer, nn.ModuleList([experts, gate])
+
+    return build
+
+
+def _in_sequences(hidden: Tensor) -> Tensor:
+    length = 512 if hidden.shape[0] % 512 == 0 else hidden.shape[0]
+    return hidden.view(-1, length, hidden.shape[1])
+
+
+def st_moe(case: Case) -> tuple[Layer, nn.Module]:
+    from st_moe_pytorch.st_moe_pytorch import MoE as StMoE
+
+    module = StMoE(case.dim, case.num_experts, case.hidden_dim / case.dim, gating_top_n=case.k)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def mixture_of_experts(case: Case) -> tuple[Layer, nn.Module]:
+    from mixture_of_experts.mixture_of_experts import MoE as TopTwo
+
+    module = TopTwo(case.dim, case.num_experts, case.hidden_dim)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def _pairs_fit(case: Case) -> bool:
+    """batched_mm copies an expert's weights for every pair."""
+    return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pointsman": Implementation(pointsman),
+    "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
+    "transformers eager": Implementation(transformers("eager"), "transformers"),
+    "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
+    "st-moe-pytorch": Implementation(
+        st_moe, "st_moe_pytorch", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "mixture-of-experts": Implementation(
+        mixture_of_experts, "mixture_of_experts", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
+    "limit": Implementation(limit, suits=lambda case: case.train),
+    "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
+}
+LIMITS = ("limit", "limit (reading weights)")
+OWN = ("pointsman", "dense, stock torch", *LIMITS)
+"""What is always measured; the others are peers."""

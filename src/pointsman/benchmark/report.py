@@ -1,0 +1,161 @@
+"""The benchmark as Markdown, as JSON and as a plot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pointsman import __version__
+from pointsman.benchmark.run import Benchmark, Result, Times
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    info = {
+        "pointsman": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.cuda.is_available():
+        info["GPU"] = torch.cuda.get_device_name()
+    return info
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    here = Path(__file__).resolve().parent
+    words = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def markdown(benchmark: Benchmark) -> str:
+    """All tables."""
+    lines = ["# The MoE layer against its limit and its peers", ""]
+    lines += [f"- {name}: {value}" for name, value in machine().items()]
+    lines += [
+        "",
+        "Each implementation runs in a process of its own; they take turns on the same new tokens. A time is the "
+        "median over rounds, a ratio the median of the ratios round by round. The limit is the same products as one "
+        "dense chain at this machine's best rate (forward and backward: three times the forward), in decoding "
+        "reading the chosen experts' weights once. Memory is what one call needs at its peak, beyond the weights.",
+        "",
+        "## Summary",
+        "",
+        "| case | over the limit | best peer | speed over it |",
+        "|---|---|---|---|",
+    ]
+    for result in benchmark.results:
+        ours, peers = result.times["pointsman"], result.peers()
+        best = min(peers, key=lambda name: peers[name].milliseconds, default=None)
+        speedup = result.speedup()
+        lines.append(
+            f"| {result.case.label} | {_ratio(ours, result)} | {best or '-'} | "
+            f"{'-' if speedup is None else f'{speedup:.2f}'} |"
+        )
+    for dtype, share in benchmark.router.items():
+        lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
+    for result in benchmark.results:
+        lines += ["", f"## {result.case.label}", "", *table(result)]
+    if benchmark.growth:
+        lines += ["", "## Growth around configuration a (forward + backward, float32)"]
+    for axis, points in benchmark.growth.items():
+        lines += ["", f"| {axis} | ms | over the limit |", "|---|---|---|"]
+        lines += [f"| {point.value} | {point.milliseconds:.1f} | {point.ratio:.2f} |" for point in points]
+    return "\n".join(lines) + "\n"
+
+
+def table(result: Result) -> list[str]:
+    """One case, a line for each implementation."""
+    lines = ["| implementation | forward ms | over the limit |"]
+    ruler = "|---|---|---|"
+    if result.case.train:
+        lines = ["| implementation | forward ms | over the limit | forward + backward ms | over the limit | peak MB |"]
+        ruler = "|---|---|---|---|---|---|"
+    lines.append(ruler)
+    for name, times in result.times.items():
+        if times.error is not None or not times.total:
+            lines.append(f"| {name} | {times.error or '-'} |" + " - |" * (ruler.count("|") - 3))
+            continue
+        cells = [name, f"{1e3 * sorted(times.forward)[len(times.forward) // 2]:.2f}", _ratio(times, result, "forward")]
+        if result.case.train:
+            memory = "-" if times.memory is None else f"{times.memory / 2**20:.0f}"
+            cells += [f"{times.milliseconds:.2f}", _ratio(times, result), memory]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _ratio(times: Times, result: Result, name: str = "total") -> str:
+    return f"{times.ratio(result.limit, name):.2f}" if times.total and result.limit.total else "-"
+
+
+def write(benchmark: Benchmark, folder: Path) -> list[Path]:
+    """Writes layer.md, layer.json and, where matplotlib is installed, layer.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page, data = folder / "layer.md", folder / "layer.json"
+    page.write_text(markdown(benchmark), encoding="utf-8")
+    record = {"machine": machine(), **asdict(benchmark)}
+    data.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    written = [page, data]
+    with contextlib.suppress(ImportError):  # matplotlib is an extra
+        written.append(plot(benchmark, folder / "layer.svg"))
+    return written
+
+
+def plot(benchmark: Benchmark, path: Path) -> Path:
+    """Bars: every implementation's time over the limit, case by case; curves: growth."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    axes_count = 1 + len(benchmark.growth)
+    figure, axes = pyplot.subplots(axes_count, 1, figsize=(9, 3 + 2.4 * axes_count), squeeze=False)
+    bars = axes[0, 0]
+    names = [name for name in benchmark.results[0].times if name not in ("limit", "limit (reading weights)")]
+    width = 0.8 / len(names)
+    for offset, name in enumerate(names):
+        heights = []
+        for result in benchmark.results:
+            times = result.times.get(name)
+            heights.append(times.ratio(result.limit) if times and times.total and result.limit.total else 0.0)
+        bars.bar([x + offset * width for x in range(len(heights))], heights, width, label=name)
+    bars.axhline(1, color="black", linewidth=0.8)
+    bars.set_yscale("log")
+    bars.set_ylabel("time over the limit")
+    labels = [f"{r.case.name} k{r.case.k}\n{r.case.tokens}\n{r.case.dtype[:4]}" for r in benchmark.results]
+    bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=6)
+    bars.legend(fontsize=7, ncols=2)
+    for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
+        axis.plot([point.value for point in points], [point.milliseconds for point in points], marker="o")
+        axis.plot(
+            [point.value for point in points], [point.milliseconds / point.ratio for point in points], linestyle="--"
+        )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel(name)
+        axis.set_ylabel("ms (dashed: limit)")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path

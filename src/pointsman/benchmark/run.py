@@ -1,0 +1,224 @@
+"""Runs the cases: a process for each implementation, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from pointsman.benchmark.cases import Case, cases, growth
+from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+
+WARM_UP = 2
+PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
+
+
+class Process:
+    """A worker process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pointsman.benchmark.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, request: str, value: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({request: value}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return {"error": f"the process ended with code {self._process.wait()}"}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass
+class Times:
+    """One implementation's measurements, in seconds and bytes, round by round."""
+
+    forward: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    memory: float | None = None
+    error: str | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        return 1e3 * statistics.median(self.total)
+
+    def ratio(self, other: Times, name: str = "total") -> float:
+        """The median over rounds of this time to the other's in the same round."""
+        mine: list[float] = getattr(self, name)
+        theirs: list[float] = getattr(other, name)
+        return statistics.median([one / two for one, two in zip(mine, theirs, strict=False)])
+
+
+@dataclass
+class Result:
+    """One case, all implementations."""
+
+    case: Case
+    times: dict[str, Times]
+
+    @property
+    def limit(self) -> Times:
+        return next(self.times[name] for name in LIMITS if name in self.times)
+
+    def peers(self) -> dict[str, Times]:
+        return {name: times for name, times in self.times.items() if name not in OWN and times.total}
+
+    def speedup(self) -> float | None:
+        """The best peer's time over ours; None without a peer."""
+        ours = self.times["pointsman"]
+        ratios = [times.ratio(ours) for times in self.peers().values()]
+        return min(ratios, default=None)
+
+
+def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
+    """The implementations of a case: ours, its limits, and those peers that are installed and suit it."""
+    return [
+        name
+        for name, implementation in IMPLEMENTATIONS.items()
+        if implementation.installed and implementation.suits(case) and (name in OWN or peers is None or name in peers)
+    ]
+
+
+def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
+    """Measures a case in as many rounds as fit into `seconds`: from 3 (1 if they take very long) to 15."""
+    times: dict[str, Times] = {}
+    processes = [Process(name) for name in names_for(case, peers)]
+    try:
+        for process in processes:
+            name = process.name
+            times[name] = Times()
+            answer = process.ask("build", [name, case.to_dict()])
+            if "error" not in answer and name not in LIMITS:
+                answer = process.ask("memory", 0)
+                times[name].memory = answer.get("memory")
+            times[name].error = answer.get("error")
+        start = time.monotonic()
+        for turn in range(15 + WARM_UP):
+            passed = time.monotonic() - start
+            if (turn >= 3 + WARM_UP and passed > seconds) or (turn > WARM_UP and passed > 4 * seconds):
+                break
+            for process in processes:
+                _measure(process, times[process.name], turn)
+    finally:
+        for process in processes:
+            process.close()
+    return Result(case, times)
+
+
+def _measure(process: Process, times: Times, turn: int) -> None:
+    if times.error is not None:
+        return
+    time.sleep(PAUSE)
+    answer = process.ask("measure", 10 * turn)
+    times.error = answer.get("error")
+    if times.error is None and turn >= WARM_UP:
+        times.forward.append(answer["forward"])
+        times.total.append(answer["total"])
+
+
+def run_router(case: Case, rounds: int = 9) -> float:
+    """Our router's share of a layer's forward and backward, the median over rounds."""
+    with Process("pointsman") as process:
+        process.ask("build", ["pointsman", case.to_dict()])
+        shares: list[float] = []
+        for turn in range(rounds + WARM_UP):
+            router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
+            if turn >= WARM_UP:
+                shares.append(router["router"] / whole["total"])
+    return statistics.median(shares)
+
+
+@dataclass
+class Point:
+    """One point of a growth curve: our time, in milliseconds, and its ratio to the limit."""
+
+    value: int
+    milliseconds: float
+    ratio: float
+
+
+def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, list[Point]]:
+    """Each axis alone around configuration a."""
+    curves: dict[str, list[Point]] = {}
+    with Process("pointsman") as ours, Process("limit") as limit:
+        for axis, axis_cases in growth():
+            announce(f"growth: {axis}")
+            curves[axis] = []
+            for case in axis_cases:
+                pair = {process.name: Times() for process in (ours, limit)}
+                for process in (ours, limit):
+                    process.ask("build", [process.name, case.to_dict()])
+                for turn in range(rounds + WARM_UP):
+                    for process in (ours, limit):
+                        _measure(process, pair[process.name], turn)
+                value = {"tokens": case.tokens, "experts": case.num_experts, "k": case.k}[axis]
+                mine = pair["pointsman"]
+                curves[axis].append(Point(value, mine.milliseconds, mine.ratio(pair["limit"])))
+    return curves
+
+
+@dataclass
+class Benchmark:
+    """Everything one run measured."""
+
+    results: list[Result]
+    router: dict[str, float]
+    growth: dict[str, list[Point]]
+
+
+def run(
+    device: str = "cpu",
+    quick: bool = False,
+    peers: Sequence[str] | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Benchmark:
+    """The whole benchmark: a minute if `quick`, otherwise several.
+
+    Args:
+        device: "cpu", or a CUDA device.
+        quick: configuration a and one token of decoding only, and no growth.
+        peers: names of peers to compare with; None: all that are installed.
+        announce: told what comes next.
+    """
+    chosen = cases(device, quick)
+    results = []
+    for index, case in enumerate(chosen):
+        announce(f"{index + 1}/{len(chosen)}  {case.label}")
+        results.append(run_case(case, peers, seconds=5 if quick else 15))
+    router = {}
+    for case in chosen:
+        if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
+            announce(f"router: {case.label}")
+            router[case.dtype] = run_router(case)
+    return Benchmark(results, router, {} if quick or device != "cpu" else run_growth(announce))

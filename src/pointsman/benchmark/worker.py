@@ -1,0 +1,122 @@
+"""One implementation in a process of its own: reads a request a line, writes an answer a line (JSON)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.benchmark.cases import Case
+from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Worker:
+    """A layer, and what can be asked of it."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        self.name, self.case = name, case
+        torch.manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+        self.layer: Callable[[Tensor], Tensor]
+        self.module: nn.Module
+        self.layer, self.module = IMPLEMENTATIONS[name].build(case)
+        self.module.to(case.device, dtype)
+        self.module.train(case.train)
+
+    def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(tokens or self.case.tokens, self.case.dim, generator=generator)
+        return hidden.to(self.case.device, getattr(torch, self.case.dtype))
+
+    def measure(self, seed: int) -> dict[str, float]:
+        """Seconds of one call on new tokens: forward, and forward with backward."""
+        hidden = self.hidden(seed)
+        if self.name in LIMITS or not self.case.train:
+            with torch.no_grad():
+                start = self._now()
+                self.layer(hidden)
+                seconds = self._now() - start
+            return {"forward": seconds, "total": 3 * seconds if self.case.train else seconds}
+        gradient = self.hidden(seed + 1)
+        hidden.requires_grad_()
+        self.module.zero_grad()
+        start = self._now()
+        output = self.layer(hidden)
+        forward = self._now()
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+        end = self._now()
+        return {"forward": forward - start, "total": end - start}
+
+    def router(self, seed: int) -> dict[str, float]:
+        """Seconds of our router alone, forward and backward: score, normalise, select."""
+        router = self.module.router
+        assert isinstance(router, nn.Module)
+        hidden, gradient = self.hidden(seed).requires_grad_(), torch.ones(self.case.tokens, self.case.k)
+        self.module.zero_grad()
+        start = self._now()
+        router(hidden).weights.backward(gradient)
+        return {"router": self._now() - start}
+
+    def memory(self, seed: int) -> dict[str, float]:
+        """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA."""
+        self.small(seed)
+        if self.case.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.measure(seed)
+            return {"memory": torch.cuda.max_memory_allocated() - before}
+        if not _CLEAR.exists():
+            return {}
+        _CLEAR.write_text("5")  # the peak is counted anew
+        before = _status("VmRSS")
+        self.measure(seed)
+        return {"memory": _status("VmHWM") - before}
+
+    def small(self, seed: int) -> None:
+        """A call on few tokens: what libraries set up at first use."""
+        whole, self.case = self.case, Case(**{**self.case.to_dict(), "tokens": min(64, self.case.tokens)})
+        if self.name not in LIMITS:
+            self.measure(seed)
+        self.case = whole
+        self.module.zero_grad()
+
+    def _now(self) -> float:
+        if self.case.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def serve() -> None:
+    """Answers requests until the input ends: {"build": [name, case]}, or {"measure" | "router" | "memory": seed}."""
+    warnings.simplefilter("ignore")
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for an answer
+    worker: Any = None
+    for line in sys.stdin:
+        ((request, value),) = json.loads(line).items()
+        try:
+            if request == "build":
+                worker = Worker(value[0], Case(**value[1]))
+                answer: dict[str, Any] = {}
+            else:
+                answer = getattr(worker, request)(value)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

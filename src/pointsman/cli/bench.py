@@ -1,0 +1,51 @@
+"""`pointsman bench`: the MoE layer against its limit and its peers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.cli.options import Parser, choose_device, words
+
+EPILOG = """peers are measured where they are installed: pip install 'pointsman[bench]'
+
+examples:
+  pointsman bench --quick
+  pointsman bench --peers 'transformers grouped_mm,transformers eager' --out runs/bench
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("bench", "Measure the MoE layer against its limit and its peers, on this machine.", EPILOG)
+    flags.add_argument("--quick", action="store_true", help="a minute's worth: configuration a, one token of decoding")
+    flags.add_argument("--peers", type=words, metavar="A,B", help="only these peers, or none (default: all installed)")
+    flags.common("where layer.md, layer.json and layer.svg go (default: runs/bench)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    from pointsman.benchmark import report
+    from pointsman.benchmark.implementations import IMPLEMENTATIONS, OWN
+    from pointsman.benchmark.run import run as measure
+
+    if values.set:
+        raise RunError(f"bench: --set {values.set[0]!r}: this command has no further settings")
+    peers = values.peers
+    if peers == ["none"]:
+        peers = []
+    allowed = [name for name in IMPLEMENTATIONS if name not in OWN]
+    for name in peers or ():
+        if name not in allowed:
+            raise RunError(f"bench: --peers {name!r}: {did_you_mean(name, allowed)}")
+        if not IMPLEMENTATIONS[name].installed:
+            raise RunError(f"bench: --peers {name!r}: not installed here; pip install 'pointsman[bench]'")
+    benchmark = measure(
+        choose_device(values.device), values.quick, peers, lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    written = report.write(benchmark, values.out or Path("runs/bench"))
+    print(written[0].read_text(encoding="utf-8"))
+    print("written: " + ", ".join(map(str, written)), file=sys.stderr)
+    return 0

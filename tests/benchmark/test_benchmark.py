@@ -1,0 +1,102 @@
+"""The benchmark on a layer small enough for a test: every implementation answers, and the report is whole."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pointsman.benchmark import report
+from pointsman.benchmark.cases import A, Case, cases, growth
+from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.benchmark.run import Benchmark, Point, Process, Result, Times, names_for, run_case, run_router
+from pointsman.benchmark.worker import Worker
+from pointsman.cli.main import main
+
+TINY = Case("tiny", 64, 16, 24, 4, 2)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.filterwarnings("ignore")  # peers
+def test_every_implementation_computes(name: str) -> None:
+    implementation = IMPLEMENTATIONS[name]
+    if not implementation.installed:
+        pytest.skip(f"{implementation.package} is not installed")
+    case = TINY if implementation.suits(TINY) else replace(TINY, train=False)
+    assert implementation.suits(case)
+    worker = Worker(name, case)
+    answer = worker.measure(0)
+    assert 0 < answer["forward"] <= answer["total"]
+    output = worker.layer(worker.hidden(0))
+    assert output.shape == (64, 16)
+    if name in LIMITS:
+        return
+    assert not torch.equal(output, worker.layer(worker.hidden(1)))
+    if case.train:
+        assert all(parameter.grad is not None for parameter in worker.module.parameters() if parameter.dim() > 1)
+
+
+def test_peers_and_ours_agree_on_the_same_weights() -> None:
+    pytest.importorskip("transformers")
+    ours, theirs = Worker("pointsman", TINY), Worker("transformers grouped_mm", TINY)
+    experts, gate = theirs.module
+    with torch.no_grad():
+        ours.module.experts.w_in.copy_(experts.up_proj)
+        ours.module.experts.w_out.copy_(experts.down_proj)
+        ours.module.router.score.weight.copy_(gate.weight)
+    torch.testing.assert_close(ours.layer(ours.hidden(3)), theirs.layer(theirs.hidden(3)))
+
+
+@pytest.mark.slow
+def test_a_case_in_processes_of_their_own(tmp_path: Path) -> None:
+    result = run_case(TINY, [], seconds=0.1)
+    assert set(result.times) == set(OWN) - {"limit (reading weights)"}
+    for times in result.times.values():
+        assert times.error is None
+        assert len(times.total) >= 1
+    share = run_router(TINY, rounds=3)
+    assert 0 < share < 2
+    benchmark = Benchmark([result], {"float32": share}, {"k": [Point(1, 2.0, 1.5), Point(2, 4.0, 1.4)]})
+    pytest.importorskip("matplotlib")
+    page, data, figure = report.write(benchmark, tmp_path)
+    text = page.read_text()
+    assert "| pointsman |" in text
+    assert "nan" not in text
+    assert json.loads(data.read_text())["machine"]["torch"] == torch.__version__
+    assert figure.read_text().startswith("<?xml")
+
+
+def test_a_worker_that_fails_is_reported() -> None:
+    with Process("pointsman") as process:
+        assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9).to_dict()])
+        process._process.kill()
+        process._process.wait()
+        assert "error" in process.ask("measure", 0)
+    failed = Result(
+        TINY,
+        {"pointsman": Times([1.0], [3.0]), "st-moe-pytorch": Times(error="it broke"), "limit": Times([1.0], [2.0])},
+    )
+    assert "| st-moe-pytorch | it broke | - | - | - | - |" in report.table(failed)
+    assert failed.speedup() is None
+
+
+def test_cases() -> None:
+    assert len(cases("cpu", quick=True)) == 4
+    assert {case.dtype for case in cases("cpu", quick=False)} == {"float32", "bfloat16"}
+    assert all(case.device == "cuda:1" for case in cases("cuda:1", quick=False))
+    assert {axis for axis, _ in growth()} == {"tokens", "experts", "k"}
+    assert "pointsman" in names_for(A, [])
+    assert not set(names_for(A, [])) - set(OWN)
+    assert all(IMPLEMENTATIONS[name].installed for name in names_for(A, None))
+
+
+def test_ratio_is_paired() -> None:
+    # a disturbance that doubles both times of a round leaves the ratio alone
+    ours, limit = Times([], [2.0, 4.0, 2.0]), Times([], [1.0, 2.0, 1.0])
+    assert ours.ratio(limit) == 2.0
+
+
+def test_command_line_names_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--peers", "transformers eger"]) == 2
+    assert "did you mean 'transformers eager'" in capsys.readouterr().err
