@@ -142,3 +142,34 @@ def test_written_in_every_format(tmp_path: Path, name: str) -> None:
 def test_unknown_paper() -> None:
     with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
         paper_tables([], "hyper-router")
+
+
+def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None:
+    run = enwik8_run(tmp_path / "run", "hyperrouter", 0, {16: 1.2}, "small", 10)
+    for variant, value in (("sst2", 0.81), ("sst2,from-scratch", 0.5)):
+        path = enwik8_run(
+            run / "finetune" / variant / "seed-0", "hyperrouter", 0, {8: value, 16: value}, "finetune", 10
+        )
+        config = json.loads((path / "config.json").read_text())
+        dump(path / "config.json", {**config, "data": "sst2"})
+        record = json.loads((path / "evaluation.json").read_text())
+        dump(path / "evaluation.json", {**record, "results": [{**r, "metric": "accuracy"} for r in record["results"]]})
+    found = table(run, "hyperrouter", "Table 3")
+    assert any("81.00" in cell for row in found.rows() for cell in row)
+    assert not any("50.00" in cell for row in found.rows() for cell in row)
+
+    words = enwik8_run(tmp_path / "words", "smoe", 0, {2: 30.0}, "mutual-medium", 10)
+    config = json.loads((words / "config.json").read_text())
+    dump(words / "config.json", {**config, "data": "wikitext-103"})
+    row = {
+        "split": "test",
+        "top_k": 2,
+        "metric": "perplexity",
+        "value": 41.25,
+        "attack": {"kind": "word", "rate": 0.025},
+    }
+    other = {**row, "value": 55.0, "attack": {"kind": "word", "rate": 0.1}}
+    dump(words / "attacks-word-wikitext-103-test.json", {"results": [row, other]})
+    cells = [cell for line in table(words, "mutual-inform", "Table 3").rows() for cell in line]
+    assert any("41.25" in cell for cell in cells)
+    assert not any("55.00" in cell for cell in cells)

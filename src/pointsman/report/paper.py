@@ -15,7 +15,7 @@ from pointsman.report.formats import NONE, aligned, write_whole
 from pointsman.report.metrics import Metric, metric
 from pointsman.report.published import Column, Line, Paper, PublishedTable
 from pointsman.report.published_mutual import PAPERS
-from pointsman.report.runs import Run, number, read_comparison
+from pointsman.report.runs import Run, number, read_comparison, read_json, read_run
 from pointsman.report.tables import Cell
 
 BAR = "\\|"
@@ -153,7 +153,8 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
     if name not in PAPERS:
         raise RunError(f"paper {name!r}: {did_you_mean(name, PAPERS)}")
     paths = [path] if isinstance(path, str | Path) else path
-    runs = [run for one in paths for run in read_comparison(Path(one)).runs.values() if run.done]
+    trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
+    runs = [run for one in trained for run in (one, *fine_tunings(one)) if run.done]
     tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
     return PaperTables(PAPERS[name], tables)
 
@@ -178,6 +179,8 @@ def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float
     if not wanted or dataset(run) != wanted or column.quantity in (*COUNTED, "none"):
         return None
     rows = [row for row in run.evaluation.get("results", ()) if isinstance(row, dict)]
+    if column.attacked:
+        rows += attacked_rows(run)
     rows = [row for row in rows if row.get("split") == column.split and bool(row.get("attack")) == column.attacked]
     by_k = {int(k): row for row in rows if (k := number(row.get("top_k"))) is not None}
     if not by_k:
@@ -193,6 +196,21 @@ def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float
         return number(row.get("exact_match"))
     same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
     return number(row.get("value")) if same else None
+
+
+def fine_tunings(run: Run) -> list[Run]:
+    """A run's fine-tunings with the papers' settings: dense, nothing frozen, from the pre-trained weights."""
+    folders = sorted(run.path.glob("finetune/*/seed-*/config.json"))
+    found = [read_run(config.parent) for config in folders]
+    return [one for one in found if one.path.parent.name == dataset(one)]
+
+
+def attacked_rows(run: Run) -> list[dict[str, Any]]:
+    """A run's figures on its own data under the word swap at 2.5 %, the rate that the papers' figures suggest."""
+    rows: list[dict[str, Any]] = []
+    for file in sorted(run.path.glob(f"attacks-word-{dataset(run)}*.json")):
+        rows += [row for row in read_json(file).get("results", ()) if (row.get("attack") or {}).get("rate") == 0.025]
+    return rows
 
 
 def dataset(run: Run) -> str:
