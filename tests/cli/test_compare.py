@@ -16,7 +16,7 @@ TEXT = "".join(f"the {i}th wagon leaves on track {i * i % 7}; the pointsman sets
 SMALL = [
     "--set", "model.dim=16", "--set", "model.num_heads=2", "--set", "model.head_dim=8", "--set", "model.hidden_dim=16",
     "--set", "model.num_experts=4", "--set", "batch_size=4", "--set", "segment_length=16", "--set", "memory_length=16",
-    "--set", "eval_batch_size=4", "--set", "eval_segment_length=16", "--set", "valid_tokens=256",
+    "--set", "eval_batch_size=4", "--set", "eval_segment_length=16", "--set", "valid_tokens=256", "--set", "log_every=1",
 ]  # fmt: skip
 
 
