@@ -1,6 +1,7 @@
 """Fine-tuning a run: what trains, what stays, what is saved, and what goes on after an interruption."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_from_the_command_line_to_accuracies_at_every_k(
     kinds = {row["kind"] for row in RunDirectory(tmp_path / "out").metrics()}
     assert {"train", "valid"} <= kinds
     before = (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "out" / "checkpoints")  # no longer needed
     assert main(arguments) == 0  # finished: nothing is done again
     assert (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns == before
 

@@ -24,7 +24,7 @@ from pointsman.training.config import RunConfig
 from pointsman.training.kernels import choose_kernels, use_kernels
 from pointsman.training.progress import Monitor, Progress, Quiet, Stop
 from pointsman.training.run import load_run
-from pointsman.training.run_directory import RunDirectory
+from pointsman.training.run_directory import EVALUATION, RunDirectory
 from pointsman.training.state import load_weights
 from pointsman.training.trainer import TrainResult, train
 
@@ -98,6 +98,10 @@ def finetune(
     _claim(directory, about)
     begun = directory.exists
     directory.write_json(FINETUNE, about)
+    record = directory.read_json(EVALUATION)
+    if begun and record is not None and work.still_right(record, config):  # its checkpoints need not be there any more
+        directory.claim(work.prepared(config), resume=True)
+        return TrainResult(directory.path, config.steps, record, already_finished=True)
     return train(
         config,
         directory.path,
