@@ -12,9 +12,11 @@ from pointsman.hf.audit import audit
 from pointsman.hf.audit_result import AuditResult
 from pointsman.hf.materialize import materialize
 from pointsman.hf.replace import replace_routers
+from pointsman.hf.steps import StepEnd
+from pointsman.hf.upcycle import upcycle
 
 _attention.register()
 _experts.register()
 _replace.install()
 
-__all__ = ["AuditResult", "audit", "materialize", "replace_routers"]
+__all__ = ["AuditResult", "StepEnd", "audit", "materialize", "replace_routers", "upcycle"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -183,13 +184,16 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     return replace(gate, form=form)
 
 
-def call_gate(gate: Gate, hidden: Tensor | None = None) -> tuple[Any, ...]:
-    """What the gate returns for hidden [tokens, dim] (a few zeros by default)."""
-    if hidden is None:
-        parameter = next(gate.module.parameters())
-        hidden = torch.zeros(PROBE_TOKENS, gate.dim, device=parameter.device, dtype=parameter.dtype)
+def call_gate(gate: Gate) -> tuple[Any, ...]:
+    """What the gate returns for a few zeros; where one of our routers scores, what its class makes of equal scores."""
+    parameter = next(gate.module.parameters())
+    module: Any = gate.module
+    routed = hasattr(module, "pointsman_form")
+    width = gate.num_experts if routed else gate.dim
+    hidden = torch.zeros(PROBE_TOKENS, width, device=parameter.device, dtype=parameter.dtype)
+    call = partial(module.own_class.forward, module) if routed else module
     arguments = [getattr(gate.block, extra) for extra in gate.form.extras]
-    output: tuple[Any, ...] = gate.module(hidden[None] if gate.form.sequence else hidden, *arguments)
+    output: tuple[Any, ...] = call(hidden[None] if gate.form.sequence else hidden, *arguments)
     return output
 
 

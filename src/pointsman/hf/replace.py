@@ -99,14 +99,13 @@ def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], he
     owner = gate.module.get_submodule(gate.form.owner)
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     top_k = getattr(gate.module, "top_k", 1)
-    router = make_router(spec, gate.form, gate.module, weight, bias, top_k, start, shared, heads)
+    router = make_router(spec, gate.form, weight, bias, top_k, start, shared, heads)
     return router.to(weight.device).train(gate.module.training)
 
 
 def make_router(
     spec: str,
     form: Form,
-    gate: nn.Module,
     weight: Tensor,
     bias: Tensor | None,
     top_k: int,
@@ -130,9 +129,9 @@ def make_router(
     if isinstance(router.mix, Mixer):
         _count_heads(router.mix, heads)
         router.mix = StrengthMixer(router.mix, _start_strength(parsed.mixer_options, router.mix))
-        router.select = MixedRule(gate, form)
+        router.select = MixedRule(form)
     else:
-        router.select = ClassRule(gate, form)
+        router.select = ClassRule(form)
     router.needs_step_end = any(
         part is not None and part.needs_step_end for part in (router.score, router.normalize, router.mix)
     )
@@ -215,7 +214,7 @@ def restore_routers(model: PreTrainedModel) -> None:
         top_k = int(getattr(gate, "top_k", 1))
         heads = getattr(model.config, "num_attention_heads", None)
         with torch.no_grad():
-            router = make_router(entry["router"], form, gate, weight, bias, top_k, entry["start"], shared, heads)
+            router = make_router(entry["router"], form, weight, bias, top_k, entry["start"], shared, heads)
         _attach(gate, form, router)
         _inform(model, name, gate, state)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}

@@ -6,6 +6,7 @@ what stands for its weight returns the logits it is multiplied with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -54,18 +55,16 @@ class ClassRule(Selector):
     z + logit(p') - logit(p). Where nothing is mixed that is z itself, bit for bit.
     """
 
-    def __init__(self, gate: nn.Module, form: Form) -> None:
+    def __init__(self, form: Form) -> None:
         super().__init__()
-        self.__dict__["gate"] = gate
         self.form = form
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.call: Callable[[Tensor], tuple[Any, ...]] | None = None  # set by the gate for the time of a forward
         self.output: tuple[Any, ...] = ()
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         logits = scores.logits.flatten(0, 1)
-        args, kwargs = self.arguments
-        gate: Any = self.gate
-        output = gate.own_class.forward(gate, logits[None] if self.form.sequence else logits, *args, **kwargs)
+        assert self.call is not None
+        output = self.call(logits[None] if self.form.sequence else logits)
         experts, weights = output[self.form.indices], output[self.form.weights]
         self.output = output
         return experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
@@ -126,7 +125,7 @@ class _Routed:
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         router = self.pointsman
         rule: ClassRule = router.select
-        rule.arguments = (args, kwargs)
+        rule.call = lambda logits: self.own_class.forward(self, logits, *args, **kwargs)
         state = self.pointsman_state
         if state is None:
             routing: Routing = router(hidden_states)
@@ -134,7 +133,7 @@ class _Routed:
             hidden, context = state.context(self, hidden_states)
             routing = router(hidden, context)
             state.keep(self, routing)
-        output, rule.output, rule.arguments = rule.output, (), ((), {})
+        output, rule.output, rule.call = rule.output, (), None
         if not (router.training and routing.statistics and torch.is_grad_enabled()):
             return output
         return _with_statistics(output, router, routing)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pointsman.hf.gates import NO_GATE, Gate, NotAGateError, call_gate, survey
+from pointsman.routers.router import Router
 
 CONFIG_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 """What configurations call k."""
@@ -61,9 +62,7 @@ def slots(model: nn.Module, k: int) -> list[Slot]:
         slot = gate_slot(gate)
         _check_takes(gate, slot, k)
         found.append(slot)
-        router = getattr(gate.module, "pointsman", None)
-        if router is not None:
-            found.append(Slot(router, "top_k"))
+        found.extend(Slot(router, "top_k") for router in gate.module.modules() if isinstance(router, Router))
     found.extend(_copies(model, {slot.value for slot in found}))
     return list({(id(slot.owner), slot.attribute): slot for slot in found}.values())
 
