@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pointsman.models.classifier import Classifier
 from pointsman.models.config import TransformerXLConfig
 
-ROUTERS = ["smoe:balance=0.1", "hyperrouter", "xmoe", "smoe-dropout", "dense"]
+ROUTERS = ["smoe:balance=0.1", "hyperrouter", "xmoe", "smoe-dropout", "smoe+similarity", "xmoe+attention", "dense"]
 
 
 def build(router: str, pooling: str = "last", **changes: object) -> Classifier:
