@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from pointsman.report.diagnosed import diagnosis_of, history_of
 from pointsman.report.runs import Comparison, Run, number
 from pointsman.report.series import Curve, binned, last_step, over_seeds, significant
 
 COLUMNS = 60
 EXPLORER_BYTES = 1_400_000
 Rows = dict[str, list[dict[str, Any]]]
+History = Sequence[Mapping[str, Any]]
 
 
 def inside(comparison: Comparison) -> dict[str, Any]:
@@ -23,12 +25,20 @@ def inside(comparison: Comparison) -> dict[str, Any]:
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     last = last_step(comparison)
     samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
+    histories = {
+        router: history
+        for router in comparison.routers
+        if (history := history_of(diagnosis_of(comparison, router), samples.get(router, {})))
+    }
     return {
         "layers": layer_names(comparison),
         "entropy": over_training(comparison, rows, "entropy", last),
         "heat": [heat for router in comparison.routers if (heat := load_heat(comparison, router, rows, last))],
-        "byLayer": {"entropy": entropy_by_layer(comparison), "fluctuation": fluctuation_by_layer(comparison, samples)},
-        "collapse": collapse(comparison, samples),
+        "byLayer": {
+            "entropy": entropy_by_layer(comparison),
+            "fluctuation": fluctuation_by_layer(comparison, histories),
+        },
+        "collapse": collapse(comparison, histories),
         "explorer": explorer(samples),
     }
 
@@ -124,13 +134,12 @@ def entropy_by_layer(comparison: Comparison) -> list[dict[str, Any]]:
     return series
 
 
-def fluctuation_by_layer(comparison: Comparison, samples: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History]) -> list[dict[str, Any]]:
     """Share of tokens whose first expert changed between the last two checkpoints, by layer."""
     places = {name: index for index, name in enumerate(layer_names(comparison))}
     series = []
-    for router, sample in samples.items():
-        checkpoints = sample.get("history", {}).get("checkpoints", [])
-        layers = checkpoints[-1]["layers"] if checkpoints else {}
+    for router, history in histories.items():
+        layers = history[-1]["layers"]
         points = [
             [float(places[name]), significant(value)]
             for name, layer in layers.items()
@@ -141,14 +150,14 @@ def fluctuation_by_layer(comparison: Comparison, samples: Mapping[str, Mapping[s
     return series
 
 
-def collapse(comparison: Comparison, samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[str, Any]:
     """Representation collapse at every checkpoint kept, for every layer."""
     of: dict[str, list[dict[str, Any]]] = {}
     for layer in layer_names(comparison):
-        for router, sample in samples.items():
+        for router, history in histories.items():
             points = [
                 [float(one["step"]), significant(value)]
-                for one in sample.get("history", {}).get("checkpoints", [])
+                for one in history
                 if (value := number(one["layers"].get(layer, {}).get("collapse"))) is not None
             ]
             if points:

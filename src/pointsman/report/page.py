@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman.report import protocol, series
+from pointsman.report.diagnosed import diagnosis_table
 from pointsman.report.formats import NONE, write_whole
 from pointsman.report.inside import inside, short_layer
 from pointsman.report.runs import Comparison, page_path, read
@@ -155,6 +156,7 @@ def context(comparison: Comparison, table: ComparisonTable, routing: Mapping[str
         ],
         "per_seed": per_seed if len(comparison.seeds) > 1 else [],
         "seeds": list(comparison.seeds),
+        "diagnosis": diagnosis_table(comparison),
         "loss_note": protocol.loss_note(comparison),
         "command": protocol.command(comparison),
         "protocol": protocol.lines(comparison),
