@@ -49,6 +49,7 @@ def explicit(prepared: Prepared, visible: Visible) -> tuple[Tensor, Tensor]:
     if position_query is not None and positions is not None:
         length, keys = scores.shape[1:]
         past = keys - length
+        positions = positions[:, :-1]
         rows = []
         for i in range(length):
             distance = past + i - torch.arange(keys)
@@ -61,8 +62,17 @@ def explicit(prepared: Prepared, visible: Visible) -> tuple[Tensor, Tensor]:
 
 
 def tensors(count: int, length: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
-    shapes = [(count, length, 6), (count, keys, 6), (count, keys, 5), (count, keys), (count, length, 4), (1, keys, 4)]
-    return [draw(*shape, dtype=dtype, seed=index).requires_grad_() for index, shape in enumerate(shapes)]
+    shapes = [
+        (count, length, 6),
+        (count, keys, 6),
+        (count, keys, 5),
+        (count, keys),
+        (count, length, 4),
+        (1, keys + 1, 4),
+    ]
+    drawn = [draw(*shape, dtype=dtype, seed=index) for index, shape in enumerate(shapes)]
+    drawn[-1][:, -1] = 0  # the distance -1
+    return [tensor.requires_grad_() for tensor in drawn]
 
 
 def visibilities(count: int, length: int, keys: int) -> dict[str, Visible]:
@@ -137,7 +147,8 @@ def test_an_opaque_bias_is_the_same_as_positions(kind: str, length: int, keys: i
 
     def prepare(query: Tensor, key: Tensor, value: Tensor, *relative: Tensor) -> Prepared:
         positions, content, position = relative
-        return Prepared(query, key, value, (key @ content[0]) * 1.0, query + position, positions)
+        padded = torch.nn.functional.pad(positions, (0, 0, 0, 1))
+        return Prepared(query, key, value, (key @ content[0]) * 1.0, query + position, padded)
 
     native = inform(prepare, tuple(leaves[:3]), tuple(leaves[3:]), visible, normalization=True)
     bias = RelativeBias(query[:, None], key[:, None], positions, content, position, 1.0)

@@ -34,7 +34,8 @@ class Prepared(NamedTuple):
 
     Attributes:
         query, key, value, key_bias: [N, T, D], [N, S, D], [N, S, E] or None, [N, S] or None.
-        position_query, positions: [N, T, D'] and [1 or N, S, D'] by falling distance, or None: p and r. Causal only.
+        position_query, positions: p [N, T, D'] and r [1 or N, S + 1, D'] by falling distance, S - 1 to -1, the last
+            one 0; or None. Causal only.
     """
 
     query: Tensor
@@ -152,15 +153,9 @@ def _scores(products: _Products, prepared: Prepared, visible: Visible, start: in
     scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias)
     if prepared.position_query is not None:
         rows = prepared.position_query[:, start:stop]
-        scores = scores + by_key(products.scores(rows, _distances(prepared, seen)))
+        assert prepared.positions is not None
+        scores += by_key(products.scores(rows, prepared.positions[:, -seen - 1 :]))
     return scores
-
-
-def _distances(prepared: Prepared, seen: int) -> Tensor:
-    """r of the distances seen - 1 .. -1: [1 or n, seen + 1, D']; the last is 0."""
-    positions = prepared.positions
-    assert positions is not None
-    return torch.nn.functional.pad(positions[:, positions.shape[1] - seen :], (0, 0, 0, 1))
 
 
 def _sliced(inputs: tuple[Tensor, ...], count: int, group: slice) -> Iterator[Tensor]:
@@ -237,7 +232,7 @@ def _backward(
     lse_gradient: Tensor | None,
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
-    query, key, value, _, position_query, _ = prepared
+    query, key, value, _, position_query, positions = prepared
     products = _Products.of(query, gemm)
     made = Prepared(torch.empty_like(query), *(None if t is None else torch.zeros_like(t) for t in prepared[1:]))  # type: ignore[arg-type]
     for start, stop in visible.blocks(query.device):
@@ -257,11 +252,11 @@ def _backward(
         products.add_inner(made.key[:, :seen], through, rows)
         if made.key_bias is not None:
             made.key_bias[:, :seen] += through.sum(1)
-        if position_query is not None and made.position_query is not None and made.positions is not None:
+        if positions is not None and position_query is not None:
+            assert made.positions is not None
+            assert made.position_query is not None
             by_distance = through.new_zeros(*through.shape[:2], seen + 1)
             by_key(by_distance).copy_(through)
-            made.position_query[:, start:stop] = products.times(by_distance, _distances(prepared, seen))
-            inner = torch.zeros_like(_distances(prepared, seen))
-            products.add_inner(inner, by_distance, position_query[:, start:stop])
-            made.positions[:, made.positions.shape[1] - seen :] += inner[:, :-1]
+            made.position_query[:, start:stop] = products.times(by_distance, positions[:, -seen - 1 :])
+            products.add_inner(made.positions[:, -seen - 1 :], by_distance, position_query[:, start:stop])
     return made

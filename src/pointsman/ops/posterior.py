@@ -18,15 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.mixing import Bias, Prepared, block_scores, inform, inform_biased
+from pointsman.ops.linear import linear
+from pointsman.ops.mixing import Bias, Prepare, Prepared, block_scores, inform, inform_biased
 from pointsman.ops.relative import RelativeBias
 from pointsman.ops.visible import Visible
 from pointsman.routing import AttentionTrace
 
-SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 8  # rows whose entropies stand for a longer sequence's
+SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4  # rows whose entropies stand for a longer sequence's
 CELLS = 2**22  # attention scores of all heads that live at once
 
 
@@ -35,41 +37,48 @@ class _Prepare:
     """Makes one head's `Prepared` of tensors, in the order of `Posterior._tensors`."""
 
     scale: float
-    heads: int
-    side_by_side: bool
     relative: bool
     past: bool
-    prior: bool
 
     def __call__(self, *tensors: Tensor) -> Prepared:
-        query, key, value, output, probs, head, *rest = tensors
-        past = rest.pop(0) if self.past else None
-        out_weight, sigma, *relative = rest
+        query, key, value, explained, probs, *rest = tensors
         dtype = probs.dtype
-        query, key = _pick(query, head).to(dtype), _pick(key, head).to(dtype)
-        bias = position_query = positions = None
-        if self.relative:
-            positions, content_bias, position_bias = (tensor.index_select(0, head).to(dtype) for tensor in relative)
-            position_query = (query + position_bias[:, None]) * self.scale
-            bias = (key @ content_bias[:, :, None]).squeeze(-1) * self.scale
-        if self.prior:
-            return Prepared(query * self.scale, key, None, bias, position_query, positions)
-        value = _pick(value, head).to(dtype)
-        weight = out_weight.index_select(0, head).to(dtype) * self.heads  # W_h' [1 or B, D, dim]
-        precision = sigma.to(dtype).square().reciprocal()
-        if self.side_by_side:  # W_h' u through the H D x D product of projections, so that u itself is not kept
-            explained = output.to(dtype) @ (out_weight.to(dtype).flatten(0, 1) @ weight.transpose(1, 2))
-        else:
-            explained = output.to(dtype) @ weight.transpose(1, 2)
-        lengths = ((value @ (weight @ weight.transpose(1, 2))) * value).sum(-1) * (-0.5 * precision)
+        if self.past:
+            before, *rest = rest
+            probs = torch.cat([before.to(dtype), probs], 1)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        gram, *relative = (tensor.to(dtype) for tensor in rest)
+        relative_bias = _relative(query, key, self.scale, *relative) if self.relative else (None, None, None)
+        lengths = ((value @ gram) * value).sum(-1)
+        bias = lengths if relative_bias[0] is None else lengths + relative_bias[0]
         return Prepared(
-            torch.cat([query * self.scale, explained * precision], -1),
+            torch.cat([query * self.scale, explained], -1),
             torch.cat([key, value], -1),
-            probs if past is None else torch.cat([past.to(dtype), probs], 1),
-            lengths if bias is None else lengths + bias,
-            position_query,
-            positions,
+            probs,
+            bias,
+            *relative_bias[1:],
         )
+
+
+@dataclass(frozen=True)
+class _PreparePrior:
+    """The same without the Gaussians and without values: only the normalisation is wanted."""
+
+    scale: float
+    relative: bool
+
+    def __call__(self, *tensors: Tensor) -> Prepared:
+        query, key, *relative = tensors
+        relative_bias = _relative(query, key, self.scale, *relative) if self.relative else (None, None, None)
+        return Prepared(query * self.scale, key, None, *relative_bias)
+
+
+def _relative(
+    query: Tensor, key: Tensor, scale: float, positions: Tensor, content_bias: Tensor, position_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A bias for each key, queries for positions, and the positions."""
+    content = (key @ content_bias[:, :, None]).squeeze(-1) * scale
+    return content, (query + position_bias[:, None]) * scale, F.pad(positions, (0, 0, 0, 1))
 
 
 class Posterior:
@@ -143,46 +152,62 @@ class Posterior:
         heads = self.trace.query.shape[1]
         return [torch.tensor([head], device=self.probs.device) for head in range(heads)]
 
-    def _tensors(self, head: Tensor, prior: bool) -> tuple[_Prepare, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _tensors(self, head: Tensor, prior: bool) -> tuple[Prepare, tuple[Tensor, ...], tuple[Tensor, ...]]:
         trace, keys = self.trace, self.visible.keys
-        relative = () if self.opaque or not isinstance(trace.bias, RelativeBias) else (
-            trace.bias.positions[:, -keys:], trace.bias.content_bias, trace.bias.position_bias
-        )  # fmt: skip
-        prepare = _Prepare(
-            trace.scale,
-            trace.query.shape[1],
-            trace.side_by_side is not None,
-            bool(relative),
-            self.past is not None,
-            prior,
-        )
-        batched = (
-            trace.query,
-            trace.key[:, :, -keys:],
-            trace.value[:, :, -keys:],
-            trace.output if trace.side_by_side is None else trace.side_by_side,
-            self.probs,
-            head.expand(len(self.probs)),
-            *(() if self.past is None else (self.past,)),
-        )
-        return prepare, batched, (trace.out_weight, self.sigma, *relative)
+        query, key, value = (_pick(part, head) for part in (trace.query, trace.key, trace.value))
+        key, value = key[:, -keys:], value[:, -keys:]
+        relative: list[Tensor] = []
+        prepare: Prepare
+        if isinstance(trace.bias, RelativeBias) and not self.opaque:
+            bias = trace.bias
+            relative = [
+                part.index_select(0, head)
+                for part in (bias.positions[:, -keys:], bias.content_bias, bias.position_bias)
+            ]
+        if prior:
+            query, key = query.to(self.probs.dtype), key.to(self.probs.dtype)
+            batched, rest, prepare = [query, key], relative, _PreparePrior(trace.scale, bool(relative))
+        else:
+            weight = trace.out_weight.to(self.probs.dtype)
+            own = weight.index_select(0, head) * len(weight)  # W_h', [1 or B, D, dim]
+            precision = self.sigma.to(self.probs.dtype).square().reciprocal()
+            batched = [query, key, value, self._explained(weight, own) * precision, self.probs]
+            batched += [] if self.past is None else [self.past]
+            rest = [own @ own.transpose(1, 2) * (-0.5 * precision), *relative]
+            prepare = _Prepare(trace.scale, bool(relative), self.past is not None)
+        if len(head) > 1:  # each sequence has its own
+            return prepare, (*batched, *rest), ()
+        return prepare, tuple(batched), tuple(rest)
+
+    def _explained(self, weight: Tensor, own: Tensor) -> Tensor:
+        """W_h' u_i [B, T, D], by way of the heads' outputs if they are there, so that u itself is not kept."""
+        output, matrix = self.trace.output, own
+        if self.trace.side_by_side is not None:
+            output, matrix = self.trace.side_by_side, own @ weight.flatten(0, 1).t()
+        output = output.to(own.dtype)
+        if len(own) == 1:
+            return linear(output, matrix[0], kernels=self.kernels)
+        return output @ matrix.transpose(1, 2)
 
     def _bias(self, head: Tensor) -> Bias:
         """The trace's bias for one head of each sequence: [B, rows, keys]."""
         bias = self.trace.bias
         assert bias is not None
         batch, heads = self.trace.query.shape[:2]
-        chosen = head.expand(batch)
 
         def rows(start: int, stop: int) -> Tensor:
             block = bias(start, stop).expand(batch, heads, stop - start, self.trace.key.shape[2])
-            return _pick(block[..., -self.visible.keys :], chosen).to(self.probs.dtype)
+            return _pick(block[..., -self.visible.keys :], head).to(self.probs.dtype)
 
         return rows
 
 
 def _pick(tensor: Tensor, head: Tensor) -> Tensor:
-    """tensor [n, H, ...], head [n] -> [n, ...]."""
+    """tensor [B, H, ...], head [1] or [B] -> [B, ...]."""
+    if len(head) == 1:
+        if tensor.device.type == "cpu":
+            return tensor[:, int(head)]  # a view: nothing is copied, nothing more is kept
+        return tensor.index_select(1, head).squeeze(1)  # without waiting for the device
     index = head.view(-1, *(1,) * (tensor.dim() - 1)).expand(-1, 1, *tensor.shape[2:])
     return tensor.gather(1, index).squeeze(1)
 
@@ -193,7 +218,7 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
     Without gradients, by blocks of rows. Of `visible` all but the entropies counts: these are the attention's own.
 
     Args:
-        sample: of more than 32 tokens a sequence take four blocks of eight, evenly spread.
+        sample: of more than 16 tokens a sequence take four blocks of four, evenly spread.
     """
     batch, heads, length, _ = trace.query.shape
     visible = visible._replace(entropy=None)
@@ -207,13 +232,16 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
     sums = torch.zeros(batch, heads, dtype=exact, device=trace.query.device)
     counts = torch.zeros(batch, dtype=exact, device=trace.query.device)
     first = trace.key.shape[2] - visible.keys
+    query, bias = trace.query, trace.bias
     with torch.no_grad():
+        if isinstance(bias, RelativeBias) and visible.causal:
+            query, bias = query + bias.content_bias[:, None], bias.position
         for start, stop in blocks:
             seen = visible.seen(stop)
             key = trace.key[:, :, first : first + seen].to(exact)
-            scores = (trace.query[:, :, start:stop].to(exact) * trace.scale) @ key.transpose(2, 3)
-            if trace.bias is not None:
-                scores = scores + trace.bias(start, stop)[..., first : first + seen].to(exact)
+            scores = (query[:, :, start:stop].to(exact) * trace.scale) @ key.transpose(2, 3)
+            if bias is not None:
+                scores = scores + bias(start, stop)[..., first : first + seen].to(exact)
             entropies = torch.special.entr(torch.softmax(visible.hide_(scores, start), -1)).sum(-1)
             if visible.real is not None:
                 real = visible.real[:, visible.past + start : visible.past + stop]

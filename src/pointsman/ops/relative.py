@@ -41,11 +41,17 @@ class RelativeBias:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """[B, H, stop - start, S]."""
+        content = self.scale * (self.key @ self.content_bias[:, :, None]).transpose(2, 3)
+        return self.position(start, stop) + content
+
+    def position(self, start: int, stop: int) -> Tensor:
+        """The position term alone, [B, H, stop - start, S]."""
         batch, heads, length, _ = self.query.shape
-        keys = self.positions.shape[1]
+        keys, count = self.positions.shape[1], stop - start
         seen = keys - length + stop
         rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
-        products = rows @ F.pad(self.positions[:, keys - seen :], (0, 0, 0, 1)).transpose(1, 2)
-        position = by_key(products.flatten(0, 1)).view(batch, heads, stop - start, seen)
-        content = self.scale * (self.key @ self.content_bias[:, :, None]).transpose(2, 3)
-        return F.pad(position, (0, keys - seen)) + content
+        padded = F.pad(self.positions[:, keys - seen :], (0, 0, 0, 1))
+        # heads first: one matrix product a head, over the rows of all sequences
+        products = rows.transpose(0, 1).flatten(1, 2) @ padded.transpose(1, 2)
+        by_keys = by_key(products.view(heads * batch, count, seen + 1)).view(heads, batch, count, seen)
+        return F.pad(by_keys.transpose(0, 1), (0, keys - seen))
