@@ -95,6 +95,41 @@ def test_other_data_routers_splits_and_k_stay_out(tmp_path: Path) -> None:
     assert not table(run, "hyperrouter", "Table 1 (enwik8)").ours
 
 
+def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    write_comparison(path, ("hyperrouter",), (0,), top_k=(1, 8, 16), experts=16)
+    run = next((path / "runs").glob("*/seed-0"))
+    for variant, about, accuracy in (
+        ("sst2", {"freeze": [], "balance": None}, 0.8),
+        ("sst2,freeze=router", {"freeze": ["router"], "balance": None}, 0.1),
+        ("sst2,from-scratch", {"freeze": [], "balance": None, "from_scratch": True}, 0.2),
+    ):
+        tuned = write_run(
+            run / "finetune" / variant / "seed-0", "hyperrouter", metric="accuracy", values={8: accuracy, 16: accuracy}
+        )
+        config = json.loads((tuned / "config.json").read_text())
+        dump(tuned / "config.json", {**config, "data": "sst2"})
+        dump(tuned / "finetune.json", {"format": 1, **about})
+    beside = table(path, "hyperrouter", "Table 3")
+    assert list(beside.ours) == ["sst2, 400 steps (not the paper's setting)"]
+    rows = {(row[0], row[1]): row[2:] for row in beside.rows()}
+    assert rows["", "ours: sst2, 400 steps (not the paper's setting)"] == ["80.00", "-", "-", "-"]
+
+    words = write_run(tmp_path / "w", "smoe", values={2: 40.0}, metric="perplexity")
+    config = json.loads((words / "config.json").read_text())
+    dump(words / "config.json", {**config, "data": "wikitext-103"})
+    attacked = {"split": "test", "top_k": 2, "metric": "perplexity"}
+    results = [
+        {**attacked, "value": 99.0, "attack": {"kind": "word", "rate": 0.1}},
+        {**attacked, "value": 50.0, "attack": {"kind": "word", "rate": 0.025}},
+    ]
+    dump(words / "attacks-word-wikitext-103-test.json", {"results": results})
+    valid = {"split": "valid", "top_k": 2, "metric": "perplexity", "value": 39.0}
+    dump(words / "evaluation-wikitext-103-valid.json", {"results": [valid]})
+    rows = table(words, "mutual-inform", "Table 3").rows()
+    assert rows[2][2:] == ["39.00", "40.00", "-", "50.00"]
+
+
 def test_entropy_by_router(tmp_path: Path) -> None:
     run = enwik8_run(tmp_path / "r", "smoe", 0, {16: 1.5}, "small", 400_000)
     rows = table(run, "hyperrouter", "Tables 4 and A5").rows()

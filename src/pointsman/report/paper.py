@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pointsman.report.tables import Cell
 
 BAR = "\\|"
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
+FINETUNE = "finetune.json"
 COUNTED_SETTING = "counted from the model"
 
 
@@ -155,6 +157,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
     paths = [path] if isinstance(path, str | Path) else path
     trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
     runs = [run for one in trained for run in (one, *fine_tunings(one)) if run.done]
+    runs += [one for run in runs for one in finetuned(run)]
     tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
     return PaperTables(PAPERS[name], tables)
 
@@ -164,7 +167,7 @@ def measured(table: PublishedTable, runs: Sequence[Run]) -> dict[str, dict[tuple
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     for run in runs:
         for i, line in enumerate(table.lines):
-            if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
+            if not belongs(run, line):
                 continue
             for j, column in enumerate(table.columns):
                 found = figure(run, table, line, column)
@@ -176,13 +179,11 @@ def measured(table: PublishedTable, runs: Sequence[Run]) -> dict[str, dict[tuple
 def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float | None:
     """This run's figure for this cell, if it is the same data, split, k and quantity."""
     wanted = column.task if column.task is not None else table.data
-    if not wanted or dataset(run) != wanted or column.quantity in (*COUNTED, "none"):
+    if not wanted or column.quantity in (*COUNTED, "none"):
         return None
-    rows = [row for row in run.evaluation.get("results", ()) if isinstance(row, dict)]
-    if column.attacked:
-        rows += attacked_rows(run)
-    rows = [row for row in rows if row.get("split") == column.split and bool(row.get("attack")) == column.attacked]
-    by_k = {int(k): row for row in rows if (k := number(row.get("top_k"))) is not None}
+    rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
+    rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
+    by_k = {int(k): row for row in reversed(rows) if (k := number(row.get("top_k"))) is not None}
     if not by_k:
         return None
     row = by_k.get(column.top_k or line.top_k or max(by_k))
@@ -213,14 +214,49 @@ def attacked_rows(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
+def rows_about(run: Run, wanted: str) -> list[Mapping[str, Any]]:
+    """Results on this corpus or task: of evaluation.json, then of what `pointsman evaluate` wrote beside it."""
+    found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
+    for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
+        named = re.fullmatch(r"(?:evaluation|attacks-[a-z]+)-(.+)-(?:train|valid|test)", file.stem)
+        if named and re.split("[,:]", named[1])[0] == wanted:
+            found += read_json(file).get("results", ())
+    return [row for row in found if isinstance(row, dict)]
+
+
+def _is_papers_attack(row: Mapping[str, Any]) -> bool:
+    """Words swapped at the rate that `--attack-rate` defaults to; the paper does not state its own."""
+    attack = row.get("attack")
+    return isinstance(attack, dict) and attack.get("kind") == "word" and attack.get("rate") == 0.025
+
+
 def dataset(run: Run) -> str:
-    """What a run is about: its task, or its corpus without options and folders."""
-    return str(run.config.get("task") or Path(str(run.config.get("data", ""))).name.partition(":")[0])
+    """What a run is about: its corpus or task, without options and folders."""
+    return Path(str(run.config.get("data", ""))).name.partition(":")[0]
+
+
+def belongs(run: Run, line: Line) -> bool:
+    """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
+    if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
+        return False
+    about = read_json(run.path / FINETUNE)
+    if not about:
+        return line.balance is None and not line.frozen
+    frozen = "router" in (about.get("freeze") or ())
+    return not about.get("from_scratch") and frozen == line.frozen and number(about.get("balance")) == line.balance
+
+
+def finetuned(run: Run) -> list[Run]:
+    """The finished fine-tunings of a pre-trained run, the pre-trained run's seed as theirs."""
+    found = [read_run(file.parent) for file in sorted(run.path.glob(f"finetune/*/seed-*/{FINETUNE}"))]
+    return [replace(one, seed=1000 * run.seed + one.seed) for one in found if one.done]
 
 
 def setting(run: Run, table: PublishedTable) -> str:
     """Preset and steps, and whether they are the paper's."""
     preset, steps = str(run.config.get("preset") or "own settings"), run.steps
+    if (run.path / FINETUNE).is_file():
+        preset = run.path.parent.name
     told = preset if steps is None else f"{preset}, {steps:,} steps"
     if preset in table.presets and (table.steps is None or steps == table.steps):
         return told

@@ -141,7 +141,23 @@ def pairing(comparison: Comparison) -> list[str]:
         found.append(
             "These runs differ in data, steps or schedule of k: their differences are not those of the router."
         )
+    if len({_protocol_key(run) for run in comparison.runs.values() if run.done}) > 1:
+        found.append("These runs were evaluated in different ways (protocol): their figures are not comparable.")
+    places = {name for name in _PLACE if len({str(run.environment.get(name)) for run in comparison.runs.values()}) > 1}
+    if places:
+        found.append(
+            f"These runs were made in different places ({', '.join(sorted(places))}): times are not comparable, and "
+            "rounding differs."
+        )
     return found
+
+
+_PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
+
+
+def _protocol_key(run: Run) -> str:
+    found = run.evaluation.get("protocol")
+    return str(sorted(found.items()) if isinstance(found, dict) else found)
 
 
 def stochastic(router: str) -> bool:

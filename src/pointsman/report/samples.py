@@ -37,7 +37,7 @@ from pointsman.training.run import load_run
 EXPLORER = "explorer.json"
 Note = Callable[[str], None]
 MOST_TOKENS_OF_AN_EXPERT = 10
-LEVELS = 127  # of the square root of a probability: off by 0.004 at most, near 1
+LEVELS = 127  # of the square root of a probability: off by 0.008 at most, near 1
 
 
 @dataclass
