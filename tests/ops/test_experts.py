@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.ops import cpu
+from pointsman.ops import cpu, gemm
 from pointsman.ops.grouped import apply_experts
-from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
 from pointsman.ops.reference import ExpertParameters
 
 KERNELS = {gemm: Kernels("fast", gemm) for gemm in ("blas", "onednn")}
@@ -46,11 +46,11 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
 
 
 @pytest.mark.parametrize("k", [2, 4])
-@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+@pytest.mark.parametrize("backend", ["blas", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, gemm: str, k: int) -> None:
+def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, backend: str, k: int) -> None:
     # several chunks where k = E, several bucket sizes where not
-    problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[gemm]))
+    problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[backend]))
 
 
 @pytest.mark.parametrize("k", [2, 6])
@@ -120,8 +120,8 @@ def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeyp
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a weight gradient was computed")
 
-    for gemm in ("Blas", "OneDNN"):
-        monkeypatch.setattr(f"pointsman.ops.gemm.{gemm}.weight_gradient", refuse)
+    for backend in ("Blas", "OneDNN"):
+        monkeypatch.setattr(f"pointsman.ops.gemm.{backend}.weight_gradient", refuse)
     for k in (2, 6):
         case = problem(k=k)
         for tensor in case.parameters:
@@ -134,9 +134,44 @@ def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeyp
             run(trained).sum().backward()
 
 
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize(("activation", "gated"), [("relu", False), ("gelu", False), ("silu", True)])
+def test_backward_can_run_twice(problem: Callable[..., Any], activation: str, gated: bool, k: int) -> None:
+    case = problem(k=k, activation=activation, gated=gated)
+    output, gradient = run(case), torch.randn(40, 24)
+    first = torch.autograd.grad(output, case.leaves, gradient, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(output, case.leaves, gradient), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_default_dtype_and_device_do_not_matter(problem: Callable[..., Any]) -> None:
+    case = problem(dropped=0.2)
+    gemm.onednn_works.cache_clear()
+    measure_kernels.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.1)
+            output.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (output.dtype, output.device.type) == (torch.float32, "cpu")
+    assert case.hidden.grad is not None
+
+
+def test_subclasses_of_tensor_take_the_plain_path(problem: Callable[..., Any]) -> None:
+    class Wrapped(Tensor):
+        pass
+
+    case = problem()
+    expected = run(case, PLAIN)
+    case.hidden = case.hidden.detach().as_subclass(Wrapped)
+    assert torch.equal(run(case).as_subclass(Tensor), expected)
+
+
 def test_second_derivatives_are_refused(problem: Callable[..., Any]) -> None:
     case = problem()
-    with pytest.raises(RuntimeError, match="second derivatives.*PLAIN"):
+    with pytest.raises(RuntimeError, match=r"second derivatives.*PLAIN"):
         torch.autograd.grad(run(case).sum(), case.hidden, create_graph=True)
     (first,) = torch.autograd.grad(run(case, PLAIN).sum(), case.hidden, create_graph=True)
     first.square().sum().backward()

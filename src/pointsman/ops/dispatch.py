@@ -38,7 +38,7 @@ def slots_of_tokens(experts: Tensor) -> Slots:
     flat = experts.reshape(-1)
     valid = flat.numpy() >= 0
     if valid.all():
-        return Slots(flat, torch.arange(0, tokens * k, k) if k else flat.new_zeros(tokens), k, None)
+        return Slots(flat, torch.arange(0, tokens * k, k, device=flat.device), k, None)
     chosen = torch.from_numpy(np.flatnonzero(valid))
     return Slots(flat.index_select(0, chosen), _starts(valid.reshape(tokens, k).sum(1)), 0, chosen)
 

@@ -128,7 +128,7 @@ def onednn_works(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     rows, weight, bias, total, gradient = draw(24, 40), draw(56, 40), draw(56), draw(24, 56), draw(24, 56)
 
@@ -138,11 +138,11 @@ def onednn_works(dtype: torch.dtype) -> bool:
 
     exact: Any = [tensor.double() for tensor in (rows, weight, bias, total, gradient)]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             kept = rows.clone()
             right = close(_onednn_linear(rows, weight, bias, True), (exact[0] @ exact[1].t() + exact[2]).relu())
             if dtype == torch.float32:
-                wide, narrow = torch.empty(56, 40), torch.empty(40, 56)
+                wide, narrow = draw(56, 40), draw(40, 56)
                 ONEDNN.weight_gradient(wide, gradient, rows)
                 ONEDNN.weight_gradient(narrow, rows, gradient)
                 right &= close(ONEDNN.product(gradient, weight), exact[4] @ exact[1])

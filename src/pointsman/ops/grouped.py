@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pointsman.ops import compiled, cpu, cuda, reference
 from pointsman.ops.kernels import Kernels
@@ -57,13 +58,11 @@ def _apply(
         weight, token, expert = routing.weights, None, routing.experts
     else:
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
-    dtypes = {tensor.dtype for tensor in (hidden, *parameters) if tensor is not None}
-    fast = (kernels is None or kernels.path == "fast") and expert.numel() > 0
-    kind = hidden.device.type
-    if fast and kind == "cuda" and len(dtypes) == 1 and dtypes <= cuda.DTYPES:
+    path = _path(hidden, parameters, expert, kernels)
+    if path == "cuda":
         return cuda.apply(hidden, weight, token, expert, parameters, activation, dropout)
-    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
-    if not (fast and kind == "cpu" and len(dtypes) == 1 and dtypes <= cpu.DTYPES):
+    seed = torch.randint(2**62, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
+    if path == "plain":
         generator = torch.Generator(hidden.device).manual_seed(int(seed)) if dropout else None
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
@@ -73,6 +72,20 @@ def _apply(
         return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, gemm)
     options = cpu.Options(activation, dropout, int(seed), gemm)
     return cpu.apply(hidden, weight, cpu.Assignments(token, expert), parameters, options)
+
+
+def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels: Kernels | None) -> str:
+    """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
+    tensors = [hidden, *(tensor for tensor in parameters if tensor is not None)]
+    if (kernels is not None and kernels.path == "plain") or not expert.numel():
+        return "plain"
+    if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
+        return "plain"  # sharded over processes, quantised, …
+    kind, dtypes = hidden.device.type, {tensor.dtype for tensor in tensors}
+    return kind if len(dtypes) == 1 and dtypes <= _DTYPES.get(kind, set()) else "plain"
+
+
+_DTYPES = {"cpu": cpu.DTYPES, "cuda": cuda.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from pointsman._errors import did_you_mean
 from pointsman.ops.gemm import Gemm, choose, onednn_works
@@ -61,8 +62,11 @@ def measure_kernels() -> Kernels:
     if not onednn_works(torch.float32):
         return Kernels(gemm="blas")
     generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(1024, 256, generator=generator), torch.randn(512, 256, generator=generator)
-    gradient, output = torch.randn(1024, 512, generator=generator), torch.empty(512, 256)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    rows, weight, gradient, output = draw(1024, 256), draw(512, 256), draw(1024, 512), draw(512, 256)
 
     def seconds(gemm: Gemm) -> float:
         start = time.perf_counter()
@@ -72,7 +76,7 @@ def measure_kernels() -> Kernels:
         return time.perf_counter() - start
 
     best = {"blas": float("inf"), "onednn": float("inf")}
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         for _ in range(9):  # interleaved: another program's burst meets both
             for name in best:
                 best[name] = min(best[name], seconds(choose(name, torch.float32)))

@@ -31,7 +31,7 @@ def empty_gradient(parameter: Tensor) -> Tensor:
         else:
             index = len(storages)
             storages.append(_storage(parameter.nbytes))
-        output = torch.empty(0, dtype=parameter.dtype)
+        output = torch.empty(0, dtype=parameter.dtype, device="cpu")
         return output.set_(storages[index], 0, parameter.shape, parameter.stride())
 
 
@@ -62,7 +62,7 @@ def _counts_holders() -> bool:
     storage = _storage(4)
     try:
         alone = _tensor_holders(storage)
-        tensor = torch.empty(0).set_(storage, 0, (1,), (1,))
+        tensor = torch.empty(0, device="cpu").set_(storage, 0, (1,), (1,))
         view = tensor.view(1).detach()
         held = _tensor_holders(storage)
         del tensor
