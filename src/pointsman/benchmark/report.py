@@ -67,7 +67,7 @@ def markdown(benchmark: Benchmark) -> str:
     ]
     for result in benchmark.results:
         ours, peers = result.times["pointsman"], result.peers()
-        best = min(peers, key=lambda name: peers[name].milliseconds, default=None)
+        best = min(peers, key=lambda name: peers[name].ratio(ours), default=None)
         speedup = result.speedup()
         lines.append(
             f"| {result.case.label} | {_ratio(ours, result)} | {best or '-'} | "

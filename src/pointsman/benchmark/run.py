@@ -15,7 +15,7 @@ from typing import Any
 from pointsman.benchmark.cases import Case, cases, growth
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 
-WARM_UP = 2
+WARM_UP = 8  # rounds
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
 
 
@@ -123,17 +123,32 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
                 answer = process.ask("memory", 0)
                 times[name].memory = answer.get("memory")
             times[name].error = answer.get("error")
-        start = time.monotonic()
-        for turn in range(15 + WARM_UP):
-            passed = time.monotonic() - start
-            if (turn >= 3 + WARM_UP and passed > seconds) or (turn > WARM_UP and passed > 4 * seconds):
+        turn = _warm_up(processes, times, seconds)
+        start, first = time.monotonic(), turn
+        while turn < first + 15:
+            passed, rounds = time.monotonic() - start, turn - first
+            if (rounds >= 3 and passed > seconds) or (rounds and passed > 4 * seconds):
                 break
             for process in processes:
                 _measure(process, times[process.name], turn)
+            turn += 1
     finally:
         for process in processes:
             process.close()
     return Result(case, times)
+
+
+def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> int:
+    """Rounds that do not count: libraries build kernels for row counts that they meet. Returns how many."""
+    start, turn = time.monotonic(), 0
+    while turn < 2 or (turn < WARM_UP and time.monotonic() - start < seconds):
+        for process in processes:
+            _measure(process, times[process.name], turn)
+        turn += 1
+    for one in times.values():
+        one.forward.clear()
+        one.total.clear()
+    return turn
 
 
 def _measure(process: Process, times: Times, turn: int) -> None:
@@ -142,7 +157,7 @@ def _measure(process: Process, times: Times, turn: int) -> None:
     time.sleep(PAUSE)
     answer = process.ask("measure", 10 * turn)
     times.error = answer.get("error")
-    if times.error is None and turn >= WARM_UP:
+    if times.error is None:
         times.forward.append(answer["forward"])
         times.total.append(answer["total"])
 
@@ -179,9 +194,10 @@ def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, li
                 pair = {process.name: Times() for process in (ours, limit)}
                 for process in (ours, limit):
                     process.ask("build", [process.name, case.to_dict()])
-                for turn in range(rounds + WARM_UP):
+                before = _warm_up((ours, limit), pair, seconds=1.0)
+                for turn in range(rounds):
                     for process in (ours, limit):
-                        _measure(process, pair[process.name], turn)
+                        _measure(process, pair[process.name], before + turn)
                 value = {"tokens": case.tokens, "experts": case.num_experts, "k": case.k}[axis]
                 mine = pair["pointsman"]
                 curves[axis].append(Point(value, mine.milliseconds, mine.ratio(pair["limit"])))

@@ -20,7 +20,9 @@ examples:
 def parser() -> Parser:
     flags = Parser("bench", "Measure the MoE layer against its limit and its peers, on this machine.", EPILOG)
     flags.add_argument("--quick", action="store_true", help="a minute's worth: configuration a, one token of decoding")
-    flags.add_argument("--peers", type=words, metavar="A,B", help="only these peers, or none (default: all installed)")
+    flags.add_argument(
+        "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"
+    )
     flags.common("where layer.md, layer.json and layer.svg go (default: runs/bench)")
     return flags
 
