@@ -171,6 +171,7 @@ class _Audit:
         self.fluctuation: dict[str, Fluctuation] = {}
         self.other_loss = [0.0, 0]
         self.counts = dict.fromkeys(KINDS, 0)
+        self.failed: dict[int | None, str] = {}
         self.experts: dict[str, int] = {}
         self.width: dict[str, int] = {}
 
@@ -182,6 +183,8 @@ class _Audit:
         of_kind = {kind: (batch.kinds == index).reshape(-1) for index, kind in enumerate(KINDS)}
         first: dict[str, Routing] = {}
         for k in self.ks:
+            if k in self.failed:
+                continue
             seen: dict[str, Routing] = {}
 
             def hear(layer: str, routing: Routing, hidden: Tensor, k: int | None = k, seen: Any = seen) -> None:
@@ -195,8 +198,14 @@ class _Audit:
                 if kept is not None:
                     sample.take(k == self.own, layer, routing, hidden, kept)
 
-            with self._at(k), self.ears.listen(hear, of_kind["text"], rounding=k == self.own):
-                self._read(self.model, batch, self.losses[k])
+            try:
+                with self._at(k), self.ears.listen(hear, of_kind["text"], rounding=k == self.own):
+                    self._read(self.model, batch, self.losses[k])
+            except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at a k that is not their own
+                if k == self.own:
+                    raise
+                self.failed[k] = f"k = {k}: {type(self.model).__name__} itself fails ({error})"
+                continue
             if k == self.own:
                 first = seen
             else:
@@ -234,8 +243,11 @@ class _Audit:
     def _read(self, model: nn.Module, batch: TextBatch, into: list[Any]) -> None:
         device = next(model.parameters()).device
         ids = batch.ids.to(device)
-        inputs = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
+        config = getattr(model, "config", None)
+        if hasattr(config, "use_cache"):
+            inputs["use_cache"] = False
+        if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = ids
         output = model(**inputs)
         logits = getattr(output, "logits", None)
@@ -283,7 +295,7 @@ class _Audit:
                 one["fluctuation"] = self.fluctuation[layer].result()
             layers[layer] = one
         quality = []
-        for k in sorted(self.ks, key=lambda value: value or 0):
+        for k in sorted(set(self.ks) - self.failed.keys(), key=lambda value: value or 0):
             total, count = self.losses[k]
             loss = total / count if count else None
             routers = {
@@ -309,6 +321,6 @@ class _Audit:
             layers=layers,
             against={"loss": total / count if count else None} if self.other is not None else None,
             protocol=protocol,
-            notes=[*notes, *silent],
+            notes=[*notes, *self.failed.values(), *silent],
             sample=sample,
         )

@@ -1,0 +1,117 @@
+"""`pointsman audit MODEL`: the health and the any-k quality of a Hugging Face mixture of experts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman.cli.options import Parser, choose_device, k_list, token_budget, whole
+
+EPILOG = """examples:
+  pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
+  pointsman audit ./my-mixtral --data notes.txt --out audits/my-mixtral
+  pointsman audit ./tuned --against ./before --data chats.jsonl
+
+--data: a data set's name, a text file, or JSON lines with "text" or "messages" (a conversation).
+The figures and their conventions: docs/huggingface.md.
+"""
+PIECE = 1 << 16
+
+
+def parser() -> Parser:
+    flags = Parser("audit", "Health and any-k quality of a Hugging Face mixture of experts.", EPILOG)
+    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
+    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH", help="default: stdlib")
+    flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
+    flags.add_argument(
+        "--top-k", type=k_list, metavar="K,K", help="default: 1, 2, 4, … up to four times its own, its own"
+    )
+    flags.add_argument(
+        "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
+    )
+    flags.add_argument("--length", type=whole(2), default=512, metavar="N", help="tokens a row (default: 512)")
+    flags.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="rows a forward (default: 4)")
+    flags.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: as saved")
+    flags.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default: audit-NAME)")
+    flags.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    device = choose_device(values.device)
+    texts = read_texts(values.data)
+    from pointsman.cli.progress import Display
+    from pointsman.hf import audit
+
+    model, tokenizer = load(values.model, values.dtype, device)
+    against = None if values.against is None else load(values.against, values.dtype, device)[0]
+    budget = None if values.eval_tokens == "all" else values.eval_tokens
+    with Display() as display:
+        display.phase("audit", total=budget or 0)
+        result = audit(
+            model,
+            tokenizer,
+            texts,
+            top_k=values.top_k,
+            against=against,
+            max_tokens=budget,
+            length=values.length,
+            batch_size=values.batch_size,
+            progress=lambda done, _: display.advance(done, {}),
+        )
+    print(result.markdown())
+    out = result.save(values.out or Path(f"audit-{Path(values.model).name}"), data=values.data)
+    print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)
+    return 0
+
+
+def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Model and tokenizer from a folder or the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return model.to(device), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{name}: not a model that transformers can load: {str(error).splitlines()[0]}") from None
+
+
+def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
+    """The texts of a file, or those of a data set's test split; a missing file is told at once."""
+    path = Path(data)
+    if path.is_file():
+        return _lines(path) if path.suffix in (".jsonl", ".json") else _pieces(path)
+    from pointsman.training.run_directory import open_corpus
+
+    corpus = open_corpus(data)
+    return iter([corpus.vocabulary.decode(corpus.split("test"))])
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while piece := file.read(PIECE):
+            yield piece
+
+
+def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                raise RunError(f"{path}, line {number}: not JSON") from None
+            found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
+            if not isinstance(found, (str, list)):
+                raise RunError(f'{path}, line {number}: needs "text" or "messages", found {_names(row)}')
+            yield found
+
+
+def _names(row: Any) -> str:
+    return ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__

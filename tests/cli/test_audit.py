@@ -1,0 +1,67 @@
+"""`pointsman audit` as a user runs it, on a tiny saved model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pointsman.cli.main import main
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.hf import zoo
+    from tests.hf.test_audit import tokenizer
+    from tests.hf.test_replace import spread
+
+    folder = tmp_path_factory.mktemp("model")
+    spread(zoo.tiny_model("olmoe")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_audit(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 w5 " * 40)
+    words = ["audit", str(saved), "--data", str(text), "--top-k", "1,2", "--length", "32", "--device", "cpu"]
+    assert main([*words, "--against", str(saved), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "# Audit of OlmoeForCausalLM" in shown
+    found = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert [row["top_k"] for row in found["quality"]] == [1, 2]
+    assert found["tokens"]["text"] == 200
+    assert found["layers"]["model.layers.0.mlp"]["fluctuation"]["top1"] == 0
+
+
+def test_conversations(saved: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]}] * 3
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["audit", str(saved), "--data", str(file), "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    tokens = json.loads((tmp_path / "out" / "audit.json").read_text())["tokens"]
+    assert (tokens["text"], tokens["template"]) == (15, 18)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["nowhere/model"], "nowhere/model"),
+        ([None, "--top-k", "9"], "from 1 to 8"),
+        ([None, "--data", "no-such-data"], "no-such-data"),
+        ([None, "--data", "BAD"], "line 1"),
+    ],
+)
+def test_bad_input(
+    saved: Path, tmp_path: Path, changes: list[str | None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"texts": 1}')
+    given = [str(saved) if word is None else str(bad) if word == "BAD" else word for word in changes]
+    assert main(["audit", *given, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
