@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pointsman import __version__
+from pointsman.benchmark.implementations import LIMITS
 from pointsman.benchmark.run import Benchmark, Result, Times
 
 
@@ -122,6 +123,9 @@ def write(benchmark: Benchmark, folder: Path) -> list[Path]:
     return written
 
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
+
 def plot(benchmark: Benchmark, path: Path) -> Path:
     """Bars: every implementation's time over the limit, case by case; curves: growth."""
     import matplotlib
@@ -132,7 +136,7 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     axes_count = 1 + len(benchmark.growth)
     figure, axes = pyplot.subplots(axes_count, 1, figsize=(9, 3 + 2.4 * axes_count), squeeze=False)
     bars = axes[0, 0]
-    names = [name for name in benchmark.results[0].times if name not in ("limit", "limit (reading weights)")]
+    names = list(dict.fromkeys(name for result in benchmark.results for name in result.times if name not in LIMITS))
     width = 0.8 / len(names)
     for offset, name in enumerate(names):
         heights = []
@@ -143,7 +147,7 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
     bars.set_ylabel("time over the limit")
-    labels = [f"{r.case.name} k{r.case.k}\n{r.case.tokens}\n{r.case.dtype[:4]}" for r in benchmark.results]
+    labels = [f"{r.case.name} k{r.case.k}\n{r.case.tokens}\n{_SHORT[r.case.dtype]}" for r in benchmark.results]
     bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=6)
     bars.legend(fontsize=7, ncols=2)
     for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
