@@ -9,14 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors
+import safetensors.torch
+import torch
 
 from pointsman.cli.main import main
+from pointsman.models.transformer_xl import TransformerXL
+from pointsman.training.config import RunConfig
+from pointsman.training.run import load_run
 
 TEXT = "".join(f"the {i}th wagon leaves on track {i * i % 7}; the pointsman sets the points.\n" for i in range(900))
 SMALL = [
     "--set", "model.dim=16", "--set", "model.num_heads=2", "--set", "model.head_dim=8", "--set", "model.hidden_dim=16",
     "--set", "model.num_experts=4", "--set", "batch_size=4", "--set", "segment_length=16", "--set", "memory_length=16",
-    "--set", "eval_batch_size=4", "--set", "eval_segment_length=16", "--set", "valid_tokens=256", "--set", "log_every=1",
+    "--set", "eval_batch_size=4", "--set", "eval_segment_length=16", "--set", "valid_tokens=256",
+    "--set", "log_every=1",
 ]  # fmt: skip
 
 
@@ -88,6 +95,23 @@ def test_other_settings_are_refused_and_another_evaluation_is_not(
 
 
 @pytest.mark.slow
+def test_rows_on_other_data_or_evaluated_otherwise_are_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(arguments(text, out, routers="smoe")) == 0
+    assert main([*arguments(text, out, routers="switch"), "--eval-tokens", "256"]) == 2
+    assert "eval_tokens is 512 there, 256 here" in capsys.readouterr().err
+    assert main(arguments(text, out, routers="dense")) == 0
+    command = json.loads((out / "comparison.json").read_text())["command"]
+    assert "--routers smoe,dense " in command  # makes the whole table, not the last row alone
+    text.write_text(TEXT[::-1])
+    assert main(arguments(text, out, routers="switch")) == 2
+    assert "other data" in capsys.readouterr().err
+    assert set(evaluations(out)) == {f"runs/{router}/seed-0/evaluation.json" for router in ("smoe", "dense")}
+
+
+@pytest.mark.slow
 def test_finished_rows_need_no_checkpoints(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(arguments(text, out, routers="smoe")) == 0
@@ -128,3 +152,34 @@ def test_interrupted_it_goes_on_where_it_was(text: Path, tmp_path: Path) -> None
             for out in (broken, whole)
         )
         assert one == other
+
+
+def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
+    """config.json and weights make the model again; materialized, HyperRouter is a plain linear router."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    words = ["train", "--router", "hyperrouter", "--data", str(text), "--steps", "2", "--eval-tokens", "512"]
+    assert main([*words, *SMALL, "--out", str(run)]) == 0
+    assert main(["export", str(run), "--out", str(plain), "--materialize"]) == 0
+    config = RunConfig.from_json((plain / "config.json").read_text())
+    assert config.model.router == "smoe|smoe"
+    model = TransformerXL(config.model).eval()
+    assert safetensors.torch.load_model(model, plain / "model.safetensors") == (set(), [])
+    tokens = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, load_run(run).model(tokens).logits)
+
+
+def test_an_export_that_cannot_be_written(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", "--router", "smoe", "--data", str(text), "--steps", "1", "--eval-tokens", "512"]
+    assert main([*words, *SMALL, "--out", str(run)]) == 0
+    capsys.readouterr()
+
+    def full(*_: object, **__: object) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_model", full)
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "No space left" in capsys.readouterr().err

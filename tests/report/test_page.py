@@ -124,7 +124,16 @@ def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
     assert len(notes) == 3
     assert notes[1].startswith("thor, switch:jitter=0.01: draws random numbers")
     assert notes[2].startswith("dense: no experts")
-    assert len(pairing(read_comparison(write_comparison(tmp_path / "d", ("smoe", "hyperrouter"), (0,))))) == 1
+    other = write_comparison(tmp_path / "d", ("smoe", "hyperrouter"), (0,))
+    assert len(pairing(read_comparison(other))) == 1
+    run = read_comparison(other).runs["hyperrouter", 0].path / "evaluation.json"
+    run.write_text(run.read_text().replace('"segment_length": 128', '"segment_length": 64'))
+    place = run.with_name("environment.json")
+    place.write_text(place.read_text().replace('"cpu"', '"cuda"'))
+    notes = pairing(read_comparison(other))
+    assert len(notes) == 3
+    assert "evaluated in different ways" in notes[1]
+    assert "(device)" in notes[2]
 
 
 def test_command_quotes(tmp_path: Path) -> None:

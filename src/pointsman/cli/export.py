@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pointsman._errors import RunError
 from pointsman.cli.options import Parser
 
 EPILOG = """examples:
@@ -20,12 +20,13 @@ def parser() -> Parser:
     flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     flags.add_argument("--format", default="safetensors", choices=("safetensors",), help="default: safetensors")
     flags.add_argument("--materialize", action="store_true", help="generated and frozen routers as plain linear ones")
-    flags.common("the folder to write (default: RUN/export)")
+    flags.common("the folder to write (default: RUN/export)", settings="")
     return flags
 
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
+    import safetensors
     import safetensors.torch
 
     from pointsman.control import materialize, named_routers
@@ -42,10 +43,14 @@ def run(arguments: Sequence[str]) -> int:
     with disk_errors(out, "the weights were not written"):
         out.mkdir(parents=True, exist_ok=True)
         aside = out / "model.safetensors.part"
-        safetensors.torch.save_model(saved.model, str(aside), metadata={"format": "pt"})
-        aside.replace(out / "model.safetensors")
-    about = {**config.to_dict(), "step": saved.step}
-    write_whole(out / "config.json", json.dumps(about, indent=2) + "\n")
+        try:
+            metadata = {"format": "pt", "step": str(saved.step)}
+            safetensors.torch.save_model(saved.model, str(aside), metadata=metadata)
+            aside.replace(out / "model.safetensors")
+        except safetensors.SafetensorError as error:
+            aside.unlink(missing_ok=True)
+            raise RunError(f"{out}: the weights were not written: {error}") from None
+    write_whole(out / "config.json", config.to_json())
     write_whole(out / "vocabulary.json", saved.vocabulary.to_json())
     print(out)
     return 0

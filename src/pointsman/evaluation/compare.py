@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from pointsman.training.trainer import train
 
 FORMAT = 1
 PLAN = "comparison.json"
+PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
+"""Settings that may change between two calls, but not between the rows of a table."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,34 @@ def merged(plan: Plan, out: Path) -> Plan:
         told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
         raise RunError(f"{out} holds a comparison with other settings: {told}; choose another --out")
     routers = tuple(dict.fromkeys([*before["routers"], *plan.routers]))
-    return replace(plan, routers=routers, seeds=tuple(sorted({*before["seeds"], *plan.seeds})))
+    seeds = tuple(sorted({*before["seeds"], *plan.seeds}))
+    differing = [key for key in PROTOCOL if ours.get(key) != theirs.get(key)]
+    others = [f"{router}, seed {seed}" for router in before["routers"] for seed in before["seeds"]
+              if router not in plan.routers or seed not in plan.seeds]  # fmt: skip
+    if differing and others:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(
+            f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
+            f"well ({'; '.join(others)}): they are then evaluated anew"
+        )
+    return replace(plan, routers=routers, seeds=seeds, command=_whole_command(plan.command, routers, len(seeds)))
 
 
-def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str]) -> None:
-    """Writes `comparison.json`; `kernels` are those of all its runs."""
+def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
+    """The command with all rows and seeds of the directory, so that it makes the whole table anew."""
+    words = shlex.split(command)
+    for flag, value in (("--routers", ",".join(routers)), ("--seeds", str(seeds))):
+        if flag in words[:-1]:
+            words[words.index(flag) + 1] = value
+        elif any(word.startswith(f"{flag}=") for word in words):
+            words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
+        elif words and value != "1":
+            words += [flag, value]
+    return shlex.join(words)
+
+
+def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str], data: str) -> None:
+    """Writes `comparison.json`; `kernels` are those of all its runs, `data` the fingerprint of their corpus."""
     values = {
         "format": FORMAT,
         "settings": plan.settings(),
@@ -118,6 +144,7 @@ def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str]) -> None:
         "seeds": list(plan.seeds),
         "command": plan.command,
         "kernels": dict(kernels),
+        "data": data,
     }
     write_whole(out / PLAN, json.dumps(values, indent=2) + "\n")
 
@@ -163,9 +190,13 @@ def compare(
     _check_lengths(plan.base, corpus)
     out.mkdir(parents=True, exist_ok=True)
     with alone(out):
-        recorded = (read_plan(out) or {}).get("kernels")
-        kernels = choose_kernels(plan.base, recorded, None)
-        write_plan(whole, out, kernels.to_dict())
+        before = read_plan(out) or {}
+        if before.get("data", corpus.fingerprint) != corpus.fingerprint:
+            raise RunError(
+                f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
+            )
+        kernels = choose_kernels(plan.base, before.get("kernels"), None)
+        write_plan(whole, out, kernels.to_dict(), corpus.fingerprint)
         todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
         for number, (router, seed) in enumerate(todo, 1):
             config, path = plan.config(router, seed), run_path(out, router, seed)
