@@ -48,6 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ([*COMPARE, "--set", "learning_rate"], "KEY=VALUE"),
         ([*COMPARE, "--set", "learning_rate=fast"], "a number"),
         ([*COMPARE, "--device", "tpu9"], "cpu, cuda"),
+        ([*COMPARE, "--device", "meta"], "allowed here is cpu"),
         (["train", "hyperrouter-enwik8-smal"], "did you mean 'hyperrouter-enwik8-small'"),
         (["train", "hyperrouter-enwik8-small", "--preset", "tiny"], "brings its own preset"),
         (["routers", "hyperouter"], "did you mean 'hyperrouter'"),
@@ -134,6 +135,33 @@ def test_config_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     file.write_text('routers = "smoe"\n[set]\nlearning_rate = "x"\n')
     assert "learning_rate" in refused(capsys, "compare", "--config", str(file))
     assert "No such file" in refused(capsys, "compare", "--config", str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "says"),
+    [
+        ("compare", '{"steps": 0}', "--steps: '0'"),
+        ("compare", '{"steps": null}', "whole numbers from 1"),
+        ("compare", '["steps"]', "not a list"),
+        ("compare", '{"routers": ["smoe"], "set": ["learning_rate"]}', "KEY=VALUE"),
+        ("compare", '{"routers": ["smoe"], "set": {"model": {"dimm": 8}}}', "unknown setting 'model.dimm'"),
+        ("compare", '{"tensorboard": "no"}', "true and false"),
+        ("compare", '{"config": "other.json"}', "unknown flag 'config'"),
+        ("export", '{"format": "pickle"}', "invalid choice"),
+    ],
+)
+def test_values_in_config_files_are_checked_as_flags_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, content: str, says: str
+) -> None:
+    file = tmp_path / "flags.json"
+    file.write_text(content)
+    assert says in refused(capsys, command, *(["run"] if command == "export" else []), "--config", str(file))
+
+
+def test_settings_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'eval_memory_length'" in refused(capsys, "evaluate", "run", "--set", "memory_length=8")
+    assert "nothing to set" in refused(capsys, "report", "run", "--set", "x=1")
+    assert "nothing to set" in refused(capsys, "export", "run", "--set", "x=1")
 
 
 def test_help_is_there_for_every_command_and_loads_no_torch() -> None:

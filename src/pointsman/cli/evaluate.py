@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.attacks import add_attack_flags, run_attacks
-from pointsman.cli.options import Parser, aligned, choose_device, k_list, token_budget
+from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
 
 EPILOG = """examples:
@@ -19,6 +21,9 @@ EPILOG = """examples:
   pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
   pointsman evaluate runs/compare-enwik8-tiny --attack word               (every run of a comparison, and its tables)
 """
+
+
+SETTINGS = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "precision")
 
 
 def parser() -> Parser:
@@ -31,14 +36,23 @@ def parser() -> Parser:
         "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
     )
     add_attack_flags(flags)
-    flags.common("where evaluation-DATA-SPLIT.json goes (default: the run directory)")
+    flags.common(
+        "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
+        settings="how to evaluate: " + ", ".join(SETTINGS),
+    )
     return flags
 
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
+    changes = overrides(values.set)
+    for key in changes:
+        if key not in SETTINGS:
+            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
     device = choose_device(values.device)
     if values.attack or (values.run / "finetune.json").is_file():
+        if changes:
+            raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         return run_attacks(values, device)
     from pointsman.evaluation.compare import slug
     from pointsman.training.checkpoint import write_whole
@@ -49,7 +63,8 @@ def run(arguments: Sequence[str]) -> int:
         saved = load_run(values.run, device=device, note=display.note)
         corpus = saved.corpus(values.data, progress=display.data)
         given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
-        budget = saved.config.with_overrides(given).eval_tokens
+        saved = replace(saved, config=saved.config.with_overrides({**changes, **given}))
+        budget = saved.config.eval_tokens
         results = saved.evaluate(
             corpus.split(values.split), split=values.split, top_k=values.top_k, budget=budget, watch=display, stop=stop
         )

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise RunError(f"{self.prog}: {message}")
 
-    def common(self, out: str) -> None:
-        """--out, --device, --config, --set."""
+    def common(self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3") -> None:
+        """--out, --device, --config, --set; `settings` says what --set takes: "" = nothing."""
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
@@ -38,8 +38,9 @@ class Parser(argparse.ArgumentParser):
             action="append",
             default=[],
             metavar="KEY=VALUE",
-            help="any setting of the run, e.g. learning_rate=1e-3",
+            help=settings or "this command has nothing to set",
         )
+        self.has_settings = bool(settings)
 
     def flags(self) -> list[str]:
         return [word for action in self._actions for word in action.option_strings if word.startswith("--")]
@@ -55,32 +56,58 @@ class Parser(argparse.ArgumentParser):
         if getattr(values, "config", None) is not None:
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
+        if getattr(values, "set", None) and not self.has_settings:
+            raise RunError(f"{self.prog}: --set {values.set[0]!r}: this command has nothing to set")
         return values
 
     def _from_file(self, path: Path) -> dict[str, Any]:
+        where = f"{self.prog}: --config {path}"
         try:
             text = path.read_text(encoding="utf-8")
             table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except OSError as error:
-            raise RunError(f"{self.prog}: --config {path}: {error.strerror}") from None
+            raise RunError(f"{where}: {error.strerror}") from None
         except ValueError as error:
-            raise RunError(f"{self.prog}: --config {path}: not {path.suffix or '.toml'}: {error}") from None
+            raise RunError(f"{where}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+        if not isinstance(table, dict):
+            raise RunError(f"{where}: allowed is a table of flags and values, not a {type(table).__name__}")
         actions = {word[2:]: action for action in self._actions for word in action.option_strings if word[:2] == "--"}
+        actions = {flag: action for flag, action in actions.items() if flag not in ("help", "config")}
         values: dict[str, Any] = {}
         for key, value in table.items():
             flag = key.replace("_", "-")
             if flag not in actions:
-                raise RunError(f"{self.prog}: --config {path}: unknown flag {key!r}: {did_you_mean(flag, actions)}")
-            action = actions[flag]
-            if action.dest == "set":
-                pairs = value.items() if isinstance(value, dict) else (one.split("=", 1) for one in value)
-                values["set"] = [f"{name}={setting}" for name, setting in pairs]
-            elif isinstance(action, argparse._StoreTrueAction):
-                values[action.dest] = bool(value)
-            else:
-                text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-                values[action.dest] = self._get_value(action, text)
+                raise RunError(f"{where}: unknown flag {key!r}: {did_you_mean(flag, actions)}")
+            try:
+                values[actions[flag].dest] = self._file_value(actions[flag], value)
+            except argparse.ArgumentError as error:
+                raise RunError(f"{where}: {error}") from None
         return values
+
+    def _file_value(self, action: argparse.Action, value: Any) -> Any:
+        """A flag's value from a file, checked as on the command line."""
+        if isinstance(action, argparse._StoreTrueAction):
+            if not isinstance(value, bool):
+                raise argparse.ArgumentError(action, f"{value!r}: allowed are true and false")
+            return value
+        if isinstance(action, argparse._AppendAction):
+            return [f"{name}={one}" for name, one in _flat(value)] if isinstance(value, dict) else _texts(value)
+        converted = self._get_value(action, ",".join(_texts(value)))
+        self._check_value(action, converted)
+        return converted
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`model.dim = 64` of a TOML file is a table in a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def whole(least: int = 0) -> Callable[[str], int]:
@@ -162,6 +189,10 @@ def choose_device(name: str | None) -> str:
         raise RunError(f"--device {name}: this machine has no CUDA device; allowed here is cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise RunError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise RunError(f"--device {name}: PyTorch cannot use it on this machine; allowed here is cpu") from None
     return str(device)
 
 

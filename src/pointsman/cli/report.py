@@ -32,7 +32,7 @@ def parser() -> Parser:
         choices=("auto", "umap", "pca", "none"),
         help="the map of tokens: umap (auto: pca where umap-learn is absent); none looks into no router anew",
     )
-    flags.common("the page, or the folder for it (default: report.html in the first RUN)")
+    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="")
     return flags
 
 
