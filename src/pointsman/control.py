@@ -173,6 +173,8 @@ def materialize(model: nn.Module) -> nn.Module:
         return to_own_gates(model)
     plain: list[tuple[Router, LinearScorer]] = []
     for name, router in named_routers(model):
+        if isinstance(router.score, LinearScorer):
+            continue  # it is one already, with its noise in training
         with torch.no_grad():
             weights = router.score.plain_linear()
         if weights is None:
