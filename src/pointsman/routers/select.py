@@ -17,8 +17,8 @@ TINY = 1e-9  # keeps a sum of sigmoids away from zero
 class TopK(Selector):
     """The k experts of the highest choice; weights are their probabilities, renormalised over the k or as they are.
 
-    For a softmax, renormalised top-k equals a softmax over the top-k logits (SPEC of the released code, HyperRouter's
-    Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
+    For a softmax, renormalised top-k equals a softmax over the top-k logits (the released code,
+    HyperRouter's Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
     """
 
     def __init__(self, renormalize: bool) -> None:
