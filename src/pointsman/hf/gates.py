@@ -191,7 +191,7 @@ def call_gate(gate: Gate) -> tuple[Any, ...]:
     routed = hasattr(module, "pointsman_form")
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=parameter.device, dtype=parameter.dtype)
-    call = partial(module.own_class.forward, module) if routed else module
+    call = partial(module.own_class.forward, module) if routed else module.forward
     arguments = [getattr(gate.block, extra) for extra in gate.form.extras]
     output: tuple[Any, ...] = call(hidden[None] if gate.form.sequence else hidden, *arguments)
     return output
@@ -201,7 +201,7 @@ def _call(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[t
     problem: Exception | None = None
     for sequence in (False, True):
         try:
-            output = module(hidden[None].clone() if sequence else hidden.clone(), *arguments)
+            output = module.forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # hooks stay out
         except Exception as error:  # the class's own code on a shape that it may not take: any error means no
             problem = error
             continue
