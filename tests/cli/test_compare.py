@@ -1,10 +1,12 @@
 """`pointsman compare` as a user runs it, on a small text."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -183,3 +185,17 @@ def test_an_export_that_cannot_be_written(
     monkeypatch.setattr(safetensors.torch, "save_model", full)
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
     assert "No space left" in capsys.readouterr().err
+
+
+def test_a_stopped_evaluation_says_so(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", "--router", "smoe", "--data", str(text), "--steps", "1", "--eval-tokens", "512"]
+    assert main([*words, *SMALL, "--out", str(run)]) == 0
+    capsys.readouterr()
+    stopping = threading.Event()
+    stopping.set()
+    monkeypatch.setattr("pointsman.cli.evaluate.stop_on_signals", lambda: contextlib.nullcontext(stopping))
+    assert main(["evaluate", str(run)]) == 130
+    assert capsys.readouterr().err.strip() == "pointsman: stopped; the same command starts this evaluation anew"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman.cli.attacks import add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
@@ -55,6 +55,7 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         return run_attacks(values, device)
     from pointsman.evaluation.compare import slug
+    from pointsman.evaluation.language_model import Stopped as NothingSaved
     from pointsman.training.checkpoint import write_whole
     from pointsman.training.record import eval_protocol
     from pointsman.training.run import load_run
@@ -65,9 +66,17 @@ def run(arguments: Sequence[str]) -> int:
         given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
         saved = replace(saved, config=saved.config.with_overrides({**changes, **given}))
         budget = saved.config.eval_tokens
-        results = saved.evaluate(
-            corpus.split(values.split), split=values.split, top_k=values.top_k, budget=budget, watch=display, stop=stop
-        )
+        try:
+            results = saved.evaluate(
+                corpus.split(values.split),
+                split=values.split,
+                top_k=values.top_k,
+                budget=budget,
+                watch=display,
+                stop=stop,
+            )
+        except NothingSaved as error:
+            raise Stopped("stopped; the same command starts this evaluation anew") from error
     protocol = {**eval_protocol(saved.config, budget).to_dict(), "data": corpus.description}
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     file = (values.out or values.run) / f"evaluation-{slug(corpus.name)}-{values.split}.json"
