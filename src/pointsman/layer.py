@@ -80,6 +80,12 @@ class MoE(nn.Module):
     def top_k(self) -> int:
         return self.router.top_k
 
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MoE:
+        scale = self.loss_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.loss_scale = scale.to(self.loss_scale.device)  # float32 whatever the model's dtype
+        return self
+
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
         """[B, T, dim] -> [B, T, dim], or [tokens, dim] -> [tokens, dim]: one sequence."""
         return self.forward_with_routing(hidden, context)[0]

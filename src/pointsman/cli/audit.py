@@ -36,8 +36,7 @@ def parser() -> Parser:
     flags.add_argument("--length", type=whole(2), default=512, metavar="N", help="tokens a row (default: 512)")
     flags.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="rows a forward (default: 4)")
     flags.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: as saved")
-    flags.add_argument("--out", type=Path, metavar="DIR", help="where the results go (default: audit-NAME)")
-    flags.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+    flags.common("where the results go (default: audit-NAME)", settings="")
     return flags
 
 

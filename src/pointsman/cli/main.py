@@ -6,6 +6,7 @@ import errno
 import importlib
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 from pointsman._errors import RunError, Stopped, did_you_mean
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0]
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")
+    warnings.formatwarning = one_line
     try:
         return int(importlib.import_module(f"pointsman.cli.{name}").run(words[1:]))
     except KeyboardInterrupt:
@@ -70,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name and not error.name.startswith("pointsman"):
             return fail(f"the package {error.name!r} is not installed: pip install 'pointsman[report,hf,track]'")
         raise
+
+
+def one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as one line, without the place in our source."""
+    return f"pointsman: {' '.join(str(message).split())}\n"
 
 
 def describe(error: OSError) -> str:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman.cli.options import Parser, aligned, whole
+from pointsman.cli.options import Parser, aligned, overrides, whole
 
 EPILOG = """examples:
   pointsman routers
@@ -23,19 +23,20 @@ def parser() -> Parser:
         "--vocabulary", type=whole(1), default=204, metavar="V", help="tokens, with --cost (default: 204)"
     )
     flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
+    flags.common(
+        "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
+    )
     return flags
 
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    import pointsman  # noqa: F401 - registers the routers
+    from pointsman.training.checkpoint import write_whole
 
-    if values.cost:
-        return cost(values)
-    if values.name:
-        print(explain(values.name))
-        return 0
-    print(listing())
+    text = cost(values) if values.cost else explain(values.name) if values.name else listing()
+    print(text)
+    if values.out:
+        write_whole(values.out / "routers.txt", text + "\n")
     return 0
 
 
@@ -93,13 +94,14 @@ def _default(value: Any) -> str:
     )
 
 
-def cost(values: argparse.Namespace) -> int:
-    """Prints parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
-    from pointsman.models.config import preset_config
+def cost(values: argparse.Namespace) -> str:
+    """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.models.cost import cost_table
+    from pointsman.recipes import preset
     from pointsman.routers.registry import BASELINES, list_routers
 
-    config = preset_config(values.preset, values.vocabulary)
+    changed = preset(values.preset).with_overrides(overrides(values.set))
+    config = changed.with_vocabulary(values.vocabulary).model
     others = [name for name in list_routers() if name != "smoe"]
     specs = [values.name] if values.name else ["smoe", *others, *BASELINES]
     rows = cost_table(config, specs)
@@ -115,9 +117,9 @@ def cost(values: argparse.Namespace) -> int:
     parts = [["component of the backbone", "parameters"]]
     for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
         parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
-    print(f"preset {values.preset}, vocabulary {values.vocabulary}, {config.num_experts} experts\n")
-    print("\n\n".join(["parameters\n" + aligned(parameters), aligned(parts), FLOPS_TITLE + "\n" + aligned(flops)]))
-    return 0
+    head = f"preset {values.preset}, vocabulary {values.vocabulary}, {config.num_experts} experts"
+    tables = ["parameters\n" + aligned(parameters), aligned(parts), FLOPS_TITLE + "\n" + aligned(flops)]
+    return "\n\n".join([head, *tables])
 
 
 FLOPS_TITLE = "inference FLOPs in 1e10: 10 sequences, 128 tokens after 896 of memory; linear layers, experts, routers"

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         config = config.with_overrides({key: value for key, value in overriding.items() if value is not None})
         config = changed(config, values)
     else:
-        config = run_config(values, values.router or "smoe", values.seed or 0)
+        config = run_config(values, "smoe" if values.router is None else values.router, values.seed or 0)
     if values.checkpoint_every:
         config = config.with_overrides({"checkpoint_every": values.checkpoint_every})
     name = f"{slug(config.model.router)}-{slug(Path(config.data).name)}-{config.preset}-seed-{config.seed}"
