@@ -15,7 +15,7 @@ Shapes: B sequences, H heads, T tokens, S keys, D head width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from pointsman.ops.relative import RelativeBias
 from pointsman.ops.visible import Visible
 from pointsman.routing import AttentionTrace
 
-SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4  # rows whose entropies stand for a longer sequence's
+SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 8, 4, 4  # rows whose entropies stand for a longer sequence's
 CELLS = 2**22  # attention scores of all heads that live at once
 
 
@@ -212,16 +212,33 @@ def _pick(tensor: Tensor, head: Tensor) -> Tensor:
     return tensor.gather(1, index).squeeze(1)
 
 
+def _every(trace: AttentionTrace, step: int) -> AttentionTrace:
+    """The trace of every `step`-th sequence."""
+    few = slice(None, None, step)
+    query, key, bias = trace.query[few], trace.key[few], trace.bias
+    if isinstance(bias, RelativeBias):
+        return replace(trace, query=query, key=key, bias=replace(bias, query=bias.query[few], key=bias.key[few]))
+    if bias is None:
+        return replace(trace, query=query, key=key)
+    return replace(trace, query=query, key=key, bias=lambda start, stop: _of_sequences(bias(start, stop), few))
+
+
+def _of_sequences(block: Tensor, few: slice) -> Tensor:
+    return block[few] if block.dim() == 4 and len(block) > 1 else block
+
+
 def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tuple[Tensor, Tensor]:
     """Entropy of each head's attention in nats, summed over real tokens, [B, H], and their number, [B].
 
     Without gradients, by blocks of rows. Of `visible` all but the entropies counts: these are the attention's own.
 
     Args:
-        sample: of more than 16 tokens a sequence take four blocks of four, evenly spread.
+        sample: of more than 16 tokens a sequence take four blocks of four, evenly spread; of many sequences about 8.
     """
-    batch, heads, length, _ = trace.query.shape
     visible = visible._replace(entropy=None)
+    if sample and (step := len(trace.query) // SAMPLED_SEQUENCES) > 1:
+        trace, visible = _every(trace, step), visible.of(slice(None, None, step))
+    batch, heads, length, _ = trace.query.shape
     if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
         blocks = [(end - SAMPLED_ROWS, end) for end in ends]
