@@ -146,6 +146,12 @@ def test_legend_hides_a_row_and_log_switches(opened: Any) -> None:
     assert "(log)" in run(opened, "return document.querySelector('#quality svg.chart').textContent")
 
 
+def test_legend_singles_out_a_row(opened: Any) -> None:
+    hover(opened, find(opened, "#quality .legend button:nth-child(2)"))
+    faded = "return [...document.querySelectorAll('#quality .series')].map(g => g.classList.contains('fade'))"
+    eventually(opened, lambda: run(opened, faded) == [True, False, True])
+
+
 def test_theme_follows_the_system_and_the_button(opened: Any) -> None:
     def theme() -> str:
         return str(run(opened, "return document.documentElement.dataset.theme"))

@@ -109,6 +109,8 @@ function lineChart(root, spec) {
     const button = element("button", { type: "button", "aria-pressed": "true", title: "Show or hide this row",
       onclick: () => { state.hidden.has(i) ? state.hidden.delete(i) : state.hidden.add(i); button.setAttribute("aria-pressed", String(!state.hidden.has(i))); draw(); } });
     button.append(key(series.style), series.name);
+    for (const [event, only] of [["pointerenter", true], ["focus", true], ["pointerleave", false], ["blur", false]])
+      button.addEventListener(event, () => { for (const group of svg.querySelectorAll(".series")) group.classList.toggle("fade", only && group.dataset.name !== series.name); });
     legend.append(button);
   });
   const positive = spec.series.every((s) => s.points.every((p) => (p.low ?? p.y) > 0));
@@ -162,6 +164,7 @@ function lineChart(root, spec) {
 
   function drawSeries(series, X, Y) {
     const style = look(series.style), points = series.points;
+    const all = shape("g", { class: "series", "data-name": series.name });
     const group = shape("g", { stroke: style.colour, fill: "none", "stroke-width": 1.9, "stroke-linejoin": "round" });
     const spread = points.filter((p) => p.low !== undefined && p.high > p.low);
     if (spread.length && points.length > 24) {
@@ -172,9 +175,10 @@ function lineChart(root, spec) {
       group.append(shape("path", { d: `M${x},${Y(p.low).toFixed(1)}V${Y(p.high).toFixed(1)}M${x - 4},${Y(p.low).toFixed(1)}h8M${x - 4},${Y(p.high).toFixed(1)}h8`, "stroke-width": 1.3 }));
     }
     group.append(shape("path", { d: "M" + points.map((p) => `${X(p.x).toFixed(1)},${Y(p.y).toFixed(1)}`).join("L"), "stroke-dasharray": style.dash }));
-    svg.append(group);
+    all.append(group);
+    svg.append(all);
     const every = Math.max(1, Math.ceil(points.length / 9)), shift = points.length > 24 ? (series.style * 3) % every : 0;
-    points.forEach((p, i) => { if ((i + shift) % every === 0) svg.append(drawMarker(style, X(p.x), Y(p.y))); });
+    points.forEach((p, i) => { if ((i + shift) % every === 0) all.append(drawMarker(style, X(p.x), Y(p.y))); });
   }
 
   function showAt(index, client) {

@@ -48,7 +48,8 @@ function drawChoice(id, data, name, spec) {
     holder.replaceChildren();
     const controls = element("span");
     logs.replaceChildren(controls);
-    lineChart(holder, { ...spec, controls, series: seriesOf(value), format: (p) => fixed(p.y, 3), xName: (x) => `step ${Math.round(x).toLocaleString("en")}` });
+    const series = seriesOf(value), ys = series.flatMap((s) => s.points.map((p) => p.y));
+    lineChart(holder, { ...spec, controls, series, yLog: Math.min(...ys) > 0 && Math.max(...ys) / Math.min(...ys) > 10, format: (p) => fixed(p.y, 3), xName: (x) => `step ${Math.round(x).toLocaleString("en")}` });
   }
   const logs = element("span");
   const first = data.first ?? data.choices[0][0];
