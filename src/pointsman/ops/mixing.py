@@ -117,33 +117,43 @@ def block_scores(prepared: Prepared, visible: Visible, start: int, stop: int, bi
 
 
 class _Products:
-    """Matrix products of one group of sequences: through oneDNN, where it works, if the group is one sequence."""
+    """Matrix products of a group of sequences; on a CPU through oneDNN where the run uses it, a sequence at a time."""
 
     def __init__(self, gemm: Gemm | None) -> None:
         self.gemm = gemm
 
     @classmethod
     def of(cls, query: Tensor, gemm: Gemm | None) -> _Products:
-        alone = len(query) == 1 and query.shape[1] >= 16
-        return cls(gemm if gemm is ONEDNN and alone and query.dtype == torch.float32 else None)
+        return cls(gemm if gemm is ONEDNN and query.shape[1] >= 16 and query.dtype == torch.float32 else None)
 
     def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-        """query [n, rows, D], key [n, keys, D], bias [n, keys]: [n, rows, keys]."""
-        if self.gemm is not None:
-            return self.gemm.linear(query[0], key[0], None if bias is None else bias[0])[None]
-        product = query @ key.transpose(1, 2)
-        return product if bias is None else product + bias[:, None]
+        """query [n, rows, D], key [1 or n, keys, D], bias [n, keys]: [n, rows, keys]."""
+        if self.gemm is None:
+            product = query @ key.transpose(1, 2)
+            return product if bias is None else product + bias[:, None]
+        if len(key) == 1:
+            rows = query.reshape(-1, query.shape[-1])
+            product = self.gemm.linear(rows, key[0], None if bias is None else bias[0])
+            return product.view(*query.shape[:2], key.shape[1])
+        product = query.new_empty(*query.shape[:2], key.shape[1])
+        for index in range(len(query)):
+            product[index] = self.gemm.linear(query[index], key[index], None if bias is None else bias[index])
+        return product
 
     def times(self, weights: Tensor, value: Tensor) -> Tensor:
-        """weights [n, rows, keys], value [n, keys, E]: [n, rows, E]."""
-        return weights @ value if self.gemm is None else self.gemm.linear(weights[0], value[0].t())[None]
+        """weights [n, rows, keys], value [1 or n, keys, E]: [n, rows, E]."""
+        return weights @ value if self.gemm is None else self.scores(weights, value.transpose(1, 2))
 
-    def add_inner(self, total: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """total [n, keys, D] += the sum over rows of weights [n, rows, keys] times rows [n, rows, D]."""
-        if self.gemm is not None:
-            self.gemm.weight_gradient(total[0], weights[0], rows[0], add=True)
+    def add_inner(self, total: Tensor, rows: Tensor, weights: Tensor) -> None:
+        """total [1 or n, D, keys] += the sum over rows of rows [n, rows, D] times weights [n, rows, keys]."""
+        if self.gemm is None:
+            total += (rows.transpose(1, 2) @ weights).sum_to_size(total.shape)
+        elif len(total) == 1:
+            one, other = rows.reshape(-1, rows.shape[-1]), weights.reshape(-1, weights.shape[-1])
+            total[0] += self.gemm.linear(one.t().contiguous(), other.t())
         else:
-            total += (weights.transpose(1, 2) @ rows).sum_to_size(total.shape)
+            for index in range(len(rows)):
+                total[index] += self.gemm.linear(rows[index].t().contiguous(), weights[index].t())
 
 
 def _scores(products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int) -> Tensor:
@@ -232,31 +242,41 @@ def _backward(
     lse_gradient: Tensor | None,
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
-    query, key, value, _, position_query, positions = prepared
+    query, key, value, key_bias, position_query, positions = prepared
     products = _Products.of(query, gemm)
-    made = Prepared(torch.empty_like(query), *(None if t is None else torch.zeros_like(t) for t in prepared[1:]))  # type: ignore[arg-type]
+    dquery = torch.empty_like(query)
+    dposition_query = None if position_query is None else torch.empty_like(position_query)
+    dkey, dvalue, dpositions = (_turned_zeros(tensor) for tensor in (key, value, positions))
+    dkey_bias = None if key_bias is None else torch.zeros_like(key_bias)
+    assert dkey is not None
     for start, stop in visible.blocks(query.device):
         seen, rows = visible.seen(stop), query[:, start:stop]
         weights = torch.softmax(visible.hide_(_scores(products, prepared, visible, start, stop), start), -1)
         through: Tensor | None = None
-        if value is not None and made.value is not None and out_gradient is not None:
+        if value is not None and dvalue is not None and out_gradient is not None:
             upper = out_gradient[:, start:stop]
             through = torch._softmax_backward_data(products.scores(upper, value[:, :seen]), weights, -1, weights.dtype)
-            products.add_inner(made.value[:, :seen], weights, upper)
+            products.add_inner(dvalue[:, :, :seen], upper, weights)
         if lse_gradient is not None:
             direct = weights * lse_gradient[:, start:stop, None]
             through = direct if through is None else through.add_(direct)
         if through is None:
             through = torch.zeros_like(weights)
-        made.query[:, start:stop] = products.times(through, key[:, :seen])
-        products.add_inner(made.key[:, :seen], through, rows)
-        if made.key_bias is not None:
-            made.key_bias[:, :seen] += through.sum(1)
-        if positions is not None and position_query is not None:
-            assert made.positions is not None
-            assert made.position_query is not None
+        dquery[:, start:stop] = products.times(through, key[:, :seen])
+        products.add_inner(dkey[:, :, :seen], rows, through)
+        if dkey_bias is not None:
+            dkey_bias[:, :seen] += through.sum(1)
+        if position_query is not None and positions is not None:
+            assert dposition_query is not None
+            assert dpositions is not None
             by_distance = through.new_zeros(*through.shape[:2], seen + 1)
             by_key(by_distance).copy_(through)
-            made.position_query[:, start:stop] = products.times(by_distance, positions[:, -seen - 1 :])
-            products.add_inner(made.positions[:, -seen - 1 :], by_distance, position_query[:, start:stop])
-    return made
+            dposition_query[:, start:stop] = products.times(by_distance, positions[:, -seen - 1 :])
+            products.add_inner(dpositions[:, :, -seen - 1 :], position_query[:, start:stop], by_distance)
+    return Prepared(dquery, dkey.mT, None if dvalue is None else dvalue.mT, dkey_bias, dposition_query,
+                    None if dpositions is None else dpositions.mT)  # fmt: skip
+
+
+def _turned_zeros(tensor: Tensor | None) -> Tensor | None:
+    """Zeros [n, D, keys] for the gradient of a tensor [n, keys, D]: sums over rows add up fastest so."""
+    return None if tensor is None else tensor.new_zeros(len(tensor), tensor.shape[2], tensor.shape[1])

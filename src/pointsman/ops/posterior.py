@@ -28,7 +28,7 @@ from pointsman.ops.relative import RelativeBias
 from pointsman.ops.visible import Visible
 from pointsman.routing import AttentionTrace
 
-SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 8, 4, 4  # rows whose entropies stand for a longer sequence's
+SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4, 4  # rows whose entropies stand for a longer sequence's
 CELLS = 2**22  # attention scores of all heads that live at once
 
 
@@ -233,7 +233,7 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
     Without gradients, by blocks of rows. Of `visible` all but the entropies counts: these are the attention's own.
 
     Args:
-        sample: of more than 16 tokens a sequence take four blocks of four, evenly spread; of many sequences about 8.
+        sample: of more than 16 tokens a sequence take four blocks of four, evenly spread; of many sequences about four.
     """
     visible = visible._replace(entropy=None)
     if sample and (step := len(trace.query) // SAMPLED_SEQUENCES) > 1:

@@ -5,6 +5,7 @@ Shapes: N sequences, T queries, S keys, of which the last T are the queries' own
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 ENTROPY_TOLERANCE = 1e-5  # nats: equal distributions are equally sure, whatever the rounding
 CPU_ROWS, GPU_ROWS = 128, 512  # rows a block
-CPU_CELLS, GPU_CELLS = 2**13, 2**26  # scores of one block up to which sequences are worked on together
+CPU_CELLS, GPU_CELLS = 2**18, 2**26  # scores of one block up to which sequences are worked on together
 
 
 class Visible(NamedTuple):
@@ -59,11 +60,11 @@ class Visible(NamedTuple):
         """Fills with -inf, in place, what does not inform the rows from `start`: scores [n, (heads,) rows, keys]."""
         rows, keys = scores.shape[-2:]
         own = slice(self.past + start, self.past + start + rows)
-        later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
         if self.real is None and self.entropy is None:
-            if self.causal:
-                scores[..., own.start :].masked_fill_(later, -torch.inf)
+            if self.causal and rows > 1:
+                scores[..., own.start :] += _later(rows, keys - own.start, scores.dtype, scores.device)
             return scores
+        later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
         hidden = torch.zeros(len(scores), rows, keys, dtype=torch.bool, device=scores.device)
         if self.causal:
             hidden[:, :, own.start :] = later
@@ -74,3 +75,10 @@ class Visible(NamedTuple):
             hidden |= self.entropy[:, None, :keys] > self.entropy[:, own, None] + ENTROPY_TOLERANCE
         hidden[:, :, own].diagonal(dim1=1, dim2=2).fill_(False)
         return scores.masked_fill_(hidden[:, None] if scores.dim() == 4 else hidden, -torch.inf)
+
+
+@lru_cache(maxsize=16)
+def _later(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf above the diagonal, else 0: [rows, keys]."""
+    with torch.inference_mode(False):
+        return torch.full((rows, keys), -torch.inf, dtype=dtype, device=device).triu_(1)
