@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ SMALL: dict[str, Any] = {
 """What a tiny configuration sets, wherever a configuration has a field of that name."""
 
 
-def moe_modules() -> list[str]:
+@cache
+def moe_modules() -> tuple[str, ...]:
     """Model types whose modeling file has experts."""
     found = []
     root = importlib.import_module("transformers.models")
@@ -135,7 +137,7 @@ def moe_modules() -> list[str]:
             r"^class \w+(Experts|MoE|Moe|SparseMLP|MoELayer|CDMoE)\(", path.read_text(), re.M
         ):
             found.append(module.name)
-    return found
+    return tuple(found)
 
 
 PER_CLASS: dict[str, dict[str, Any]] = {
