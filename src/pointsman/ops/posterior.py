@@ -39,15 +39,20 @@ class _Prepare:
     scale: float
     relative: bool
     past: bool
+    kernels: Kernels | None
 
     def __call__(self, *tensors: Tensor) -> Prepared:
-        query, key, value, explained, probs, *rest = tensors
+        query, key, value, output, probs, *rest = tensors
         dtype = probs.dtype
         if self.past:
             before, *rest = rest
             probs = torch.cat([before.to(dtype), probs], 1)
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        gram, *relative = (tensor.to(dtype) for tensor in rest)
+        query, key, value, output = (tensor.to(dtype) for tensor in (query, key, value, output))
+        explain, gram, *relative = (tensor.to(dtype) for tensor in rest)
+        if len(explain) == 1:
+            explained = linear(output, explain[0], kernels=self.kernels)
+        else:
+            explained = output @ explain.transpose(1, 2)
         relative_bias = _relative(query, key, self.scale, *relative) if self.relative else (None, None, None)
         lengths = ((value @ gram) * value).sum(-1)
         bias = lengths if relative_bias[0] is None else lengths + relative_bias[0]
@@ -171,23 +176,15 @@ class Posterior:
             weight = trace.out_weight.to(self.probs.dtype)
             own = weight.index_select(0, head) * len(weight)  # W_h', [1 or B, D, dim]
             precision = self.sigma.to(self.probs.dtype).square().reciprocal()
-            batched = [query, key, value, self._explained(weight, own) * precision, self.probs]
-            batched += [] if self.past is None else [self.past]
-            rest = [own @ own.transpose(1, 2) * (-0.5 * precision), *relative]
-            prepare = _Prepare(trace.scale, bool(relative), self.past is not None)
+            output, explain = trace.output, own
+            if trace.side_by_side is not None:  # by way of the heads' outputs, so that u itself is not kept
+                output, explain = trace.side_by_side, own @ weight.flatten(0, 1).t()
+            batched = [query, key, value, output, self.probs, *(() if self.past is None else (self.past,))]
+            rest = [explain * precision, own @ own.transpose(1, 2) * (-0.5 * precision), *relative]
+            prepare = _Prepare(trace.scale, bool(relative), self.past is not None, self.kernels)
         if len(head) > 1:  # each sequence has its own
             return prepare, (*batched, *rest), ()
         return prepare, tuple(batched), tuple(rest)
-
-    def _explained(self, weight: Tensor, own: Tensor) -> Tensor:
-        """W_h' u_i [B, T, D], by way of the heads' outputs if they are there, so that u itself is not kept."""
-        output, matrix = self.trace.output, own
-        if self.trace.side_by_side is not None:
-            output, matrix = self.trace.side_by_side, own @ weight.flatten(0, 1).t()
-        output = output.to(own.dtype)
-        if len(own) == 1:
-            return linear(output, matrix[0], kernels=self.kernels)
-        return output @ matrix.transpose(1, 2)
 
     def _bias(self, head: Tensor) -> Bias:
         """The trace's bias for one head of each sequence: [B, rows, keys]."""

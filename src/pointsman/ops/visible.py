@@ -5,7 +5,6 @@ Shapes: N sequences, T queries, S keys, of which the last T are the queries' own
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,7 +61,7 @@ class Visible(NamedTuple):
         own = slice(self.past + start, self.past + start + rows)
         if self.real is None and self.entropy is None:
             if self.causal and rows > 1:
-                scores[..., own.start :] += _later(rows, keys - own.start, scores.dtype, scores.device)
+                scores[..., own.start :] += _later(scores, own.start)
             return scores
         later = torch.ones(rows, keys - own.start, dtype=torch.bool, device=scores.device).triu_(1)
         hidden = torch.zeros(len(scores), rows, keys, dtype=torch.bool, device=scores.device)
@@ -77,8 +76,7 @@ class Visible(NamedTuple):
         return scores.masked_fill_(hidden[:, None] if scores.dim() == 4 else hidden, -torch.inf)
 
 
-@lru_cache(maxsize=16)
-def _later(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf above the diagonal, else 0: [rows, keys]."""
-    with torch.inference_mode(False):
-        return torch.full((rows, keys), -torch.inf, dtype=dtype, device=device).triu_(1)
+def _later(scores: Tensor, first: int) -> Tensor:
+    """-inf above the diagonal, else 0, for the last keys of a block of scores."""
+    rows, keys = scores.shape[-2:]
+    return torch.full((rows, keys - first), -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
