@@ -86,7 +86,9 @@ def hover(browser: Any, element: Any, right: int = 0, down: int = 0) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     run(browser, "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
-    ActionChains(browser).move_to_element_with_offset(element, right, down).perform()
+    # two moves: a pointer that the last test left just there would not move
+    chain = ActionChains(browser, duration=50).move_to_element_with_offset(element, right + 3, down + 3)
+    chain.move_to_element_with_offset(element, right, down).perform()
 
 
 def click(browser: Any, selector: str) -> None:
