@@ -116,7 +116,7 @@ class RelativeAttention(nn.Module):
         output = linear(side_by_side, self.output.weight, kernels=self.kernels)
         if not trace:
             return output, None
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key_value[0], key_value[1]))
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, *key_value.unbind(0)))
         content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
         bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
         out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)

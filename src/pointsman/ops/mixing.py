@@ -201,7 +201,7 @@ class _Inform(torch.autograd.Function):
         ctx.options = options
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        return torch.cat(outs), torch.cat(sums)
+        return _together(outs), _together(sums)
 
     @staticmethod
     @once_differentiable
@@ -228,10 +228,14 @@ class _Inform(torch.autograd.Function):
         return (
             None,
             *(
-                None if not grads else torch.cat(grads) if index < options.batched else grads[0]
+                None if not grads else _together(grads) if index < options.batched else grads[0]
                 for index, grads in enumerate(found)
             ),
         )
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _backward(

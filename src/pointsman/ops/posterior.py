@@ -29,6 +29,7 @@ from pointsman.ops.visible import Visible
 from pointsman.routing import AttentionTrace
 
 SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4, 4  # rows whose entropies stand for a longer sequence's
+LEAST_LOG = -1e4  # of a probability: its exponential is 0, and 0 times it as well
 CELLS = 2**22  # attention scores of all heads that live at once
 
 
@@ -256,7 +257,8 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
             scores = (query[:, :, start:stop].to(exact) * trace.scale) @ key.transpose(2, 3)
             if bias is not None:
                 scores = scores + bias(start, stop)[..., first : first + seen].to(exact)
-            entropies = torch.special.entr(torch.softmax(visible.hide_(scores, start), -1)).sum(-1)
+            logs = torch.log_softmax(visible.hide_(scores, start), -1).clamp_min_(LEAST_LOG)
+            entropies = -(logs.exp() * logs).sum(-1)
             if visible.real is not None:
                 real = visible.real[:, visible.past + start : visible.past + stop]
                 entropies = entropies * real[:, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 ENTROPY_TOLERANCE = 1e-5  # nats: equal distributions are equally sure, whatever the rounding
 CPU_ROWS, GPU_ROWS = 128, 512  # rows a block
-CPU_CELLS, GPU_CELLS = 2**18, 2**26  # scores of one block up to which sequences are worked on together
+CPU_CELLS, GPU_CELLS = 2**19, 2**26  # scores of one block up to which sequences are worked on together
 
 
 class Visible(NamedTuple):

@@ -138,5 +138,4 @@ def _real(past: Carry | None, context: RoutingContext, probs: Tensor) -> Tensor 
 def entropy(probs: Tensor) -> Tensor:
     """-sum p log p in nats, of probs [..., E] normalised to sum to 1 (a sigmoid gate's do not)."""
     probs = probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
-    entropies: Tensor = torch.special.entr(probs).sum(-1)
-    return entropies
+    return -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1)
