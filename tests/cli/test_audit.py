@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,12 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
     ("changes", "words"),
     [
         (["nowhere/model"], "nowhere/model"),
+        (["TRUNCATED"], "no model that transformers can load"),
+        (["BAD"], "this is a file"),
         ([None, "--top-k", "9"], "from 1 to 8"),
         ([None, "--data", "no-such-data"], "no-such-data"),
         ([None, "--data", "BAD"], "line 1"),
+        ([None, "--data", "CHAT"], "a conversation is a list of messages"),
     ],
 )
 def test_bad_input(
@@ -60,7 +64,13 @@ def test_bad_input(
 ) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"texts": 1}')
-    given = [str(saved) if word is None else str(bad) if word == "BAD" else word for word in changes]
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"messages": ["hello"]}')
+    shutil.copytree(saved, tmp_path / "truncated")
+    weights = tmp_path / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    places = {None: saved, "BAD": bad, "CHAT": chat, "TRUNCATED": weights.parent}
+    given = [str(places.get(word, word)) for word in changes]
     assert main(["audit", *given, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert words in error

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pointsman
 from pointsman import hf
-from pointsman.hf.text import KINDS, text_batches
+from pointsman.hf.text import KINDS, count_tokens, text_batches
 
 WORDS = [f"w{i}" for i in range(60)]
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <e> {% endfor %}"
@@ -47,6 +47,8 @@ def test_batches_keep_every_token_in_order() -> None:
     assert all(batch.ids.shape[0] <= 3 and batch.ids.shape[1] <= 8 for batch in found)
     few = list(text_batches(tokenizer(), texts(), length=8, batch_size=3, max_tokens=20))
     assert sum(int(batch.mask.sum()) for batch in few) == 20
+    for budget, expected in ((None, len(real)), (20, 20), (10_000, len(real))):
+        assert count_tokens(tokenizer(), texts(), length=8, max_tokens=budget) == expected
 
 
 def test_conversations_tell_content_from_template() -> None:
@@ -54,6 +56,20 @@ def test_conversations_tell_content_from_template() -> None:
     (batch,) = text_batches(tokenizer(), [messages], length=64, batch_size=1, max_tokens=None)
     kinds = [KINDS[kind] for kind in batch.kinds[0].tolist()]
     assert kinds == ["template"] * 3 + ["text"] * 2 + ["special"] + ["template"] * 3 + ["text"] * 3 + ["special"]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "w1 w2"}]}, {"role": "assistant", "content": None}]
+    broken = [{"role": "user"}, "w1"]
+    with pytest.raises(ValueError, match="a conversation is a list of messages"):
+        list(text_batches(tokenizer(), [broken], length=64, batch_size=1, max_tokens=None))
+    listed = tokenizer()
+    listed.chat_template = (
+        "{% for m in messages %}{% for p in m['content'] or [] %}<| {{ p['text'] }} {% endfor %}{% endfor %}"
+    )
+    (batch,) = text_batches(listed, [parts], length=64, batch_size=1, max_tokens=None)
+    assert [KINDS[kind] for kind in batch.kinds[0].tolist()] == ["template", "text", "text"]
+    refusing = tokenizer()
+    refusing.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="roles must alternate"):
+        list(text_batches(refusing, [messages], length=64, batch_size=1, max_tokens=None))
     plain = tokenizer()
     plain.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
@@ -165,8 +181,10 @@ def test_against_another_checkpoint() -> None:
     moved = hf.audit(model, tokenizer(), texts(), top_k=[2], against=other)
     assert moved.layers["model.layers.0.mlp"]["fluctuation"]["top1"] == 1
     assert any("changed their first expert" in sentence for sentence in moved.findings())
-    with pytest.raises(ValueError, match="gates"):
+    with pytest.raises(ValueError, match="JambaForCausalLM"):
         hf.audit(model, tokenizer(), texts(), against=zoo.tiny_model("jamba"))
+    with pytest.raises(ValueError, match="4] experts"):
+        hf.audit(model, tokenizer(), texts(), against=zoo.tiny_model("olmoe", num_experts=4))
 
 
 def test_findings_and_summary(tmp_path: Path) -> None:

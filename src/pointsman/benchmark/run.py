@@ -20,12 +20,12 @@ PAUSE = 0.02  # seconds between calls, until the threads of the one before have 
 
 
 class Process:
-    """A worker process."""
+    """A worker process: Python with these words, which answers a line of JSON to each line of JSON."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, words: Sequence[str] = ("-m", "pointsman.benchmark.worker")) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pointsman.benchmark.worker"],
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

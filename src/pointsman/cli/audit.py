@@ -46,19 +46,21 @@ def run(words: Sequence[str]) -> int:
     texts = read_texts(values.data)
     from pointsman.cli.progress import Display
     from pointsman.hf import audit
+    from pointsman.hf.text import count_tokens
 
     model, tokenizer = load(values.model, values.dtype, device)
     against = None if values.against is None else load(values.against, values.dtype, device)[0]
     budget = None if values.eval_tokens == "all" else values.eval_tokens
+    total = count_tokens(tokenizer, texts, length=values.length, max_tokens=budget)
     with Display() as display:
-        display.phase("audit", total=budget or 0)
+        display.phase("audit", total=total)
         result = audit(
             model,
             tokenizer,
-            texts,
+            read_texts(values.data),
             top_k=values.top_k,
             against=against,
-            max_tokens=budget,
+            max_tokens=total,
             length=values.length,
             batch_size=values.batch_size,
             progress=lambda done, _: display.advance(done, {}),
@@ -73,11 +75,23 @@ def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     """Model and tokenizer from a folder or the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return model.to(device), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{name}: not a model that transformers can load: {str(error).splitlines()[0]}") from None
+    path = Path(name)
+    if path.is_file():
+        raise RunError(f"{name}: this is a file; MODEL is a folder with a saved model, or a name on the hub")
+    kinds: tuple[tuple[str, Any, dict[str, str]], ...] = (
+        ("model", AutoModelForCausalLM, {"dtype": dtype}),
+        ("tokenizer", AutoTokenizer, {}),
+    )
+    found = []
+    for what, source, options in kinds:
+        try:
+            found.append(source.from_pretrained(name, **options))
+        except Exception as error:  # whatever transformers, safetensors and tokenizers raise at a damaged folder
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
+            where = "" if path.is_dir() else " (there is no such folder here)"
+            raise RunError(f"{name}: no {what} that transformers can load{where}: {reason}") from None
+    model, tokenizer = found
+    return model.to(device), tokenizer
 
 
 def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:

@@ -34,6 +34,7 @@ class Ears:
     """The gates of one model, heard while it runs.
 
     Attributes:
+        num_experts: gate -> how many experts it scores.
         silent: layer -> why its gate says nothing.
     """
 
@@ -41,6 +42,7 @@ class Ears:
         self.model = model
         gates, _ = survey(model)
         self.kinds: dict[str, Kind] = {gate.name: gate.form.kind for gate in gates}
+        self.num_experts = {gate.name: gate.num_experts for gate in gates}
         self.gates = {name: module for name, module, _ in candidates(model)}
         self.silent: dict[str, str] = {}
         self.precision: dict[str, Fluctuation] = {}

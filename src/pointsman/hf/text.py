@@ -14,8 +14,8 @@ KINDS = ("padding", "text", "special", "template")
 PIECE = 1 << 16
 """Characters that are tokenized at once."""
 
-Conversation = Sequence[Mapping[str, str]]
-"""Messages with "role" and "content"."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages with "role" and "content": a string, or a list of parts of which those with "text" count."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,17 @@ def text_batches(
         yield _batch(rows, padding)
 
 
+def count_tokens(tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, max_tokens: int | None) -> int:
+    """How many real tokens `text_batches` would give."""
+    count = 0
+    for text in texts:
+        for ids, _ in _rows(tokenizer, text, length):
+            count += len(ids)
+            if max_tokens is not None and count >= max_tokens:
+                return max_tokens
+    return count
+
+
 def _rows(tokenizer: Any, text: str | Conversation, length: int) -> Iterator[tuple[list[int], list[int]]]:
     pieces = _pieces(tokenizer, text) if isinstance(text, str) else [_conversation(tokenizer, text)]
     ids: list[int] = []
@@ -85,11 +96,15 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
         raise ValueError("audit: a text is a conversation, and the tokenizer has no chat template")
     if not tokenizer.is_fast:
         raise ValueError("audit: conversations need a fast tokenizer, which knows where in the text a token stands")
-    written = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError('audit: a conversation is a list of messages such as {"role": "user", "content": "…"}')
+    try:
+        written = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    except Exception as error:  # the template's own code: roles that do not alternate, a missing content, …
+        raise ValueError(f"audit: the tokenizer's chat template refuses a conversation: {error}") from None
     spans = []
     cursor = 0
-    for message in messages:
-        content = message["content"].strip()
+    for content in (content for message in messages for content in _contents(message)):
         start = written.find(content, cursor)
         if content and start >= 0:
             cursor = start + len(content)
@@ -101,6 +116,15 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
         inside = any(first <= start and stop <= last for first, last in spans)
         kinds.append(SPECIAL if one in special else TEXT if inside else TEMPLATE)
     return list(encoded["input_ids"]), kinds
+
+
+def _contents(message: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a message: its content, or those of the content's parts; without the space around them."""
+    content = message.get("content")
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str):
+            yield text.strip()
 
 
 def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBatch:
