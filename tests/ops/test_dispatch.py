@@ -39,7 +39,8 @@ def test_every_slot_has_its_row(tokens: int, k: int, num_experts: int, dropped: 
     layout = plan(slots, num_experts)
     # every (token, expert) assignment once, in rows of that expert
     rows = torch.full((layout.total, 2), -1)
-    rows[layout.rows] = torch.stack([layout.token, slots.expert[layout.order]], 1)
+    row = layout.position[layout.order]
+    rows[row] = torch.stack([layout.token, slots.expert[layout.order]], 1)
     assert sorted(rows[rows[:, 0] >= 0].tolist()) == sorted(torch.stack([token, expert], 1).tolist())
     for index, part in enumerate(layout.parts):
         mine = rows[part.rows]
@@ -47,7 +48,7 @@ def test_every_slot_has_its_row(tokens: int, k: int, num_experts: int, dropped: 
         assert (mine[part.size :, 0] == -1).all()
     assert layout.total <= rows_at_most(len(expert), num_experts)
     # combining a row's own token gives each token its number of assignments times itself
-    values = torch.zeros(layout.total, 1).index_copy_(0, layout.rows, layout.token[:, None].float())
+    values = torch.zeros(layout.total, 1).index_copy_(0, row, layout.token[:, None].float())
     expected = torch.bincount(token, minlength=tokens) * torch.arange(tokens)
     assert torch.equal(layout.combine(values, torch.ones(len(expert)))[:, 0], expected.float())
     hidden = torch.randn(tokens, 3)
@@ -56,3 +57,7 @@ def test_every_slot_has_its_row(tokens: int, k: int, num_experts: int, dropped: 
             gathered = layout.gather(hidden, part)
             assert torch.equal(gathered[: part.size], hidden[layout.token[part.slots]])
             assert gathered[part.size :].abs().sum() == 0
+            weight = torch.rand(len(expert))
+            weighted = layout.gather(hidden, part, weight)
+            assert torch.equal(weighted[: part.size], gathered[: part.size] * weight[part.slots, None])
+            assert weighted[part.size :].abs().sum() == 0

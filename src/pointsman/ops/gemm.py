@@ -102,7 +102,8 @@ class OneDNN:
         return result
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
-        if gradient.shape[1] <= rows.shape[1]:  # the first operand is copied into rows: let it be the narrower one
+        # What is transposed is copied, on one thread: the first operand, or the second one and the result.
+        if gradient.numel() <= rows.numel() + output.numel():
             result = _onednn_linear(gradient.t(), rows.t())
         else:
             result = _onednn_linear(rows.t(), gradient.t()).t()

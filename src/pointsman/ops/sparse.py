@@ -59,7 +59,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
     gemm = first.gemm
-    weight_rows = weight.new_zeros(plan.total).index_copy_(0, plan.rows, weight.index_select(0, plan.order))
+    factor = weight.index_select(0, plan.order)
     hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
     weight_gradient = weight.new_empty(plan.total) if weight_wanted else None
     saved = iter(kept)
@@ -80,25 +80,24 @@ def backward(
             if expert.b_out is not None:
                 weight_gradient[part.rows] += torch.mv(outer, expert.b_out)
         up, gate = first.backward(inner, keeping, again)
-        factor = weight_rows[part.rows]
         if result.w_out is not None or result.b_out is not None:
-            outer.mul_(factor[:, None])
+            outer = plan.gather(gradient, part, factor)
         if result.w_out is not None:
             gemm.weight_gradient(result.w_out, outer, again.units)
         if result.b_out is not None:
             torch.sum(outer, 0, out=result.b_out)
         if result.w_in is not None or result.w_gate is not None:
-            inputs = plan.gather(hidden, part).mul_(factor[:, None])
+            inputs = plan.gather(hidden, part, factor)
             if result.w_in is not None:
                 gemm.weight_gradient(result.w_in, up, inputs)
             if result.w_gate is not None:
                 assert gate is not None
                 gemm.weight_gradient(result.w_gate, gate, inputs)
         if result.b_in is not None:
-            torch.mv(up.t(), factor, out=result.b_in)
+            torch.mv(up[: part.size].t(), factor[part.slots], out=result.b_in)
         if result.b_gate is not None:
             assert gate is not None
-            torch.mv(gate.t(), factor, out=result.b_gate)
+            torch.mv(gate[: part.size].t(), factor[part.slots], out=result.b_gate)
         if hidden_rows is not None:
             if gate is None:
                 gemm.product_into(hidden_rows[part.rows], up, expert.w_in)
