@@ -46,6 +46,8 @@ class AttentionTrace:
             [B, H, stop - start, S] or broadcastable to it; None without a relative-position term.
         side_by_side: [B, T, H * D], the heads' outputs, if `output` is their projection by `out_weight` and nothing
             else: what an output projection keeps anyway, so that nobody has to keep `output`.
+        each_head: queries, keys and values again, as a tuple of H tensors [B, T or S, D] each, if gradients of few
+            heads are cheaper through these than through the whole.
     """
 
     query: Tensor
@@ -56,6 +58,7 @@ class AttentionTrace:
     scale: float
     bias: Callable[[int, int], Tensor] | None = None
     side_by_side: Tensor | None = None
+    each_head: tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,28 @@ def test_forward_and_gradients_equal_the_equations(length, memory, side):
         torch.testing.assert_close(mine, exact, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("with_output", [True, False])
+def test_gradients_through_single_heads_are_those_through_the_whole(with_output):
+    inputs = draw(length=6, memory=3)
+    query, key, value, *others = inputs
+    output, each = ops.traced_attention(query, torch.stack([key, value]), *others, scale=0.37)
+    expected = reference(*inputs, 0.37)
+    weights = torch.randn(3, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ours = sum((each[i][head].sin() * weights[i, -each[i][head].shape[1] :]).sum() for i, head in enumerate((2, 0, 2)))
+    theirs = sum(
+        (part[head].sin() * weights[i, -part.shape[2] :]).sum()
+        for i, (part, head) in enumerate(zip(inputs, (2, 0, 2), strict=False))
+    )
+    if with_output:
+        ours, theirs = ours + output.square().sum(), theirs + expected.square().sum()
+    for part, whole in zip(each, (query, key, value), strict=True):
+        assert torch.equal(torch.stack(part), whole)
+        assert part[1].untyped_storage().data_ptr() == part[0].untyped_storage().data_ptr()  # nothing is copied
+    got, exact = (torch.autograd.grad(side, inputs, materialize_grads=True) for side in (ours, theirs))
+    for mine, reference_gradient in zip(got, exact, strict=True):
+        torch.testing.assert_close(mine, reference_gradient, rtol=1e-11, atol=1e-11)
+
+
 def test_gradcheck(monkeypatch):
     monkeypatch.setattr(ops, "ROWS", 2)
     inputs = draw(heads=2, batch=2, length=9, memory=2, width=3)

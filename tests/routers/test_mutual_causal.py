@@ -9,7 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pointsman
 from pointsman import AttentionTrace, MoE, RoutingContext, build_router
+from pointsman.models import blocks
 from pointsman.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman.ops.attention import traced_attention
+from pointsman.ops.posterior import head_entropies
+from pointsman.ops.relative import RelativeBias
+from pointsman.ops.visible import Visible
 from pointsman.routing import Routing
 
 B, T, DIM, EXPERTS, HEADS, WIDTH = 2, 9, 8, 5, 2, 4
@@ -199,6 +204,52 @@ def test_long_sequences_are_sampled() -> None:
     assert statistics["head_tokens"] == B * 16
     mean = statistics["head_entropy"] / statistics["head_tokens"]
     torch.testing.assert_close(mean, exact_entropies(hidden), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("bias", ["none", "relative", "opaque"])
+def test_the_sample_is_four_blocks_of_four_rows_of_about_four_sequences(bias: str) -> None:
+    batch, length = 9, 30
+    query, key = draw(batch, HEADS, length, WIDTH), draw(batch, HEADS, length, WIDTH, seed=1)
+    positions, content, position = draw(HEADS, length, WIDTH), draw(HEADS, WIDTH), draw(HEADS, WIDTH, seed=2)
+    native = RelativeBias(query, key, positions, content, position, 0.5)
+    function = {"none": None, "relative": native, "opaque": lambda *rows: native(*rows)}[bias]
+    seen = AttentionTrace(query, key, key, draw(HEADS, WIDTH, DIM), draw(batch, length, DIM), 0.5, function)
+    real = torch.ones(batch, length, dtype=torch.bool)
+    real[2, :5] = False
+    expected, rows = torch.zeros(HEADS, dtype=torch.float64), 0
+    for b in (0, 2, 4, 6, 8):
+        for i in (*range(3, 7), *range(11, 15), *range(18, 22), *range(26, 30)):
+            if not real[b, i]:
+                continue
+            rows += 1
+            for h in range(HEADS):
+                scores = []
+                for j in range(i + 1):
+                    if real[b, j]:
+                        score = query[b, h, i] @ key[b, h, j]
+                        if bias != "none":
+                            score = score + content[h] @ key[b, h, j]
+                            score = score + (query[b, h, i] + position[h]) @ positions[h, length - 1 - (i - j)]
+                        scores.append(0.5 * score)
+                expected[h] += torch.special.entr(torch.softmax(torch.stack(scores), 0)).sum()
+    sums, counts = head_entropies(seen, Visible(length, length, real=real), sample=True)
+    assert counts.sum() == rows
+    torch.testing.assert_close(sums.sum(0), expected)
+
+
+@pytest.mark.parametrize("spec", ["smoe+attention", "smoe+attention:heads=all"])
+def test_single_heads_of_the_trace_give_the_gradients_of_the_whole(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(23, (B, 12), generator=torch.Generator().manual_seed(0))
+    results = []
+    for whole in (False, True):
+        if whole:
+            monkeypatch.setattr(blocks, "traced_attention", lambda *a, **b: (traced_attention(*a, **b)[0], None))
+        built = model(spec, dropout=0.0).train()
+        memory = built(tokens, memory_length=7).memory
+        built(tokens[:, :-1], tokens[:, 1:], memory=memory, memory_length=7).loss.backward()
+        results.append([parameter.grad for parameter in built.parameters()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def model(spec: str, **changes: object) -> TransformerXL:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.layer import MoE
-from pointsman.ops.attention import relative_attention
+from pointsman.ops.attention import traced_attention
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 from pointsman.ops.reference import ACTIVATIONS
@@ -101,7 +101,7 @@ class RelativeAttention(nn.Module):
         positions = (
             linear(around.positions, self.position.weight, kernels=self.kernels).view(-1, heads, width).transpose(0, 1)
         )
-        mixed = relative_attention(
+        mixed, each_head = traced_attention(
             query,
             key_value,
             positions,
@@ -111,6 +111,7 @@ class RelativeAttention(nn.Module):
             key_mask=around.key_mask,
             dropout=self.dropout if self.training else 0.0,
             kernels=self.kernels,
+            trace=trace,
         )
         side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
         output = linear(side_by_side, self.output.weight, kernels=self.kernels)
@@ -120,7 +121,7 @@ class RelativeAttention(nn.Module):
         content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
         bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
         out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
-        return output, AttentionTrace(query, key, value, out_weight, output, scale, bias, side_by_side)
+        return output, AttentionTrace(query, key, value, out_weight, output, scale, bias, side_by_side, each_head)
 
 
 class FeedForwardLayer(nn.Module):

@@ -28,8 +28,16 @@ ROWS = 256  # query rows a block
 SINGLE = 2**21  # multiply-adds from which one matrix product fills the machine, so that a block is one sequence's
 CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26  # scores that live at once; on a CPU they stay in cache
 
+Heads = tuple[Tensor, ...]
+"""One tensor a head."""
 
-def relative_attention(
+
+def relative_attention(query: Tensor, key_value: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+    """The output of `traced_attention`, which has the same arguments, alone."""
+    return traced_attention(query, key_value, *rest, **options, trace=False)[0]
+
+
+def traced_attention(
     query: Tensor,
     key_value: Tensor,
     positions: Tensor,
@@ -40,8 +48,9 @@ def relative_attention(
     key_mask: Tensor | None = None,
     dropout: float = 0.0,
     kernels: Kernels | None = None,
-) -> Tensor:
-    """Causal attention with relative positions.
+    trace: bool = True,
+) -> tuple[Tensor, tuple[Heads, Heads, Heads] | None]:
+    """Causal attention with relative positions, and its queries, keys and values head by head.
 
     Args:
         query: [H, B, T, D], in any strides.
@@ -53,24 +62,28 @@ def relative_attention(
             mean of the values before it.
         dropout: probability with which attention probabilities are dropped.
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
+        trace: whether queries, keys and values are wanted.
 
     Returns:
-        [H, B, T, D] in the dtype of `query`, with the strides of a contiguous [B, T, H, D].
+        [H, B, T, D] in the dtype of `query`, with the strides of a contiguous [B, T, H, D]; and, if wanted, queries,
+        keys and values as H tensors [B, T or S, D] each. A gradient that flows back through one of these costs that
+        head's share; through `query` it would cost a tensor of all heads.
     """
     gemm: Gemm | None = None
     if query.device.type == "cpu":
         gemm = choose((kernels or measure_kernels()).gemm, query.dtype)
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    output: Tensor = _RelativeAttention.apply(
+    output, *each = _RelativeAttention.apply(
         query,
         key_value.to(query.dtype),
         positions.to(query.dtype),
         content_bias.to(query.dtype),
         position_bias.to(query.dtype),
-        _Settings(scale, dropout, seed, gemm),
+        _Settings(scale, dropout, seed, gemm, trace),
         key_mask,
     )  # type: ignore[no-untyped-call]
-    return output
+    heads = len(query)
+    return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
 
 
 class _Settings(NamedTuple):
@@ -78,6 +91,7 @@ class _Settings(NamedTuple):
     dropout: float
     seed: int
     gemm: Gemm | None
+    trace: bool
 
 
 class _Block(NamedTuple):
@@ -218,7 +232,7 @@ class _RelativeAttention(torch.autograd.Function):
         position_bias: Tensor,
         settings: _Settings,
         key_mask: Tensor | None,
-    ) -> Tensor:
+    ) -> Heads:
         heads, batch, length, width = query.shape
         key_value = key_value.contiguous()
         key, value = key_value.unbind(0)
@@ -235,13 +249,16 @@ class _RelativeAttention(torch.autograd.Function):
                 output[block.heads, block.batch, block.start : block.stop] = rows.view(content.shape)
         ctx.save_for_backward(query, key_value, positions, content_bias, position_bias, key_mask, output)
         ctx.settings = settings
-        return output
+        ctx.set_materialize_grads(False)
+        traced = (query, key, value) if settings.trace else ()
+        return (output, *(part.detach()[head] for part in traced for head in range(heads)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, *each: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key_value, positions, content_bias, position_bias, key_mask, output = ctx.saved_tensors
         settings: _Settings = ctx.settings
+        gradient = torch.zeros_like(output) if gradient is None else gradient
         key, value = key_value.unbind(0)
         all_heads, all_batch, length, width = query.shape
         keys = key.shape[2]
@@ -289,6 +306,10 @@ class _RelativeAttention(torch.autograd.Function):
                 d_position[block.heads] += from_position.sum((1, 2), dtype=exact)
                 torch.add(from_content, from_position, out=from_content)
                 torch.mul(from_content, settings.scale, out=d_query[region])
+        for index, own in enumerate(each):
+            if own is not None:
+                part, head = divmod(index, all_heads)
+                (d_query, *d_key_value.unbind(0))[part][head] += own
         return (
             d_query,
             d_key_value.to(key_value.dtype),

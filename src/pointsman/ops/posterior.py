@@ -40,20 +40,15 @@ class _Prepare:
     scale: float
     relative: bool
     past: bool
-    kernels: Kernels | None
 
     def __call__(self, *tensors: Tensor) -> Prepared:
-        query, key, value, output, probs, *rest = tensors
+        query, key, value, explained, probs, *rest = tensors
         dtype = probs.dtype
         if self.past:
             before, *rest = rest
             probs = torch.cat([before.to(dtype), probs], 1)
-        query, key, value, output = (tensor.to(dtype) for tensor in (query, key, value, output))
-        explain, gram, *relative = (tensor.to(dtype) for tensor in rest)
-        if len(explain) == 1:
-            explained = linear(output, explain[0], kernels=self.kernels)
-        else:
-            explained = output @ explain.transpose(1, 2)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        gram, *relative = (tensor.to(dtype) for tensor in rest)
         relative_bias = _relative(query, key, self.scale, *relative) if self.relative else (None, None, None)
         lengths = ((value @ gram) * value).sum(-1)
         bias = lengths if relative_bias[0] is None else lengths + relative_bias[0]
@@ -160,7 +155,10 @@ class Posterior:
 
     def _tensors(self, head: Tensor, prior: bool) -> tuple[Prepare, tuple[Tensor, ...], tuple[Tensor, ...]]:
         trace, keys = self.trace, self.visible.keys
-        query, key, value = (_pick(part, head) for part in (trace.query, trace.key, trace.value))
+        if trace.each_head is not None and len(head) == 1 and trace.query.device.type == "cpu":
+            query, key, value = (part[int(head)] for part in trace.each_head)
+        else:
+            query, key, value = (_pick(part, head) for part in (trace.query, trace.key, trace.value))
         key, value = key[:, -keys:], value[:, -keys:]
         relative: list[Tensor] = []
         prepare: Prepare
@@ -180,9 +178,14 @@ class Posterior:
             output, explain = trace.output, own
             if trace.side_by_side is not None:  # by way of the heads' outputs, so that u itself is not kept
                 output, explain = trace.side_by_side, own @ weight.flatten(0, 1).t()
-            batched = [query, key, value, output, self.probs, *(() if self.past is None else (self.past,))]
-            rest = [explain * precision, own @ own.transpose(1, 2) * (-0.5 * precision), *relative]
-            prepare = _Prepare(trace.scale, bool(relative), self.past is not None, self.kernels)
+            output, explain = output.to(self.probs.dtype), explain * precision
+            if len(head) == 1:
+                explained = linear(output, explain[0], kernels=self.kernels)
+            else:
+                explained = output @ explain.transpose(1, 2)
+            batched = [query, key, value, explained, self.probs, *(() if self.past is None else (self.past,))]
+            rest = [own @ own.transpose(1, 2) * (-0.5 * precision), *relative]
+            prepare = _Prepare(trace.scale, bool(relative), self.past is not None)
         if len(head) > 1:  # each sequence has its own
             return prepare, (*batched, *rest), ()
         return prepare, tuple(batched), tuple(rest)
@@ -210,19 +213,20 @@ def _pick(tensor: Tensor, head: Tensor) -> Tensor:
     return tensor.gather(1, index).squeeze(1)
 
 
-def _every(trace: AttentionTrace, step: int) -> AttentionTrace:
-    """The trace of every `step`-th sequence."""
-    few = slice(None, None, step)
+def _one(trace: AttentionTrace, index: int) -> AttentionTrace:
+    """The trace of one sequence."""
+    few = slice(index, index + 1)
     query, key, bias = trace.query[few], trace.key[few], trace.bias
     if isinstance(bias, RelativeBias):
-        return replace(trace, query=query, key=key, bias=replace(bias, query=bias.query[few], key=bias.key[few]))
-    if bias is None:
-        return replace(trace, query=query, key=key)
-    return replace(trace, query=query, key=key, bias=lambda start, stop: _of_sequences(bias(start, stop), few))
+        bias = replace(bias, query=bias.query[few], key=bias.key[few])
+    elif bias is not None:
+        whole = bias
 
+        def bias(start: int, stop: int) -> Tensor:
+            block = whole(start, stop)
+            return block[few] if block.dim() == 4 and len(block) > 1 else block
 
-def _of_sequences(block: Tensor, few: slice) -> Tensor:
-    return block[few] if block.dim() == 4 and len(block) > 1 else block
+    return replace(trace, query=query, key=key, bias=bias)
 
 
 def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tuple[Tensor, Tensor]:
@@ -235,7 +239,11 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
     """
     visible = visible._replace(entropy=None)
     if sample and (step := len(trace.query) // SAMPLED_SEQUENCES) > 1:
-        trace, visible = _every(trace, step), visible.of(slice(None, None, step))
+        found = [
+            head_entropies(_one(trace, index), visible.of(slice(index, index + 1)), sample)
+            for index in range(0, len(trace.query), step)
+        ]
+        return torch.cat([entropies for entropies, _ in found]), torch.cat([tokens for _, tokens in found])
     batch, heads, length, _ = trace.query.shape
     if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
