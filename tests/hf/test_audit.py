@@ -58,7 +58,7 @@ def test_conversations_tell_content_from_template() -> None:
     assert kinds == ["template"] * 3 + ["text"] * 2 + ["special"] + ["template"] * 3 + ["text"] * 3 + ["special"]
     parts = [{"role": "user", "content": [{"type": "text", "text": "w1 w2"}]}, {"role": "assistant", "content": None}]
     broken = [{"role": "user"}, "w1"]
-    with pytest.raises(ValueError, match="a conversation is a list of messages"):
+    with pytest.raises(ValueError, match="a list of messages such as"):
         list(text_batches(tokenizer(), [broken], length=64, batch_size=1, max_tokens=None))
     listed = tokenizer()
     listed.chat_template = (
@@ -235,6 +235,15 @@ def test_bad_input() -> None:
         hf.audit(model, tokenizer(), [])
     with pytest.raises(ValueError, match="from 1 to 8"):
         hf.audit(model, tokenizer(), texts(), top_k=[9])
+    for wrong, words in (
+        ({"length": 0}, "length=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"texts": "one string"}, "one string"),
+        ({"texts": [3]}, "a text is a string or"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf.audit(model, tokenizer(), **{"texts": texts(), **wrong})
     with pytest.raises(ValueError, match="no gate"):
         hf.audit(torch.nn.Linear(2, 2), tokenizer(), texts())
 

@@ -13,7 +13,8 @@ CLASSES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_eager(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tokens", [11, 2])
+def test_equals_eager(name: str, dtype: torch.dtype, tokens: int) -> None:
     model = zoo.tiny_model(name)
     experts = next(module for path, module in model.named_modules() if path.endswith(".experts")).to(dtype)
     with torch.no_grad():
@@ -21,14 +22,14 @@ def test_equals_eager(name: str, dtype: torch.dtype) -> None:
             parameter.normal_(std=0.2)
     dim, count = experts.down_proj.shape[-1 if experts.is_transposed else 1], experts.num_experts
     generator = torch.Generator().manual_seed(0)
-    index = torch.rand(11, count, generator=generator).topk(3, dim=-1).indices
+    index = torch.rand(tokens, count, generator=generator).topk(3, dim=-1).indices
     index[index == count - 1] = 0  # one expert stays without tokens, and some tokens choose one twice
     results = {}
     for implementation in ("eager", "pointsman"):
         experts.config._experts_implementation = implementation
         experts.zero_grad()
-        hidden = torch.randn(11, dim, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
-        weights = torch.rand(11, 3, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        hidden = torch.randn(tokens, dim, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        weights = torch.rand(tokens, 3, generator=torch.Generator().manual_seed(2)).requires_grad_()
         output = experts(hidden, index, weights)
         assert output.dtype == dtype
         output.float().square().sum().backward()

@@ -51,8 +51,12 @@ def audit(
         progress: called after each batch.
 
     Raises:
-        ValueError: no gate in the model, a k out of range, no text, or models that cannot be compared.
+        ValueError: no gate in the model, a k or another number out of range, no text, something that is no text, or
+            models that cannot be compared.
     """
+    _check(
+        texts, length=(length, 2), batch_size=(batch_size, 1), max_tokens=(1 if max_tokens is None else max_tokens, 1)
+    )
     ears = Ears(model)
     if not ears.gates:
         raise ValueError(f"audit: {type(model).__name__} has no gate beside experts: not a mixture of experts we know")
@@ -79,6 +83,14 @@ def audit(
         "device": str(next(model.parameters()).device.type),
     }
     return run.result(protocol, notes, sample)
+
+
+def _check(texts: Iterable[Any], **numbers: tuple[Any, int]) -> None:
+    if isinstance(texts, str):
+        raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"audit: {name}={value!r}: allowed are whole numbers from {least}")
 
 
 def _matching(ears: Ears, against: nn.Module) -> Ears:

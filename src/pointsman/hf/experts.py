@@ -2,8 +2,8 @@
 
 Their layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]; some classes transpose
 both, interleave gate and up, add biases, gate in a way of their own, or have no gate. What is SwiGLU in the plain
-layout takes `pointsman.ops`; the rest runs expert by expert, sorted, with the class's own gating; off the CPU
-everything goes to `grouped_mm`.
+layout takes `pointsman.ops`; the rest, and a few tokens, run expert by expert, sorted, with the class's own gating;
+off the CPU everything goes to `grouped_mm`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
 }
 NAME = "pointsman"
+FEW = 8
+"""Up to so many (token, expert) pairs, as in decoding, one operation for all costs more than one after another."""
 
 
 def register() -> None:
@@ -59,7 +61,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     scores = weights.new_empty(0, self.num_experts)
     routing = Routing(top_k_index, weights, scores, scores)
     activation = activation_of(self)
-    if activation is None:
+    if activation is None or top_k_index.numel() <= FEW:
         return _expert_by_expert(self, hidden_states, routing)
     gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
     parameters = ExpertParameters(up, self.down_proj, w_gate=gate)

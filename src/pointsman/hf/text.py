@@ -92,12 +92,12 @@ def _pieces(tokenizer: Any, text: str) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], list[int]]:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError('audit: a text is a string or a list of messages such as {"role": "user", "content": "…"}')
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("audit: a text is a conversation, and the tokenizer has no chat template")
     if not tokenizer.is_fast:
         raise ValueError("audit: conversations need a fast tokenizer, which knows where in the text a token stands")
-    if not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError('audit: a conversation is a list of messages such as {"role": "user", "content": "…"}')
     try:
         written = tokenizer.apply_chat_template(list(messages), tokenize=False)
     except Exception as error:  # the template's own code: roles that do not alternate, a missing content, …

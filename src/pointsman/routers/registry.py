@@ -167,6 +167,8 @@ def parse_spec(spec: str) -> ParsedSpec:
 def split_specs(spec: str | Sequence[str]) -> list[str]:
     """`a|b` or a list of specs -> the list that is cycled over the sparse layers, each checked."""
     specs = spec.split("|") if isinstance(spec, str) else list(spec)
+    if not specs:
+        raise ValueError("router specs: the list is empty; it needs at least one")
     for one in specs:
         parse_spec(one)
     return specs
