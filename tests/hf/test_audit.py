@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import math
 import tracemalloc
@@ -212,8 +213,13 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     from pointsman.report import write_report
 
     result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(12), top_k=[1, 2])
-    result.save(tmp_path / "audit", data="a few words")
-    page = write_report(tmp_path / "audit").read_text(encoding="utf-8")
+    result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
+    notes: list[str] = []
+    page = write_report(tmp_path / "audit", samples="pca", note=notes.append).read_text(encoding="utf-8")
+    assert not notes
+    assert "pointsman audit some-model --data words" in page
+    assert 'id="loss"' not in page
+    assert all(html.escape(sentence) in page for sentence in result.findings())
     assert "MixtralForCausalLM" in page
     assert "a few words" in page
     assert (tmp_path / "audit" / "audit.md").read_text().startswith("# Audit of MixtralForCausalLM")

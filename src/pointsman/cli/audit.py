@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,7 +67,8 @@ def run(words: Sequence[str]) -> int:
             progress=lambda done, _: display.advance(done, {}),
         )
     print(result.markdown())
-    out = result.save(values.out or Path(f"audit-{Path(values.model).name}"), data=values.data)
+    out = values.out or Path(f"audit-{Path(values.model).name}")
+    result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
     print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)
     return 0
 

@@ -182,11 +182,12 @@ class AuditResult:
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
 
-    def save(self, directory: str | Path, data: str = "texts") -> Path:
+    def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
         """Writes audit.json and audit.md, and the files of a run directory, so that `pointsman report` makes a page.
 
         Args:
             data: what the texts are called on the page.
+            command: what made this audit, as the page shows it.
 
         Returns:
             the directory.
@@ -206,12 +207,21 @@ class AuditResult:
             }
             for row in self.quality
         ]
-        model = {"router": self.model, "num_experts": experts}
+        config = {
+            "format": 1,
+            "model": {"router": self.model, "num_experts": experts},
+            "data": data,
+            "seed": 0,
+            "command": command or "pointsman.hf.audit(model, tokenizer, texts)",
+            "findings": self.findings(),
+        }
+        read = {"tokens": self.tokens["text"], "split": data, "top_k": self.top_k}
+        diagnostics = {"protocol": read, "layers": self.layers, "against": {}, "history": [], "consistency": {}}
         files: dict[str, Any] = {
             "audit.json": self.to_dict(),
-            "config.json": {"format": 1, "model": model, "data": data, "seed": 0},
+            "config.json": config,
             "evaluation.json": {"format": 1, "protocol": dict(self.protocol), "results": results},
-            "diagnostics.json": {"format": 1, "layers": self.layers, "against": {}, "history": [], "consistency": {}},
+            "diagnostics.json": {"format": 1, **diagnostics},
         }
         explorer = self._explorer()
         if explorer is not None:

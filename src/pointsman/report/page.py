@@ -110,7 +110,9 @@ def context(comparison: Comparison, table: ComparisonTable, routing: Mapping[str
     """What the template prints."""
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
-    sections = [("result", "Result"), ("training", "Training")]
+    trained = any(run.steps for run in comparison.runs.values())
+    sections = [("result", "Result")]
+    sections += [("training", "Training")] if trained else []
     sections += [("routing", "Routing")] if any_routing else []
     sections += [("explore", "Explorer")] if explorer else []
     lines = [line for line in table.differences() if any(one.cell.values for one in line)]
@@ -131,6 +133,8 @@ def context(comparison: Comparison, table: ComparisonTable, routing: Mapping[str
     return {
         "title": protocol.title(comparison),
         "facts": protocol.facts(comparison, table),
+        "findings": protocol.findings(comparison),
+        "trained": trained,
         "sections": [*sections, ("protocol", "Protocol")],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "missing": protocol.missing(comparison),

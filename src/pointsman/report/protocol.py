@@ -70,6 +70,9 @@ def command(comparison: Comparison) -> str:
     """The command that made this comparison or run: as it was kept, else from the settings."""
     if comparison.command:
         return comparison.command
+    kept = [str(run.config["command"]) for run in comparison.runs.values() if run.config.get("command")]
+    if kept:
+        return "\n".join(kept)
     if not comparison.planned:
         return "\n".join(_train_command(run) for run in comparison.runs.values())
     words = ["pointsman", "compare", "--routers", ",".join(comparison.routers)]
@@ -93,6 +96,11 @@ def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
     return words
 
 
+def findings(comparison: Comparison) -> list[str]:
+    """What an audit found, a sentence each; nothing for other runs."""
+    return [str(line) for run in comparison.runs.values() for line in run.config.get("findings") or ()]
+
+
 def lines(comparison: Comparison) -> list[str]:
     """The evaluation protocol, one line for each group of runs that share it."""
     groups: dict[str, list[Run]] = {}
@@ -107,7 +115,8 @@ def lines(comparison: Comparison) -> list[str]:
 def _protocol_line(run: Run) -> str:
     found = run.evaluation.get("protocol")
     parts = [f"{_words(name)}: {_plain(value)}" for name, value in found.items()] if isinstance(found, dict) else []
-    parts.append(f"weights: {run.evaluation.get('checkpoint', '-')}")
+    if "checkpoint" in run.evaluation:
+        parts.append(f"weights: {run.evaluation['checkpoint']}")
     tokens = {int(value) for row in run.results().values() if (value := number(row.get("tokens"))) is not None}
     if tokens and not (isinstance(found, dict) and "tokens" in found):
         parts.append(f"tokens: {', '.join(f'{token:,}' for token in sorted(tokens))}")
@@ -152,6 +161,7 @@ def pairing(comparison: Comparison) -> list[str]:
     return found
 
 
+_APART = ("format", "command", "findings")  # of a run's settings: not shown among them
 _PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
 
 
@@ -177,7 +187,7 @@ def stochastic(router: str) -> bool:
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
     """Settings that all runs share, flat, names in words."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
-    return [(_words(name), _plain(value)) for name, value in _flat(source) if name != "format"]
+    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in _APART]
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:

@@ -111,6 +111,8 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
         if run is None or router.partition(":")[0] in BASELINES:
             continue
         found = run.explorer
+        if found and not (run.path / "checkpoints").is_dir():
+            continue  # an audit's, made with it
         if found.get("checkpoint") == run.evaluation.get("checkpoint") and found["map"]["method"] == wanted:
             continue
         try:
