@@ -22,7 +22,9 @@ from pointsman import (
     set_top_k,
     step_end,
 )
+from pointsman.routers import registry
 from pointsman.routers.registry import list_mixers
+from pointsman.routers.router import Mixer
 
 DIM, EXPERTS, BATCH, LENGTH = 24, 6, 3, 11
 NON_CAUSAL = [f"smoe+{name}" for name in ("attention:heads=lowest-entropy-sequence",)]
@@ -62,6 +64,17 @@ def trace(hidden: Tensor, heads: int = 2, width: int = 5) -> AttentionTrace:
     )
     output = torch.einsum("bhtd,hdo->bto", scores.softmax(-1) @ value, out_weight)
     return AttentionTrace(query, key, value, out_weight, output, width**-0.5)
+
+
+def piece(whole: AttentionTrace, start: int, stop: int) -> AttentionTrace:
+    """What the attention of tokens `start:stop`, with all before them in memory, would show."""
+    return replace(
+        whole,
+        query=whole.query[:, :, start:stop],
+        key=whole.key[:, :, :stop],
+        value=whole.value[:, :, :stop],
+        output=whole.output[:, start:stop],
+    )
 
 
 def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingContext:
@@ -186,6 +199,66 @@ def test_causal_flag_is_true_to_the_routing(spec: str, hidden: Tensor) -> None:
     if not router.causal:
         assert changed, "declares itself non-causal, yet nothing moved"
     assert router.causal == (spec not in NON_CAUSAL)
+
+
+@pytest.mark.parametrize("cuts", [list(range(1, LENGTH + 1)), [4, 5, LENGTH]])
+def test_a_causal_router_routes_pieces_as_the_whole(spec: str, hidden: Tensor, cuts: list[int]) -> None:
+    """A token at a time, or in segments, with what each piece carries on."""
+    router = build(spec).eval()
+    if router.stochastic or not router.causal or "capacity" in spec:
+        pytest.skip("draws at random, sees the whole sequence, or counts a share of its length")
+    context = context_for(router, hidden)
+    together, start, past = router(hidden, context), 0, None
+    for stop in cuts:
+        attention = None if context.attention is None else piece(context.attention, start, stop)
+        ids = None if context.token_ids is None else context.token_ids[:, start:stop]
+        part = router(hidden[:, start:stop], RoutingContext(attention=attention, token_ids=ids, past=past))
+        for name in ("probs", "logits"):
+            expected = getattr(together, name).view(BATCH, LENGTH, -1)[:, start:stop].flatten(0, 1)
+            torch.testing.assert_close(getattr(part, name), expected, atol=1e-6, rtol=1e-5)
+        start, past = stop, part.carry
+
+
+class Cheat(Mixer):
+    """A mixer that calls itself causal, batch invariant and deterministic, and is not: `kind` says in what."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        count = torch.arange(1, probs.shape[1] + 1, dtype=probs.dtype)[:, None]
+        if self.kind == "looks ahead":
+            mixed = probs.flip(1).cumsum(1).flip(1) / count.flip(0)
+        elif self.kind == "sees other sequences":
+            mixed = probs.mean(0, keepdim=True).expand_as(probs)
+        elif self.kind == "draws":
+            mixed = torch.softmax(torch.randn_like(probs), -1)
+        else:  # forgets: causal in a segment, but nothing is carried on
+            mixed = probs.cumsum(1) / count
+        return mixed, {}, {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("looks ahead", "test_causal_flag_is_true_to_the_routing"),
+        ("forgets", "test_a_causal_router_routes_pieces_as_the_whole"),
+        ("sees other sequences", "test_batch_invariant_flag_is_true_to_the_routing"),
+        ("draws", "test_stochastic_flag_is_true_to_the_routing"),
+    ],
+)
+def test_a_mixer_with_a_false_flag_fails_here(
+    kind: str, check: str, hidden: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of specs above is the registry's: whoever registers such a mixer does not pass."""
+    monkeypatch.setitem(registry._MIXERS, "cheat", registry.Entry("cheat", lambda site: Cheat(kind), "", ""))
+    assert "cheat" in list_mixers()
+    cuts = {"cuts": [4, LENGTH]} if "pieces" in check else {}
+    with pytest.raises(AssertionError):
+        globals()[check]("smoe+cheat", hidden, **cuts)
 
 
 def test_batch_invariant_flag_is_true_to_the_routing(spec: str, hidden: Tensor) -> None:
