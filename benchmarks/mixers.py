@@ -26,7 +26,10 @@ from pointsman import AttentionTrace, RoutingContext, build_router, step_end
 from pointsman.models.blocks import RelativeAttention, Surroundings
 from pointsman.models.config import preset_config
 from pointsman.models.transformer_xl import TransformerXL
-from pointsman.routers.informing import Informing
+from pointsman.ops.posterior import head_entropies
+from pointsman.ops.visible import Visible
+from pointsman.routers.informing import Informing, Neighbours
+from pointsman.routers.mutual import AttentionInform
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735
@@ -198,15 +201,22 @@ def neighbours(args: argparse.Namespace) -> None:
     for spec in options:
         mixer = build_router(spec, dim=dim, num_experts=16).mix
         assert isinstance(mixer, Informing)
-        probs = torch.full((args.batch, args.length, 16), 1 / 16)
         line = f"{spec:34}"
         for pairs in (inputs, independent):
             if pairs is independent and mixer.needs:
                 break
-            found = [mixer.neighbours(probs, hidden, context) for hidden, context in pairs]
+            found = [measured(mixer, hidden, context) for hidden, context in pairs]
             own, effective = (torch.stack([getattr(each, name) for each in found]) for name in ("own", "effective"))
             line += f" {own.mean():10.5f} {effective.mean():11.2f}  "
         print(line, flush=True)
+
+
+def measured(mixer: Informing, hidden: Tensor, context: RoutingContext) -> Neighbours:
+    """Of one layer; the head of lowest entropy is that of this text."""
+    if isinstance(mixer, AttentionInform) and context.attention is not None:
+        visible = Visible(hidden.shape[1], context.attention.key.shape[2])
+        mixer.head_entropy = head_entropies(context.attention, visible, sample=False)[0].sum(0)
+    return mixer.neighbours(torch.full((*hidden.shape[:2], 16), 1 / 16), hidden, context)
 
 
 def main() -> None:
