@@ -9,8 +9,8 @@ from pointsman.cli.main import main
 from pointsman.diagnostics import RoutingMonitor
 from pointsman.diagnostics.run import Settings, diagnose_path
 from pointsman.diagnostics.summary import summary
-from pointsman.evaluation.compare import run_path
 from pointsman.models.config import TransformerXLConfig
+from pointsman.training.compare import run_path
 from pointsman.training.config import RunConfig
 from pointsman.training.run import load_run
 from pointsman.training.trainer import train

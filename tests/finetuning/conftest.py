@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.evaluation.compare import Plan, compare
 from pointsman.recipes import preset
+from pointsman.training.compare import Plan, compare
 from pointsman.training.progress import Quiet
 
 ROUTERS = ("smoe", "xmoe", "dense")

@@ -8,8 +8,9 @@ import pytest
 
 from pointsman._errors import RunError, Stopped
 from pointsman.cli.main import main
-from pointsman.finetuning import Finetuning, TaskTable, compare_tasks
-from pointsman.finetuning.compare import published_for
+from pointsman.finetuning import Finetuning, compare_tasks
+from pointsman.report import TaskTable
+from pointsman.report.task_table import published_for
 from pointsman.training.progress import Quiet
 
 
@@ -41,8 +42,10 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     with pytest.raises(Stopped, match="the same command goes on"):
         compare_tasks(own, [settings], progress=Quiet(), stop=StopAtOnce())
     watch = Watch()
-    [table] = compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=watch)
+    compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=watch)
     name = settings.variant
+    table = TaskTable.read(own, name)
+    table.write(own)
     assert watch.begun == [(f"{router} on {name}", seed) for seed in (0, 1000) for router in ("smoe", "xmoe", "dense")]
     for suffix in ("txt", "csv", "md", "tex"):
         content = (own / f"task-{name}.{suffix}").read_text()
@@ -61,7 +64,7 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     assert record["protocol"]["frozen"] == []  # a dense row has no router
     again = Watch()
     compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=again)
-    assert (own / f"task-{name}.csv").read_text() == table.csv()
+    assert TaskTable.read(own, name).csv() == table.csv()
 
 
 def test_rows_of_one_seed_see_the_same_batches(own: Path, task: str) -> None:
@@ -89,12 +92,30 @@ def test_the_command_line_takes_a_trained_comparison(own: Path, task: str, capsy
     assert "--routers is missing" in capsys.readouterr().err
 
 
+def test_only_the_rows_that_are_named_and_have_saved(own: Path, task: str) -> None:
+    settings = Finetuning(task, steps=1, settings={"batch_size": 8})
+    shutil.rmtree(own / "runs/xmoe/seed-0/checkpoints")
+    notes: list[str] = []
+
+    class Noting(Quiet):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    compare_tasks(own, [settings], routers=["xmoe", "dense"], progress=Noting())
+    assert "passed over, without a checkpoint: xmoe (seed 0)" in notes
+    assert [row.router for row in TaskTable.read(own, settings.variant).table.rows] == ["dense"]
+    with pytest.raises(RunError, match="has no row 'smeo': did you mean 'smoe'"):
+        compare_tasks(own, [settings], routers=["smeo"], progress=Quiet())
+    with pytest.raises(RunError, match="no run has a checkpoint"):
+        compare_tasks(own, [settings], routers=["xmoe"], progress=Quiet())
+
+
 def test_published_figures_are_labelled(own: Path) -> None:
     found = {(one.router, one.accuracy): one.source for one in published_for("sst2")}
     assert found["HyperRouter (k=16)", 83.33] == "hyperrouter, Table 3"
     assert found["Similarity-inform SMoE", 71.72].endswith("Table 4")
     assert published_for("reviews.csv") == []
-    table = TaskTable.read(own, Finetuning("sst2"))
+    table = TaskTable.read(own, "sst2")
     assert "Published figures, not ours" in table.text()
     assert "83.33" in table.markdown()
     assert "0.8333" in table.csv()
@@ -105,5 +126,5 @@ def test_published_figures_are_labelled(own: Path) -> None:
 def test_no_comparison_no_tables(tmp_path: Path, task: str) -> None:
     with pytest.raises(RunError, match="holds no comparison"):
         compare_tasks(tmp_path, [Finetuning(task)], progress=Quiet())
-    with pytest.raises(RunError, match="holds no comparison"):
-        TaskTable.read(tmp_path, Finetuning(task))
+    with pytest.raises(RunError, match="neither a run directory"):
+        TaskTable.read(tmp_path, "sst2")

@@ -11,9 +11,10 @@ import torch
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.finetuning import Finetuning, finetune, load_finetuned
-from pointsman.finetuning.routing import consistency_of
 from pointsman.finetuning.run import finetuned_path
 from pointsman.recipes import preset
+from pointsman.report.runs import read_run
+from pointsman.report.task_table import routing_of
 from pointsman.training.checkpoint import last_checkpoint
 from pointsman.training.progress import Interrupted
 from pointsman.training.run import load_run
@@ -243,15 +244,16 @@ def test_cut_texts_are_said_and_recorded(run: Path, task: str, tmp_path: Path) -
 
 
 def test_inter_run_consistency_of_fine_tunings(run: Path, task: str, tmp_path: Path) -> None:
-    records = [
-        finetune(run, Finetuning(task, steps=2, settings=FAST), seed=seed, out=tmp_path / str(seed)).evaluation
+    runs = [
+        read_run(finetune(run, Finetuning(task, steps=2, settings=FAST), seed=seed, out=tmp_path / str(seed)).out)
         for seed in range(2)
     ]
-    found = consistency_of(records)
-    assert set(found) == {"backbone.layers.0.moe", "backbone.layers.1.moe"}
-    for layer in found.values():
-        assert layer["runs"] == 2
-        assert 0.5 < layer["without_diagonal"] <= 1  # two steps from the same weights
+    found = routing_of(runs)
+    assert found["consistency"] is not None
+    assert 0.5 < found["consistency"] <= 1  # two steps from the same weights
+    assert found["top1"] is not None
+    assert found["sets"] is not None
+    assert routing_of(runs[:1])["consistency"] is None
 
 
 def test_names_of_folders(run: Path) -> None:

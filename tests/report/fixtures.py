@@ -163,5 +163,40 @@ def write_comparison(
     return path
 
 
+def write_finetuning(run: Path, variant: str, router: str, seed: int, *, metric: float, scratch: bool = False) -> Path:
+    """A fine-tuning of a run, with an invented accuracy."""
+    path = write_run(
+        run / "finetune" / variant / f"seed-{seed}", router, seed, steps=10, metric="accuracy",
+        values={1: metric, 8: metric + 0.01},
+    )  # fmt: skip
+    record = json.loads((path / "evaluation.json").read_text())
+    record["protocol"] = {
+        "task": "sst2: invented", "split": "test", "length": 512, "truncated": {"train": 0, "test": 3},
+        "pooling": "last", "trained_with_k": "N", "frozen": [], "balance": None, "from_scratch": scratch, "steps": 10,
+    }  # fmt: skip
+    if not scratch:
+        record["change_from_pretrained"] = {"layers": {"blocks.0.moe": {"top1": 0.25, "sets": 0.5}}}
+    dump(path / "evaluation.json", record)
+    return path
+
+
+def write_attacks(run: Path, name: str, *, metric: str, start: float, rise: float, marks: bool = True) -> None:
+    """What `evaluate --attack` leaves in a run, with invented figures: `start` clean, then `rise` for each per cent."""
+    results: list[dict[str, Any]] = []
+    for rate in (None, 0.01, 0.1):
+        for k in (1, 8):
+            row: dict[str, Any] = {"split": "test", "top_k": k, "metric": metric, "tokens": 100}
+            row["value"] = start + 1 / k + rise * 100 * (rate or 0.0)
+            if rate:
+                row["attack"] = {"kind": "word", "rate": rate, "seed": 0, "word": "AAA", "chosen": 1, "candidates": 100}
+                row |= {"unmarked": {"value": row["value"] - 0.01}} if marks else {}
+            results.append(row)
+    routing = [
+        {"attack": {"kind": "word", "rate": rate, "seed": 0, "word": "AAA"}, "layers": {"a": {"top1": rate}}}
+        for rate in (0.01, 0.1)
+    ]
+    dump(run / f"{name}.json", {"protocol": {"tokens": 100}, "results": results, "routing": routing})
+
+
 def dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))

@@ -1,6 +1,7 @@
 """Runs, fine-tuned runs and comparisons under attack, from the command line; and TextAttack's recipes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,10 +11,10 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman.cli.main import main
-from pointsman.evaluation.compare import Plan, compare
 from pointsman.finetuning import Finetuning, finetune, load_finetuned
 from pointsman.recipes import preset
 from pointsman.robustness import recipe_attack
+from pointsman.training.compare import Plan, compare
 from pointsman.training.progress import Quiet
 
 
@@ -93,6 +94,29 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     assert [path.stat().st_mtime_ns for path in records] == times  # done already
     assert main(["evaluate", str(comparison), "--attack", "textfooler"]) == 2
     assert "a comparison is attacked by word or char" in capsys.readouterr().err
+
+
+def test_fine_tunings_of_a_comparison_under_attack(
+    comparison: Path, finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(comparison, own)
+    task = json.loads((finetuned / "finetune.json").read_text())["task"]
+    settings = Finetuning(task, steps=2, settings={"batch_size": 8})
+    for seed in (0, 1000):
+        finetune(own / "runs/smoe/seed-0", settings, seed=seed)
+    arguments = ["evaluate", str(own), "--device", "cpu", "--attack", "char", "--attack-rate", "0.5"]
+    assert main([*arguments, "--task", settings.variant]) == 0
+    shown = capsys.readouterr().out
+    assert "50 % of the letters change, all targets count" in shown
+    assert "Routing under attack" in shown
+    assert "Consistency: correlation of the loads at k = 2 between fine-tunings" in shown
+    assert "2/2" in shown
+    assert (own / f"attack-char-{settings.variant}.csv").is_file()
+    assert main([*arguments, "--task", "sst3"]) == 2
+    assert f"allowed: {settings.variant}" in capsys.readouterr().err
+    assert main(["evaluate", str(finetuned), "--attack", "char", "--task", "sst2"]) == 2
+    assert "is no comparison" in capsys.readouterr().err
 
 
 def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from pointsman._errors import RunError
+from pointsman._files import alone
 from pointsman.data import Corpus
 from pointsman.models.transformer_xl import TransformerXL
 from pointsman.ops.kernels import Kernels
@@ -24,8 +26,8 @@ from pointsman.training.checkpoint import (
     last_checkpoint,
     open_checkpoint,
     steps_of,
+    whole_checkpoint,
     write_checkpoint,
-    write_whole,
 )
 from pointsman.training.config import RunConfig
 from pointsman.training.progress import Interrupted
@@ -123,8 +125,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing file": (lambda path: (path / "model.safetensors").unlink(), r"damaged: model\.safetensors is missing"),
     "missing state": (lambda path: (path / "state.json").unlink(), r"damaged: state\.json is missing"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), r"it has no manifest\.json"),
-    "cut-off manifest": (lambda path: (path / "manifest.json").write_text('{"form'), r"manifest\.json cannot be read"),
-    "manifest of a list": (lambda path: (path / "manifest.json").write_text("[]"), r"foreign: .*no JSON object"),
+    "cut-off manifest": (
+        lambda path: (path / "manifest.json").write_text('{"form'),
+        r"manifest\.json: not readable",
+    ),
+    "manifest of a list": (
+        lambda path: (path / "manifest.json").write_text("[]"),
+        r"manifest\.json: a JSON object",
+    ),
     "another format": (lambda path: change_manifest(path, format=9), "foreign"),
     "another step": (lambda path: change_manifest(path, step=9), "foreign"),
     "no state listed": (lambda path: change_manifest(path, files={}), r"foreign: it has no state\.json"),
@@ -241,22 +249,31 @@ def test_a_full_or_closed_disk_gives_one_line_and_loses_nothing(
     open_checkpoint(tmp_path / "step-1")
 
 
+def test_a_directory_in_which_another_process_works_is_refused(
+    settings: Settings, corpus: Corpus, tmp_path: Path
+) -> None:
+    with alone(tmp_path), pytest.raises(RunError, match="another process is working in this directory"):
+        train(settings(), tmp_path, corpus=corpus)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
+
+
 def test_a_place_that_cannot_be_a_run_directory_is_refused(settings: Settings, corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"config\.json was not written"):
+    with pytest.raises(ValueError, match="nothing was begun"):
         train(settings(), tmp_path / "file" / "run", corpus=corpus)
 
 
-def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "config.json"
-    write_whole(file, "old")
-
-    def failing(place: Path, content: bytes) -> None:
-        place.write_bytes(b"n")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "write_synced", failing)
-    with pytest.raises(ValueError, match="no space left on the disk"):
-        write_whole(file, "new")
-    assert file.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+def test_without_a_whole_checkpoint_one_line_says_so(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with pytest.raises(RunError, match="has no whole checkpoint: the run has not saved yet"):
+        whole_checkpoint(tmp_path / "checkpoints", notes.append)
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path / "checkpoints", step, some(), {})
+        (tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(RunError, match=r"step-3 is damaged: .* \(and 2 older ones are no better\)") as caught:
+        whole_checkpoint(tmp_path / "checkpoints", notes.append)
+    assert "\n" not in str(caught.value)
+    assert notes == []
+    write_checkpoint(tmp_path / "checkpoints", 2, some(), {})
+    assert whole_checkpoint(tmp_path / "checkpoints", notes.append).step == 2
+    assert len(notes) == 1

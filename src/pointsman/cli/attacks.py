@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_attack_flags(flags: Parser) -> None:
-    """--attack, --attack-rate, --attack-seed, --attack-examples."""
+    """--attack, --attack-rate, --task, --attack-seed, --attack-examples."""
     flags.add_argument("--attack", metavar="KIND", help="word (swapped for AAA), char (noise), or a TextAttack recipe")
     flags.add_argument(
         "--attack-rate", type=rates, default=(0.025,), metavar="R,R", help="share attacked (default: 0.025)"
     )
+    flags.add_argument("--task", metavar="NAME", help="of a comparison: attack what was fine-tuned on this task")
     flags.add_argument(
         "--attack-seed", type=whole(0), default=0, metavar="S", help="which words or letters; default: 0"
     )
@@ -40,18 +41,21 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
     Without `--attack`, a fine-tuned run is evaluated clean.
     """
-    from pointsman.evaluation.compare import read_plan
     from pointsman.finetuning.run import is_finetuned
-    from pointsman.robustness import AttackTable, comparison_under_attack
+    from pointsman.report.attack_table import attack_tables
+    from pointsman.report.runs import read_comparison
+    from pointsman.robustness import comparison_under_attack
+    from pointsman.training.compare import read_plan
 
     with Display() as display, stop_on_signals() as stop:
         try:
             if not is_finetuned(values.run) and read_plan(values.run) is not None:
                 if values.attack not in ("word", "char"):
                     raise RunError(f"--attack {values.attack}: a comparison is attacked by word or char")
-                table: AttackTable = comparison_under_attack(
+                name = comparison_under_attack(
                     values.run,
                     attacks_of(values),
+                    variant=values.task,
                     data=values.data,
                     split=values.split,
                     top_k=values.top_k,
@@ -60,14 +64,18 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
                     progress=display,
                     stop=stop,
                 )
+                wanted = "-".join([name.replace("attacks-", "attack-", 1), *([values.task] if values.task else [])])
+                [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
                 paths = table.write(values.out or values.run)
                 print(table.text())
                 print(f"saved: {paths[0]}", file=sys.stderr)
                 return 0
+            if values.task:
+                raise RunError(f"--task {values.task}: {values.run} is no comparison; name the fine-tuned run itself")
             record, name = _one(values, device, display, stop)
         except _stopped() as error:
             raise Stopped("stopped; the same command starts this evaluation anew") from error
-    from pointsman.training.checkpoint import write_whole
+    from pointsman._files import write_whole
 
     file = (values.out or values.run) / f"{name}.json"
     write_whole(file, json.dumps(record, indent=2) + "\n")

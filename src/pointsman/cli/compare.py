@@ -39,8 +39,10 @@ def run(arguments: Sequence[str]) -> int:
         raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
     device = choose_device(values.device)
     if not values.routers:
-        return fine_tune_comparison(values, values.out, device)
-    from pointsman.evaluation.compare import Plan, compare, ordered_seeds
+        fine_tune_comparison(values, values.out, device)
+        print(write_page(values.out, look_inside=False), file=sys.stderr)
+        return 0
+    from pointsman.training.compare import Plan, compare, ordered_seeds
 
     base = run_config(values, "smoe")
     name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
@@ -85,11 +87,11 @@ def write_tables(out: Path) -> str:
     return table.text()
 
 
-def write_page(out: Path) -> str:
-    """Writes report.html with a look inside every router; without the packages for it, says what to install."""
+def write_page(out: Path, *, look_inside: bool = True) -> str:
+    """Writes report.html, with a look inside every router; without the packages for it, says what to install."""
     from pointsman.report import write_report
 
     try:
-        return f"page: {write_report(out, samples='pca')}"
+        return f"page: {write_report(out, samples='pca' if look_inside else None)}"
     except RunError as missing:
         return f"no page: {missing}"

@@ -40,10 +40,10 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     device = choose_device(values.device)
+    from pointsman._files import write_whole
     from pointsman.cli.progress import Display
     from pointsman.diagnostics.run import FILE, Settings, diagnose_path
     from pointsman.diagnostics.summary import summary
-    from pointsman.training.checkpoint import write_whole
 
     settings = Settings(
         values.data, values.split, values.eval_tokens, values.top_k, device=device, changes=overrides(values.set)

@@ -54,9 +54,9 @@ def run(arguments: Sequence[str]) -> int:
         if changes:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         return run_attacks(values, device)
-    from pointsman.evaluation.compare import slug
+    from pointsman._files import write_whole
     from pointsman.evaluation.language_model import Stopped as NothingSaved
-    from pointsman.training.checkpoint import write_whole
+    from pointsman.training.compare import slug
     from pointsman.training.record import eval_protocol
     from pointsman.training.run import load_run
 

@@ -29,8 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     import safetensors
     import safetensors.torch
 
+    from pointsman._files import disk_errors, write_whole
     from pointsman.control import materialize, named_routers
-    from pointsman.training.checkpoint import disk_errors, write_whole
     from pointsman.training.run import load_run
 
     saved = load_run(values.run, note=lambda message: print(message, file=sys.stderr))

@@ -70,43 +70,47 @@ def add_compare_flags(flags: Parser) -> None:
     add_task_settings(flags)
 
 
-def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> int:
+def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
     """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
     from pointsman.finetuning import compare_tasks
+    from pointsman.report.task_table import TaskTable
 
     changes: dict[str, Any] = dict(overrides(values.task_set))
     if values.top_k is not None:
         changes["eval_top_k"] = values.top_k
     variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
     with Display() as display, stop_on_signals() as stop:
-        tables = compare_tasks(
-            out,
-            variants,
-            repeats=values.task_seeds,
-            device=device,
-            progress=display,
-            watcher=_Titles(display),
-            stop=stop,
-        )
+        watcher = _Tables(display, out, [one.variant for one in variants])
+        compare_tasks(
+            out, variants, routers=values.routers, repeats=values.task_seeds, device=device,
+            progress=display, watcher=watcher, stop=stop,
+        )  # fmt: skip
+    tables = [TaskTable.read(out, one.variant) for one in variants]
+    for table in tables:
+        table.write(out)
     print("\n".join(table.text() for table in tables))
     print(
         f"saved: {', '.join(f'task-{table.name}.txt' for table in tables)} in {out}, also .csv, .md, .tex",
         file=sys.stderr,
     )
-    return 0
 
 
-class _Titles:
-    """Shows which fine-tuning is under way."""
+class _Tables:
+    """Shows which fine-tuning is under way, and writes the tables anew after each."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Display, out: Path, variants: Sequence[str]) -> None:
         self.display = display
+        self.out = out
+        self.variants = variants
 
     def begins(self, number: int, total: int, router: str, seed: int) -> None:
         self.display.title = f"{number}/{total} {router}, seed {seed}"
 
     def ended(self, router: str, seed: int) -> None:
-        return
+        from pointsman.report.task_table import TaskTable
+
+        for variant in self.variants:
+            TaskTable.read(self.out, variant).write(self.out)
 
 
 def numbers(text: str) -> tuple[float, ...]:

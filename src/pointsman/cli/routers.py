@@ -31,7 +31,7 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
-    from pointsman.training.checkpoint import write_whole
+    from pointsman._files import write_whole
 
     text = cost(values) if values.cost else explain(values.name) if values.name else listing()
     print(text)

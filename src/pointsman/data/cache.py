@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
+from pointsman._files import sync_folder
 from pointsman.data.download import NO_SPACE
 from pointsman.data.reading import BLOCK
 from pointsman.data.vocabulary import IdArray, Vocabulary
@@ -123,7 +124,7 @@ def _write(folder: Path, build: Callable[[Write], Built]) -> None:
         meta_file.write(f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n")
         meta_file.flush()
         os.fsync(meta_file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _open(folder: Path) -> Tokens | None:
@@ -177,17 +178,7 @@ def _move_into_place(scratch: Path, final: Path) -> None:
         if not final.exists():
             raise
         return  # another process was first
-    _sync_folder(final.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # a folder cannot be opened for syncing elsewhere
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(final.parent)
 
 
 def _sweep(root: Path) -> None:

@@ -222,7 +222,7 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 
 
 def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
-    from pointsman.evaluation.compare import run_path
+    from pointsman.training.compare import run_path
 
     plan = json.loads((path / "comparison.json").read_text(encoding="utf-8"))
     routers: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""Evaluation: quality at any k, and paired comparisons."""
+"""Evaluation: quality at any k, of language models and classifiers, clean and attacked."""

@@ -1,8 +1,8 @@
-"""Routing under fine-tuning: how far it moved from the pre-trained model's, and whether seeds agree."""
+"""Routing under fine-tuning: how far it moved from the pre-trained model's, on the same texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from pointsman.control import named_routers, record_routing, set_top_k
 from pointsman.data.task_streams import Encoded, eval_batches
 from pointsman.diagnostics.change import Fluctuation
-from pointsman.diagnostics.consistency import inter_run_consistency
 from pointsman.evaluation.routing import evaluating
 from pointsman.models.classifier import Classifier
 from pointsman.models.transformer_xl import TransformerXL
@@ -52,17 +51,3 @@ def change_from(weights: Mapping[str, Tensor], model: Classifier, encoded: Encod
         "examples": len(part),
         "layers": {name: fluctuation.result() for name, fluctuation in layers.items()},
     }
-
-
-def consistency_of(records: Sequence[Mapping[str, Any]], top_k: int = TOP_K) -> dict[str, dict[str, Any]]:
-    """Inter-run consistency of the loads in several runs' evaluation.json, at this k: layer -> {"runs", …}.
-
-    Means something for fine-tunings of one pre-trained run: experts are compared by their index.
-    """
-    loads: dict[str, list[list[float]]] = {}
-    for record in records:
-        for result in record.get("results", ()):
-            if result.get("top_k") == top_k and not result.get("attack"):
-                for layer, values in result.get("routers", {}).items():
-                    loads.setdefault(layer, []).append([share or 0.0 for share in values["load"]])
-    return {layer: inter_run_consistency(rows) for layer, rows in loads.items()}

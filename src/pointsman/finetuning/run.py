@@ -19,7 +19,7 @@ from pointsman.finetuning.settings import Finetuning
 from pointsman.finetuning.work import FineTuningWork
 from pointsman.models.classifier import Classifier
 from pointsman.ops.kernels import Kernels
-from pointsman.training.checkpoint import last_checkpoint
+from pointsman.training.checkpoint import whole_checkpoint
 from pointsman.training.config import RunConfig
 from pointsman.training.kernels import choose_kernels, use_kernels
 from pointsman.training.progress import Monitor, Progress, Quiet, Stop
@@ -158,9 +158,7 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
     about = directory.read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
-    checkpoint = last_checkpoint(directory.checkpoints, note or (lambda message: None))
-    if checkpoint is None:
-        raise RunError(f"{directory.path} has no whole checkpoint: the run has not saved yet, or it is damaged")
+    checkpoint = whole_checkpoint(directory.checkpoints, note)
     model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
     load_weights(model, checkpoint)
     use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))

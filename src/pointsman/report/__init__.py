@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pointsman.report.attack_table import AttackTable, attack_tables
 from pointsman.report.figures import figures
 from pointsman.report.page import write_report
 from pointsman.report.paper import paper_tables
 from pointsman.report.tables import ComparisonTable
+from pointsman.report.task_table import TaskTable
 
-__all__ = ["ComparisonTable", "collect_samples", "figures", "paper_tables", "write_report"]
+__all__ = [
+    "AttackTable",
+    "ComparisonTable",
+    "TaskTable",
+    "attack_tables",
+    "collect_samples",
+    "figures",
+    "paper_tables",
+    "write_report",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pointsman.report.formats import NONE
-from pointsman.report.runs import Comparison, number, read_json
+from pointsman.report.runs import Comparison, number, read_object
 
 Found = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
         if "layers" in (found := run.diagnostics):
             return found
     if comparison.planned:
-        found = read_json(comparison.path / "diagnostics.json").get("routers", {}).get(router, {})
+        found = read_object(comparison.path / "diagnostics.json").get("routers", {}).get(router, {})
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import csv as csv_module
 import io
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pointsman._errors import RunError
+from pointsman._files import write_whole
 
 if TYPE_CHECKING:
     from pointsman.report.tables import ComparisonTable
 
 NONE = "-"
+
+
+class Printed(Protocol):
+    """What has all four forms."""
+
+    def text(self) -> str: ...
+
+    def csv(self) -> str: ...
+
+    def markdown(self) -> str: ...
+
+    def latex(self) -> str: ...
+
+
+def write_forms(directory: Path, name: str, table: Printed) -> list[Path]:
+    """Writes NAME.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""
+    forms = {"txt": table.text, "csv": table.csv, "md": table.markdown, "tex": table.latex}
+    return [write_whole(directory / f"{name}.{ending}", form()) for ending, form in forms.items()]
 
 
 def text(table: ComparisonTable) -> str:
@@ -50,38 +66,60 @@ def csv(table: ComparisonTable) -> str:
 
 def markdown(table: ComparisonTable) -> str:
     """A Markdown table; the best of each column in bold."""
-    lines = [table.header(), ["---", *["---:"] * (len(table.header()) - 1)]]
-    for row, cells in zip(table.rows, table.cells(), strict=True):
-        shown = [f"`{cells[0]}`", *cells[1:]]
-        for column, k in enumerate(table.top_k, 1):
-            if row.router in table.best(k):
-                shown[column] = f"**{shown[column]}**"
-        lines.append(shown)
-    lines_out = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join([*lines_out, "", table.caption]) + "\n"
+    rows = [["---:" if position else "---" for position in range(len(table.header()))]]
+    for cells, best in zip(table.cells(), _best(table), strict=True):
+        rows.append(
+            [f"**{cell}**" if win else cell for cell, win in zip([f"`{cells[0]}`", *cells[1:]], best, strict=True)]
+        )
+    return "\n".join([*map(markdown_line, [table.header(), *rows]), "", table.caption]) + "\n"
+
+
+def markdown_lines(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines as a Markdown table: the first is its header, the first column is set as code."""
+    rule = ["---", *["---:"] * (len(lines[0]) - 1)]
+    return [*map(markdown_line, [lines[0], rule, *([f"`{line[0]}`", *line[1:]] for line in lines[1:])])]
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    """One row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _best(table: ComparisonTable) -> list[list[bool]]:
+    """Which cells of `table.cells()` hold the best mean of their column."""
+    return [
+        [
+            False,
+            *(row.router in table.best(k) for k in table.top_k),
+            *[False] * (len(table.header()) - 1 - len(table.top_k)),
+        ]
+        for row in table.rows
+    ]
 
 
 def latex(table: ComparisonTable) -> str:
     """A LaTeX table for the booktabs package; the best of each column in bold."""
-    lines = []
-    for row, cells in zip(table.rows, table.cells(), strict=True):
+    rows = []
+    for cells, best in zip(table.cells(), _best(table), strict=True):
         shown = [rf"\texttt{{{escape_latex(cells[0])}}}", *map(escape_latex, cells[1:])]
-        for column, k in enumerate(table.top_k, 1):
-            if row.router in table.best(k):
-                shown[column] = rf"\textbf{{{shown[column]}}}"
-        lines.append("    " + " & ".join(shown) + r" \\")
+        rows.append([rf"\textbf{{{cell}}}" if win else cell for cell, win in zip(shown, best, strict=True)])
     header = ["Router", *(f"$k={k}$" for k in table.top_k), "Entropy", "Router params", "s/step", "Seeds"]
+    return latex_table(table.caption, header, rows)
+
+
+def latex_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A LaTeX table for the booktabs package; header and cells are LaTeX already."""
     return "\n".join(
         [
             "% needs \\usepackage{booktabs}",
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{escape_latex(table.caption)}}}",
+            rf"  \caption{{{escape_latex(caption)}}}",
             rf"  \begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
             r"    \toprule",
             "    " + " & ".join(header) + r" \\",
             r"    \midrule",
-            *lines,
+            *("    " + " & ".join(row) + r" \\" for row in rows),
             r"    \bottomrule",
             r"  \end{tabular}",
             r"\end{table}",
@@ -98,9 +136,7 @@ def rich(table: ComparisonTable) -> Any:
     view = Table(title=f"{table.metric.label} ({table.metric.direction})", caption=None)
     for position, title in enumerate(table.header()):
         view.add_column(title, justify="right" if position else "left", no_wrap=True)
-    for row, cells in zip(table.rows, table.cells(), strict=True):
-        best = [False, *(row.router in table.best(k) for k in table.top_k)]
-        best += [False] * (len(cells) - len(best))
+    for cells, best in zip(table.cells(), _best(table), strict=True):
         view.add_row(*(Text(cell, style="bold green" if win else "") for cell, win in zip(cells, best, strict=True)))
     return view
 
@@ -128,17 +164,3 @@ _LATEX = {
 def escape_latex(text: str) -> str:
     """`text` with every character that LaTeX reads as a command escaped."""
     return "".join(_LATEX.get(character, character) for character in text)
-
-
-def write_whole(path: Path, content: str) -> Path:
-    """Writes a text file aside, then renames it, so that an interruption leaves the old one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(content, encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
-        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
-    return path

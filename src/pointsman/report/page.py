@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
-from pointsman.report import protocol, series
+from pointsman._files import write_whole
+from pointsman.report import protocol, series, transfer
 from pointsman.report.diagnosed import diagnosis_table
-from pointsman.report.formats import NONE, write_whole
+from pointsman.report.formats import NONE
 from pointsman.report.inside import inside, short_layer
 from pointsman.report.runs import Comparison, page_path, read
 from pointsman.report.tables import Cell, ComparisonTable
@@ -59,13 +60,15 @@ def write_report(
 def render(comparison: Comparison, *, baseline: str | None = None) -> str:
     """The page as a string."""
     table = ComparisonTable.of(comparison, baseline=baseline)
-    data = chart_data(comparison, table)
+    found = {"tasks": transfer.tasks(comparison, baseline=baseline), "attacks": transfer.attacks(comparison)}
+    data = chart_data(comparison, table) | {name: transfer.charts(entries) for name, entries in found.items()}
     return fill(
         "page.html.j2",
         javascript="\n".join(asset(name) for name in SCRIPTS),
         json=embed(data),
         data=data,
-        **context(comparison, table, data["inside"]),
+        **context(comparison, table, data),
+        **found,
     )
 
 
@@ -106,14 +109,17 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
     }
 
 
-def context(comparison: Comparison, table: ComparisonTable, routing: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template prints."""
+def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template prints; `data` is what the scripts draw."""
+    routing = data["inside"]
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
     trained = any(run.steps for run in comparison.runs.values())
     sections = [("result", "Result")]
     sections += [("training", "Training")] if trained else []
     sections += [("routing", "Routing")] if any_routing else []
+    sections += [("tasks", "Tasks")] if data["tasks"] else []
+    sections += [("attacks", "Attacks")] if data["attacks"] else []
     sections += [("explore", "Explorer")] if explorer else []
     lines = [line for line in table.differences() if any(one.cell.values for one in line)]
     digits, scale = table.metric.decimals, table.metric.scale

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.report.formats import NONE, aligned, write_whole
+from pointsman._files import write_whole
+from pointsman.report.formats import NONE, aligned, markdown_line
 from pointsman.report.metrics import Metric, metric
 from pointsman.report.published import Column, Line, Paper, PublishedTable
 from pointsman.report.published_mutual import PAPERS
-from pointsman.report.runs import Run, number, read_comparison, read_json, read_run
+from pointsman.report.runs import Run, number, read_comparison, read_object, read_run
 from pointsman.report.tables import Cell
 
-BAR = "\\|"
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 FINETUNE = "finetune.json"
 COUNTED_SETTING = "counted from the model"
@@ -106,9 +106,7 @@ class PaperTables:
             header, *rows = beside.rows()
             lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
             parts.append(f"## {beside.published.number}: {beside.published.title}")
-            parts.append(
-                "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-            )
+            parts.append("\n".join(map(markdown_line, lines)))
             parts += [beside.published.note] if beside.published.note else []
         return "\n\n".join(parts) + "\n"
 
@@ -210,7 +208,7 @@ def attacked_rows(run: Run) -> list[dict[str, Any]]:
     """A run's figures on its own data under the word swap at 2.5 %, the rate that the papers' figures suggest."""
     rows: list[dict[str, Any]] = []
     for file in sorted(run.path.glob(f"attacks-word-{dataset(run)}*.json")):
-        rows += [row for row in read_json(file).get("results", ()) if (row.get("attack") or {}).get("rate") == 0.025]
+        rows += [row for row in read_object(file).get("results", ()) if (row.get("attack") or {}).get("rate") == 0.025]
     return rows
 
 
@@ -220,7 +218,7 @@ def rows_about(run: Run, wanted: str) -> list[Mapping[str, Any]]:
     for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
         named = re.fullmatch(r"(?:evaluation|attacks-[a-z]+)-(.+)-(?:train|valid|test)", file.stem)
         if named and re.split("[,:]", named[1])[0] == wanted:
-            found += read_json(file).get("results", ())
+            found += read_object(file).get("results", ())
     return [row for row in found if isinstance(row, dict)]
 
 
@@ -239,7 +237,7 @@ def belongs(run: Run, line: Line) -> bool:
     """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
     if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
         return False
-    about = read_json(run.path / FINETUNE)
+    about = read_object(run.path / FINETUNE)
     if not about:
         return line.balance is None and not line.frozen
     frozen = "router" in (about.get("freeze") or ())

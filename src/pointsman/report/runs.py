@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman._files import read_json
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} where there is no such file; RunError where it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RunError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise RunError(f"{path}: a JSON object is expected, found {type(value).__name__}")
-    return value
+    return read_json(path) or {}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -70,11 +63,11 @@ class Run:
 
     @property
     def diagnostics(self) -> dict[str, Any]:
-        return read_json(self.path / "diagnostics.json")
+        return read_object(self.path / "diagnostics.json")
 
     @property
     def explorer(self) -> dict[str, Any]:
-        return read_json(self.path / "explorer.json")
+        return read_object(self.path / "explorer.json")
 
     @property
     def steps(self) -> int | None:
@@ -146,14 +139,14 @@ def label(router: Any) -> str:
 
 def read_run(path: Path) -> Run:
     """Reads a run directory; RunError where it is none."""
-    config = read_json(path / "config.json")
+    config = read_object(path / "config.json")
     if not config:
         raise RunError(f"{path}: no run directory (it has no config.json)")
     model = config.get("model")
     router = label(model.get("router", "-")) if isinstance(model, dict) else "-"
     seed = config.get("seed", 0)
-    evaluation = read_json(path / "evaluation.json")
-    return Run(path, router, int(seed), config, read_json(path / "environment.json"), evaluation)
+    evaluation = read_object(path / "evaluation.json")
+    return Run(path, router, int(seed), config, read_object(path / "environment.json"), evaluation)
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -161,7 +154,7 @@ def read_comparison(path: Path) -> Comparison:
     path = Path(path)
     if not path.exists():
         raise RunError(f"{path}: no such directory")
-    plan = read_json(path / "comparison.json")
+    plan = read_object(path / "comparison.json")
     if not plan:
         if (path / "config.json").is_file():
             return gather([read_run(path)])

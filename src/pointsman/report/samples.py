@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman._files import write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.data.vocabulary import END_OF_LINE, Vocabulary
 from pointsman.diagnostics.base import first_choice
@@ -26,7 +27,6 @@ from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import observe_routing
 from pointsman.models.transformer_xl import Memory, TransformerXL
 from pointsman.report.embedding import available, embed
-from pointsman.report.formats import write_whole
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
 from pointsman.routers.registry import BASELINES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pointsman.report.runs import Comparison, Run, number
-from pointsman.report.tables import ComparisonTable
+from pointsman.report.tables import Cell, ComparisonTable
 
 BINS = 160
 Point = list[float]
@@ -25,11 +25,7 @@ def quality(table: ComparisonTable) -> list[dict[str, Any]]:
     scale = table.metric.scale
     series = []
     for row in table.rows:
-        points = []
-        for k in table.top_k:
-            cell = table.quality(row, k)
-            if cell.mean is not None:
-                points.append(_spread_point(k, cell.mean * scale, None if cell.std is None else cell.std * scale))
+        points = [point for k in table.top_k if (point := cell_point(k, table.quality(row, k), scale))]
         if points:
             series.append({"name": row.router, "points": points})
     return series
@@ -40,19 +36,20 @@ def differences(table: ComparisonTable) -> list[dict[str, Any]]:
     scale = table.metric.scale
     series = []
     for line in table.differences():
-        points = [
-            _spread_point(one.top_k, mean * scale, None if one.cell.std is None else one.cell.std * scale)
-            for one in line
-            if (mean := one.cell.mean) is not None
-        ]
+        points = [point for one in line if (point := cell_point(one.top_k, one.cell, scale))]
         if points:
             series.append({"name": line[0].router, "points": points})
     return series
 
 
-def _spread_point(x: float, mean: float, std: float | None) -> dict[str, float]:
-    point = {"x": x, "y": significant(mean, 7)}
-    if std is not None:
+def cell_point(x: float, cell: Cell, scale: float) -> dict[str, float] | None:
+    """A cell's mean and spread at `x`, in printed units; None for an empty cell."""
+    if cell.mean is None:
+        return None
+    mean = cell.mean * scale
+    point = {"x": significant(x, 7), "y": significant(mean, 7)}
+    if cell.std is not None:
+        std = cell.std * scale
         point |= {"std": significant(std), "low": significant(mean - std, 7), "high": significant(mean + std, 7)}
     return point
 

@@ -221,8 +221,7 @@ class ComparisonTable:
 
     def write(self, directory: Path) -> list[Path]:
         """Writes table.txt, table.csv, table.md and table.tex, each whole or not at all; returns their paths."""
-        contents = {"txt": self.text(), "csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
-        return [formats.write_whole(directory / f"table.{suffix}", content) for suffix, content in contents.items()]
+        return formats.write_forms(directory, "table", self)
 
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:

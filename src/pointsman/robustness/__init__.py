@@ -1,11 +1,10 @@
 """Robustness: saved runs, fine-tuned runs and whole comparisons under text attacks (`evaluation.attacks`)."""
 
-from pointsman.robustness.compare import AttackTable, comparison_under_attack
+from pointsman.robustness.compare import comparison_under_attack
 from pointsman.robustness.runs import finetuned_under_attack, run_under_attack
 from pointsman.robustness.text_attack import recipe_attack
 
 __all__ = [
-    "AttackTable",
     "comparison_under_attack",
     "finetuned_under_attack",
     "recipe_attack",

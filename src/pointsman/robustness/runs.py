@@ -15,13 +15,13 @@ from pointsman.evaluation.attacked import (
     evaluate_task_attack,
 )
 from pointsman.evaluation.attacks import Attack
-from pointsman.evaluation.compare import slug
 from pointsman.evaluation.language_model import Watch
 from pointsman.evaluation.tasks import evaluate_task
 from pointsman.finetuning.run import FinetunedRun
 from pointsman.finetuning.settings import Finetuning
 from pointsman.finetuning.work import FineTuningWork
 from pointsman.robustness.text_attack import recipe_attack
+from pointsman.training.compare import slug
 from pointsman.training.record import eval_protocol
 from pointsman.training.run import Run
 from pointsman.training.state import autocast

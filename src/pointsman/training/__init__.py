@@ -1,1 +1,1 @@
-"""Training: settings, schedules, the loop, checkpoints and run directories."""
+"""Training: settings, schedules, the loop, checkpoints, run directories, and paired comparisons."""

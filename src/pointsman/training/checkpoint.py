@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+from pointsman._files import disk_errors, read_json, sync_folder, write_synced
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -166,6 +165,24 @@ def last_checkpoint(
     return None
 
 
+def whole_checkpoint(folder: Path, note: Callable[[str], None] | None = None) -> Checkpoint:
+    """The latest whole checkpoint of a `checkpoints` folder; `note` is told of those that are passed over for it.
+
+    Raises:
+        RunError: there is none; one line, which names the latest one that cannot be used.
+    """
+    passed: list[str] = []
+    checkpoint = last_checkpoint(folder, passed.append)
+    if checkpoint is None:
+        why = passed[0] if passed else "the run has not saved yet"
+        others = f" (and {len(passed) - 1} older ones are no better)" if len(passed) > 1 else ""
+        raise RunError(f"{folder.parent} has no whole checkpoint: {why}{others}")
+    if note:
+        for line in passed:
+            note(line)
+    return checkpoint
+
+
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file on the CPU; those stored once for several names come back under each name."""
     try:
@@ -203,13 +220,11 @@ def _packed(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _json(path: Path, name: str) -> dict[str, Any]:
     try:
-        values = json.loads((path / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {path} is damaged or foreign: it has no {name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {name} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"checkpoint {path} is foreign: {name} holds no JSON object")
+        values = read_json(path / name)
+    except RunError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {str(error).removeprefix(f'{path}/')}") from None
+    if values is None:
+        raise CheckpointError(f"checkpoint {path} is damaged or foreign: it has no {name}")
     return values
 
 
@@ -217,51 +232,3 @@ def _remove_leftovers(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.name.startswith(_ASIDE):
             shutil.rmtree(entry, ignore_errors=True)
-
-
-def write_synced(file: Path, content: bytes) -> None:
-    """Writes a file and waits until the disk has it."""
-    with file.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Replaces a file's content at once: readers see the old text or the new one, also after a power cut."""
-    with disk_errors(file, f"{file.name} was not written"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{file.name}.writing")
-        try:
-            write_synced(aside, text.encode())
-            aside.replace(file)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until the disk has a folder's entries, where the system can (not on Windows)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def disk_errors(place: Path, consequence: str) -> Iterator[None]:
-    """Turns what the disk refuses into one line that says what did not happen and that nothing else is lost."""
-    try:
-        yield
-    except OSError as error:
-        reason = {
-            28: "no space left on the disk",
-            13: "no permission",
-            30: "the disk is read-only",
-            122: "disk quota exceeded",
-        }
-        why = reason.get(error.errno or 0, error.strerror or str(error))
-        raise RunError(f"{place}: {why}; {consequence}; what was saved before is untouched") from error

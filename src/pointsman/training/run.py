@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from pointsman._errors import RunError
 from pointsman.data import Corpus, Vocabulary
 from pointsman.data.download import Progress as DownloadProgress
 from pointsman.evaluation.language_model import Watch, evaluate
 from pointsman.models.transformer_xl import TransformerXL
-from pointsman.training.checkpoint import last_checkpoint, open_checkpoint
+from pointsman.training.checkpoint import open_checkpoint, whole_checkpoint
 from pointsman.training.config import RunConfig
 from pointsman.training.kernels import choose_kernels, use_kernels
 from pointsman.training.record import eval_protocol
@@ -88,9 +87,7 @@ def load_run(
     directory = RunDirectory(path)
     config = directory.config()
     if step is None:
-        checkpoint = last_checkpoint(directory.checkpoints, note or (lambda message: None))
-        if checkpoint is None:
-            raise RunError(f"{directory.path} has no whole checkpoint: the run has not saved yet, or it is damaged")
+        checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
     model = TransformerXL(config.model)

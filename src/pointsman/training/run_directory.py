@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
+from pointsman._files import disk_errors, read_whole_json, write_whole
 from pointsman.data import Corpus, Vocabulary, load_corpus
 from pointsman.data.download import Progress as DownloadProgress
-from pointsman.training.checkpoint import disk_errors, steps_of, write_whole
+from pointsman.training.checkpoint import steps_of
 from pointsman.training.config import NO_EFFECT_ON_TRAINING, RunConfig, differing_settings
 
 CONFIG, ENVIRONMENT, METRICS, EVALUATION = "config.json", "environment.json", "metrics.jsonl", "evaluation.json"
@@ -87,11 +88,7 @@ class RunDirectory:
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of this run; None where it is missing or not whole."""
-        try:
-            values = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return values if isinstance(values, dict) else None
+        return read_whole_json(self.path / name)
 
     def vocabulary(self) -> Vocabulary:
         """What the run's token ids stand for."""

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from pointsman._files import alone, write_whole
 from pointsman.data import Corpus
 from pointsman.evaluation.language_model import Stopped
 from pointsman.ops.kernels import Kernels
-from pointsman.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint, write_whole
+from pointsman.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint
 from pointsman.training.config import RunConfig
 from pointsman.training.kernels import choose_kernels, deterministic_algorithms, use_kernels
 from pointsman.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
@@ -93,6 +94,22 @@ def train(
     config = work.prepared(config)
     state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
     watch = monitor(state.model, config.observe_every) if monitor and state.sparse else None
+    with alone(directory.path):
+        return _trained(state, directory, watch, kernels, progress, stop, resume=resume)
+
+
+def _trained(
+    state: TrainingState,
+    directory: RunDirectory,
+    watch: Monitor | None,
+    kernels: Kernels | None,
+    progress: Progress,
+    stop: Stop | None,
+    *,
+    resume: bool,
+) -> TrainResult:
+    """`train` in a directory that no other process works in."""
+    config, work = state.config, state.work
     directory.claim(config, resume=resume)
     checkpoint = _restored(state, watch, directory, progress) if resume else None
     record = directory.read_json(EVALUATION)

@@ -58,6 +58,33 @@ function drawChoice(id, data, name, spec) {
   draw(first);
 }
 
+const stylish = (list) => list.map((s) => ({ ...s, style: styleOf.get(s.name) }));
+
+/* A chart redrawn by any of several choices: [[name, options, first]]; specOf(chosen values) gives the chart. */
+function drawChoices(id, groups, specOf) {
+  const root = figure(id), holder = element("div"), logs = element("span");
+  const chosen = groups.map(([, , first]) => first), bar = root.querySelector(".controls");
+  function draw() {
+    holder.replaceChildren();
+    logs.replaceChildren();
+    lineChart(holder, { controls: logs, ...specOf(...chosen) });
+  }
+  groups.forEach(([name, options], i) => { if (options.length > 1) bar.append(choice(name, options, chosen[i], (value) => { chosen[i] = value; draw(); })); });
+  bar.append(logs);
+  root.append(holder);
+  draw();
+}
+function drawTask(task) {
+  drawChoices(task.id, [["fine-tuned", task.choices, task.choices[0][0]]], (start) => ({ series: stylish(task.of[start]), xLog2: true,
+    xLabel: "experts per token, k", yLabel: task.label, label: `${task.name}: ${task.label} against k`, format: (p) => withSpread(p, task.decimals), xName: (x) => `k = ${x}` }));
+}
+function drawAttack(attack) {
+  const shown = [["value", "as measured"], ["rise", "change from clean"]], last = attack.ks[attack.ks.length - 1][0];
+  drawChoices(attack.id, [["k", attack.ks, last], ["targets", attack.counts, "all"], ["shown", shown, "value"]], (k, count, value) => ({
+    series: stylish(attack.of[value][count][k]), zero: value === "rise", xLabel: "share attacked (%)", yLabel: (value === "rise" ? "change in " : "") + attack.label,
+    label: `${attack.name}: ${attack.label} against the share attacked`, format: (p) => withSpread(p, attack.decimals, value === "rise"), xName: (x) => x ? `${x} % attacked` : "clean" }));
+}
+
 function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
   if (!root) return;
@@ -92,3 +119,5 @@ drawChoice("entropy", DATA.inside.entropy, "layer", { ...times, yLabel: "entropy
 drawChoice("collapse", DATA.inside.collapse, "layer", { ...times, yLabel: "Tr(S_W S_B⁺)", label: "Representation collapse against step" });
 drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "Entropy by layer");
 drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");
+DATA.tasks.forEach(drawTask);
+DATA.attacks.forEach(drawAttack);

@@ -7,26 +7,25 @@ trained for all routers before the next.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pointsman._errors import RunError, Stopped
+from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._files import alone, read_json, write_whole
 from pointsman.data import BatchStream, Corpus, EvalStream
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.routers.registry import split_specs
-from pointsman.training.checkpoint import write_whole
+from pointsman.training.checkpoint import steps_of
 from pointsman.training.config import NO_EFFECT_ON_TRAINING, RunConfig
 from pointsman.training.kernels import choose_kernels
 from pointsman.training.progress import Interrupted, Progress, Stop
 from pointsman.training.record import still_right
-from pointsman.training.run_directory import EVALUATION, RunDirectory, open_corpus
+from pointsman.training.run_directory import CHECKPOINTS, EVALUATION, RunDirectory, open_corpus
 from pointsman.training.trainer import train
 
 FORMAT = 1
@@ -73,6 +72,31 @@ def run_path(out: Path, router: str, seed: int) -> Path:
     return out / "runs" / slug(router) / f"seed-{seed}"
 
 
+def saved_runs(
+    out: Path, plan: Mapping[str, Any], note: Callable[[str], None], routers: Sequence[str] | None = None
+) -> list[tuple[str, int]]:
+    """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
+
+    Args:
+        note: told, in one line, of those that have not.
+        routers: only these rows.
+
+    Raises:
+        RunError: the comparison has no such row, or no run has saved weights.
+    """
+    for router in routers or ():
+        if router not in plan["routers"]:
+            raise RunError(f"{out} has no row {router!r}: {did_you_mean(router, plan['routers'])}")
+    wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
+    found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
+    if not found:
+        raise RunError(f"{out}: no run has a checkpoint")
+    if len(found) < len(wanted):
+        without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
+        note(f"passed over, without a checkpoint: {without}")
+    return found
+
+
 def read_plan(out: Path) -> Mapping[str, Any] | None:
     """What `comparison.json` holds; None without one.
 
@@ -80,13 +104,8 @@ def read_plan(out: Path) -> Mapping[str, Any] | None:
         RunError: it is damaged, or of another format.
     """
     file = out / PLAN
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise RunError(f"{file} is damaged: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    values = read_json(file)
+    if values is not None and values.get("format") != FORMAT:
         raise RunError(f"{file}: not a comparison of format {FORMAT}")
     return values
 
@@ -188,7 +207,6 @@ def compare(
     whole = merged(plan, out)
     corpus = open_corpus(plan.base.data, progress=data_progress)
     _check_lengths(plan.base, corpus)
-    out.mkdir(parents=True, exist_ok=True)
     with alone(out):
         before = read_plan(out) or {}
         if before.get("data", corpus.fingerprint) != corpus.fingerprint:
@@ -218,17 +236,6 @@ def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
     """Refuses data too short for the settings before anything is written."""
     BatchStream(corpus.split("train"), config.batch_size, config.segment_length)
     EvalStream(corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
-
-
-@contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Holds the directory against a second process."""
-    with (out / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"{out}: another process is working in this comparison") from None
-        yield
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Files written whole or not at all, JSON read back, and folders held by one process."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pointsman import _files as module
+from pointsman._errors import RunError
+from pointsman._files import alone, read_json, read_whole_json, write_whole
+
+
+def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.json"
+    assert write_whole(file, "old") == file
+
+    def failing(place: Path, content: bytes) -> None:
+        place.write_bytes(b"n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_synced", failing)
+    with pytest.raises(RunError, match="no space left on the disk"):
+        write_whole(file, "new")
+    assert file.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_json_is_an_object_or_refused_by_name(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "none.json") is None
+    for content in ('{"cut', "[1]", "\xff"):
+        (tmp_path / "file.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(RunError, match=r"file\.json: ") as caught:
+            read_json(tmp_path / "file.json")
+        assert "\n" not in str(caught.value)
+        assert read_whole_json(tmp_path / "file.json") is None
+    write_whole(tmp_path / "file.json", '{"a": 1}')
+    assert read_json(tmp_path / "file.json") == read_whole_json(tmp_path / "file.json") == {"a": 1}
+
+
+def test_a_folder_is_held_against_a_second_process_and_let_go(tmp_path: Path) -> None:
+    second = (
+        "import sys; from pathlib import Path; from pointsman._files import alone\nwith alone(Path(sys.argv[1])): pass"
+    )
+    command = [sys.executable, "-c", second, str(tmp_path / "run")]
+    with alone(tmp_path / "run"):
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert refused.returncode == 1
+        assert refused.stderr.strip().endswith("run: another process is working in this directory")
+    assert subprocess.run(command).returncode == 0
