@@ -261,3 +261,23 @@ def test_names_of_folders(run: Path) -> None:
     assert (
         finetuned_path(run, settings, 3) == run / "finetune" / "b.csv,k=N_2-N,freeze=router+experts,balance=0.01/seed-3"
     )
+
+
+def test_a_budget_of_tokens_scores_the_same_texts_of_every_model(run: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=1, settings={**FAST, "eval_tokens": 300})
+    record = finetune(run, settings, out=tmp_path / "some").evaluation
+    scored = record["results"][0]["examples"]
+    assert record["results"][0]["tokens"] <= 300
+    assert 5 < scored < 40
+    assert record["protocol"]["scored"] == f"{scored} of 40 texts, drawn with a fixed seed"
+    again = finetune(run, settings, seed=1, out=tmp_path / "other").evaluation
+    assert [row["tokens"] for row in again["results"]] == [row["tokens"] for row in record["results"]]
+    everything = finetune(run, Finetuning(task, steps=1, settings=FAST), out=tmp_path / "some").evaluation
+    assert everything["results"][0]["examples"] == 40  # evaluated anew, not trained anew
+    assert "scored" not in everything["protocol"]
+
+
+def test_settings_that_do_not_fit_leave_nothing_behind(run: Path, task: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="did you mean 'router'"):
+        finetune(run, Finetuning(task, steps=1, freeze=("rooter",), settings=FAST), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -77,7 +77,7 @@ def test_a_comparisons_own_diagnosis(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_diagnosis_fills_the_page(trained: Path) -> None:
-    from pointsman.diagnostics.run import Settings, diagnose_path
+    from pointsman.diagnosis import Settings, diagnose_path
 
     run = trained / "runs" / "smoe" / "seed-0"
     dump(run / "diagnostics.json", diagnose_path(run, settings=Settings(tokens=300)))

@@ -162,6 +162,7 @@ def test_what_a_finished_run_leaves(settings: Settings, run: Callable[..., Train
     files = {entry.name for entry in out.iterdir()}
     assert files == {
         "config.json", "environment.json", "vocabulary.json", "metrics.jsonl", "evaluation.json", "checkpoints",
+        ".lock",
     }  # fmt: skip
     assert steps_of(out / "checkpoints") == [8, 6, 3]
     here = json.loads((out / "environment.json").read_text())

@@ -98,7 +98,7 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
         recipe = values.attack if kind not in ("clean", "word", "char") else None
         record = finetuned_under_attack(
             saved, [] if kind == "clean" or recipe else attacks_of(values), recipe=recipe, seed=values.attack_seed,
-            count=values.attack_examples, top_k=values.top_k, watch=display, stop=stop,
+            count=values.attack_examples, top_k=values.top_k, budget=budget_of(values), watch=display, stop=stop,
         )  # fmt: skip
         return record, f"attacks-{kind}" if values.attack else "evaluation-task"
     if kind not in ("word", "char"):

@@ -42,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     device = choose_device(values.device)
     from pointsman._files import write_whole
     from pointsman.cli.progress import Display
-    from pointsman.diagnostics.run import FILE, Settings, diagnose_path
+    from pointsman.diagnosis import FILE, Settings, diagnose_path
     from pointsman.diagnostics.summary import summary
 
     settings = Settings(

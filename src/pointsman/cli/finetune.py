@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
-from pointsman.cli.options import Parser, aligned, choose_device, k_list, number_from, overrides, whole, words
+from pointsman.cli.options import (
+    Parser,
+    aligned,
+    choose_device,
+    k_list,
+    number_from,
+    overrides,
+    token_budget,
+    whole,
+    words,
+)
 from pointsman.cli.progress import Display, stop_on_signals
 
 if TYPE_CHECKING:
     from pointsman.finetuning import Finetuning
+    from pointsman.report.runs import Run
 
 EPILOG = """examples:
   pointsman finetune runs/hyper --task sst2
@@ -38,6 +49,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
     )
+    flags.add_argument(
+        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test part to score, in whole texts"
+    )
     add_task_settings(flags)
     flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
     return flags
@@ -60,6 +74,7 @@ def add_compare_flags(flags: Parser) -> None:
     flags.add_argument(
         "--task", type=words, metavar="A,B", help="fine-tune every row on these tasks; alone: a trained comparison's"
     )
+    flags.add_argument("--task-routers", type=words, metavar="A,B", help="fine-tune these rows only (default: all)")
     flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
     flags.add_argument(
         "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
@@ -82,7 +97,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     with Display() as display, stop_on_signals() as stop:
         watcher = _Tables(display, out, [one.variant for one in variants])
         compare_tasks(
-            out, variants, routers=values.routers, repeats=values.task_seeds, device=device,
+            out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
             progress=display, watcher=watcher, stop=stop,
         )  # fmt: skip
     tables = [TaskTable.read(out, one.variant) for one in variants]
@@ -151,15 +166,18 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.finetuning import finetune
     from pointsman.finetuning.run import finetuned_path, open_task
+    from pointsman.report.runs import read_run
     from pointsman.training.progress import Interrupted
 
     changes: dict[str, Any] = dict(overrides(values.set))
     if values.top_k:
         changes["eval_top_k"] = values.top_k
+    if values.eval_tokens is not None:
+        changes["eval_tokens"] = values.eval_tokens
     variants = settings_of(values, values.task, values.steps, values.epochs, changes)
     task = open_task(values.task)
     todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
-    records: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[Run]] = {}
     with Display() as display, stop_on_signals() as stop:
         for place, (settings, seed) in enumerate(todo, 1):
             out = finetuned_path(values.run, settings, seed)
@@ -173,28 +191,29 @@ def run(arguments: Sequence[str]) -> int:
                 )  # fmt: skip
             except Interrupted as saved:
                 raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command goes on") from None
-            records.setdefault(settings.variant, []).append(result.evaluation)
+            found.setdefault(settings.variant, []).append(read_run(result.out))
             print(f"run: {out}", file=sys.stderr)
     print(task.description, file=sys.stderr)
-    print(accuracy_table(records, task.reported))
+    print(accuracy_table(found, task.reported))
     return 0
 
 
-def accuracy_table(records: Mapping[str, Sequence[Mapping[str, Any]]], split: str) -> str:
-    """Accuracy in percent at every k, mean and deviation over seeds; and how far the routing moved."""
-    columns = sorted({row["top_k"] for runs in records.values() for run in runs for row in run["results"]})
-    lines = [[f"accuracy (%), {split}", *(f"k={k}" for k in columns), "seeds", "routing moved (top1)"]]
-    for name, runs in records.items():
+def accuracy_table(found: Mapping[str, Sequence[Run]], split: str) -> str:
+    """Accuracy in percent at every k, mean and deviation over seeds; how far the routing moved; whether seeds agree."""
+    from pointsman.report.task_table import ROUTING_KEYS, routing_of
+
+    rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}
+    columns = sorted({row["top_k"] for of in rows.values() for row in of})
+    moved = {name: routing_of(runs) for name, runs in found.items()}
+    kept = [key for key in ROUTING_KEYS if any(of[key] is not None for of in moved.values())]
+    shown = {"top1": "routing moved: top1", "sets": "sets", "consistency": "consistency over seeds"}
+    lines = [[f"accuracy (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
+    for name, runs in found.items():
         cells = []
         for k in columns:
-            found = [100 * row["value"] for run in runs for row in run["results"] if row["top_k"] == k]
-            spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-            cells.append(f"{statistics.fmean(found):.2f}{spread}" if found else "-")
-        moved = [
-            layer["top1"]
-            for run in runs
-            for layer in run.get("change_from_pretrained", {}).get("layers", {}).values()
-            if layer["top1"] is not None
-        ]
-        lines.append([name, *cells, str(len(runs)), f"{statistics.fmean(moved):.3f}" if moved else "-"])
+            values = [100 * row["value"] for row in rows[name] if row["top_k"] == k]
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):.2f}{spread}" if values else "-")
+        figures = [moved[name][key] for key in kept]
+        lines.append([name, *cells, str(len(runs)), *("-" if one is None else f"{one:.3f}" for one in figures)])
     return aligned(lines)

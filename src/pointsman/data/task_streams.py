@@ -42,6 +42,22 @@ class Encoded:
         """The first `count` examples."""
         return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
 
+    def within(self, tokens: int | None) -> NDArray[np.int64]:
+        """Places of the texts that a budget of tokens allows, at least one; None: of all.
+
+        They are drawn at random with a fixed seed: the same ones for every model, and of every class.
+        """
+        if tokens is None:
+            return np.arange(len(self), dtype=np.int64)
+        order = np.random.default_rng(0).permutation(len(self))
+        spent = np.cumsum([len(self.rows[place]) for place in order])
+        return np.sort(order[: max(1, int(np.searchsorted(spent, tokens, side="right")))])
+
+    def take(self, places: NDArray[np.int64]) -> Encoded:
+        """The examples at these places."""
+        rows = tuple(self.rows[place] for place in places)
+        return Encoded(rows, self.labels[places], self.truncated, self.unknown)
+
 
 def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
     """Ids of every text and an end mark, at most `max_length`: a longer text keeps its beginning, then the mark.

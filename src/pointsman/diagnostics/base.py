@@ -14,6 +14,8 @@ from torch import Tensor
 
 from pointsman.routing import Routing
 
+Given = Tensor | None
+
 
 class Diagnostic:
     """Streams. Its state is the float64 tensors and `Moments` among its attributes.
@@ -65,6 +67,10 @@ class RoutingDiagnostic(Diagnostic):
             hidden: [tokens, dim], what the router saw.
             token_ids: [tokens].
         """
+        self.take(routing, mask, hidden, token_ids)
+
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+        """`update` of one diagnostic: arguments as there."""
         raise NotImplementedError
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import RoutingDiagnostic, first_choice, number
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, first_choice, number
 from pointsman.routing import Routing
 
 
@@ -30,14 +30,7 @@ class RepresentationCollapse(RoutingDiagnostic):
         self.mean: Tensor | None = None  # [E, dim]
         self.scatter: Tensor | None = None  # [dim, dim], n S_W
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         if hidden is None:
             raise ValueError("RepresentationCollapse: update needs hidden [tokens, dim], what the router saw")
         hidden = hidden.detach().reshape(-1, hidden.shape[-1]).double()

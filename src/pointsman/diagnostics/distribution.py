@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Moments, RoutingDiagnostic, chosen, ratio, unmixed
+from pointsman.diagnostics.base import Given, Moments, RoutingDiagnostic, chosen, ratio, unmixed
 from pointsman.routing import Routing
 
 
@@ -33,14 +33,7 @@ class Entropy(RoutingDiagnostic):
         self.before, self.after, self.weights = Moments(), Moments(), Moments()
         self.num_experts = 0
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         self.num_experts = routing.num_experts
         before = unmixed(routing)
         of_before = entropies(before)
@@ -76,14 +69,7 @@ class Margin(RoutingDiagnostic):
     def __init__(self) -> None:
         self.margin, self.first = Moments(), Moments()
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         k = routing.experts.shape[-1]
         if routing.num_experts < 2 or routing.flat is not None:
             return

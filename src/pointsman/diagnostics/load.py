@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import RoutingDiagnostic, chosen, counts, number, numbers, table
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, counts, number, numbers, table
 from pointsman.routing import Routing
 
 CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
@@ -54,14 +54,7 @@ class Load(RoutingDiagnostic):
         self.tokens: Tensor | None = None
         self.slots: Tensor | None = None
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         experts = chosen(routing, mask)
         real = experts.new_tensor(experts.shape[0], dtype=torch.float64) if mask is None else mask.sum().double()
         slots = real * (0 if routing.flat is not None else experts.shape[-1])
@@ -99,14 +92,7 @@ class CoActivation(RoutingDiagnostic):
         self.together: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         experts = chosen(routing, mask)
         width = routing.num_experts
         together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)

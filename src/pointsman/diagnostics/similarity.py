@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.diagnostics.base import RoutingDiagnostic, chosen, number, table
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, number, table
 from pointsman.routing import Routing
 
 
@@ -54,14 +54,7 @@ class OutputSimilarity(RoutingDiagnostic):
         return {**vars(self), "experts": None}
 
     @torch.no_grad()
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         if hidden is None:
             raise ValueError("OutputSimilarity: update needs hidden [tokens, dim], what the experts receive")
         hidden = hidden.detach().reshape(-1, hidden.shape[-1])

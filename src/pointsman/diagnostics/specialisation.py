@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import RoutingDiagnostic, chosen, number
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, number
 from pointsman.routing import Routing
 
 TOP = 20  # token ids listed for each expert
@@ -32,14 +32,7 @@ class Specialisation(RoutingDiagnostic):
         self.most_ids = most_ids
         self.table: Tensor | None = None  # [ids, E] int32 counts below 2^31
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
+    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
         if token_ids is None:
             raise ValueError("Specialisation: update needs token_ids [tokens]")
         experts = chosen(routing, mask)

@@ -87,6 +87,8 @@ def finetune(
         if cut := work.encoded(split, config.segment_length).truncated:
             texts = len(task.splits[split])
             progress.note(f"{task.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+    if scored := work.protocol(config).get("scored"):
+        progress.note(f"{task.name} {task.reported}: accuracy is that of {scored}")
     directory = RunDirectory(out or finetuned_path(run, settings, seed))
     about = {
         "format": FORMAT,
@@ -97,7 +99,7 @@ def finetune(
     }
     _claim(directory, about)
     begun = directory.exists
-    directory.write_json(FINETUNE, about)
+    work.files = {FINETUNE: about}
     record = directory.read_json(EVALUATION)
     if begun and record is not None and work.still_right(record, config):  # its checkpoints need not be there any more
         directory.claim(work.prepared(config), resume=True)

@@ -52,6 +52,11 @@ class FineTuningWork(Work):
             self._encoded[split, length] = encode_examples(self.task.splits[split], self.vocabulary, length)
         return self._encoded[split, length]
 
+    def scored(self, split: str, config: RunConfig) -> Encoded:
+        """The examples of a part that an evaluation reads: all, or what `eval_tokens` allows."""
+        encoded = self.encoded(split, config.segment_length)
+        return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
+
     def classifier(self, config: RunConfig) -> Classifier:
         """The model at step 0: pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
         settings = self.settings
@@ -92,7 +97,7 @@ class FineTuningWork(Work):
     ) -> list[dict[str, Any]]:
         return evaluate_task(
             model,
-            self.encoded(split, config.segment_length),
+            self.scored(split, config),
             split=split,
             top_k=top_k,
             batch_size=config.eval_batch_size,
@@ -128,6 +133,7 @@ class FineTuningWork(Work):
         """How the figures came about, for the tables."""
         settings, task = self.settings, self.task
         cut = {split: self.encoded(split, config.segment_length).truncated for split in ("train", task.reported)}
+        read, all_of_it = len(self.scored(task.reported, config)), len(task.splits[task.reported])
         return {
             "task": task.description,
             "fingerprint": task.fingerprint,
@@ -141,6 +147,7 @@ class FineTuningWork(Work):
             "from_scratch": settings.from_scratch,
             "steps": config.steps,
             "checkpoint_rule": "the last step",
+            **({} if read == all_of_it else {"scored": f"{read:,} of {all_of_it:,} texts, drawn with a fixed seed"}),
         }
 
     def still_right(self, record: Mapping[str, Any], config: RunConfig) -> bool:

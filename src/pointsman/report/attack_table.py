@@ -213,8 +213,8 @@ def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> d
 
 def _agreed(runs: Sequence[tuple[Run, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
     """Rate (0 = clean) -> consistency of the loads between fine-tunings of one run."""
-    results = [(run.path, record["results"]) for run, record in runs]
-    found = {0.0: consistency(results)} | {one.rate: consistency(results, one.to_dict()) for one in attacks}
+    records = [(run.path, record) for run, record in runs]
+    found = {0.0: consistency(records)} | {one.rate: consistency(records, one.to_dict()) for one in attacks}
     return {rate: value for rate, value in found.items() if value is not None}
 
 

@@ -134,6 +134,7 @@ class TaskTable:
         words = [
             f"{protocol['task']}",
             f"{start}, {protocol['steps']:,} steps, trained with k = {protocol['trained_with_k']}",
+            *([f"scored: {protocol['scored']}"] if "scored" in protocol else []),
             f"pooling: {protocol['pooling']}; length {protocol['length']}, cut: "
             + ", ".join(f"{split} {count:,}" for split, count in protocol["truncated"].items()),
             f"frozen: {', '.join(protocol['frozen']) or 'nothing'}; balance loss: "
@@ -212,23 +213,25 @@ def routing_of(runs: Sequence[Run]) -> dict[str, float | None]:
             for key, values in changes.items():
                 if (value := number(layer.get(key))) is not None:
                     values.append(value)
-    agreed = consistency([(run.path, run.evaluation.get("results", ())) for run in runs if run.done])
+    agreed = consistency([(run.path, run.evaluation) for run in runs if run.done])
     found = {key: statistics.fmean(values) if values else None for key, values in changes.items()}
     return {**found, "consistency": agreed}
 
 
 def consistency(
-    results: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], attack: Mapping[str, Any] | None = None
+    records: Sequence[tuple[Path, Mapping[str, Any]]], attack: Mapping[str, Any] | None = None
 ) -> float | None:
     """Inter-run consistency of the loads of fine-tunings of one pre-trained run, mean over layers and such runs.
 
+    Those from scratch have none: experts of different initial weights do not correspond.
+
     Args:
-        results: (a fine-tuned run's directory, the results of an evaluation), of one router.
+        records: (a fine-tuned run's directory, an evaluation of it), of one router.
         attack: of the results that count; None: the clean ones.
     """
     groups: dict[Path, dict[str, list[list[float]]]] = {}
-    for path, rows in results:
-        for row in rows:
+    for path, record in records:
+        for row in () if record["protocol"].get("from_scratch") else record["results"]:
             if row.get("top_k") == ROUTING_TOP_K and is_of(row, attack):
                 for layer, values in row.get("routers", {}).items():
                     loads = groups.setdefault(path.parents[2], {}).setdefault(layer, [])

@@ -36,7 +36,7 @@ def comparison_under_attack(
 
     Args:
         variant: the fine-tunings on this task (as their folders are called) instead of the language models; then
-            `data`, `split` and `budget` do not matter.
+            `data` and `split` do not matter.
         data, split, top_k, budget: as of `run_under_attack`.
 
     Returns:
@@ -59,9 +59,13 @@ def comparison_under_attack(
         asked: dict[str, Any] = {"attacks": [attack.to_dict() for attack in attacks]}
         if variant is not None:
             tuned = load_finetuned(path, device=device, note=progress.note)
-            asked |= {"top_k": list(top_k or tuned.config.eval_top_k), "checkpoint": f"step-{tuned.step}"}
+            asked |= {
+                "top_k": list(top_k or tuned.config.eval_top_k),
+                "budget": budget,
+                "checkpoint": f"step-{tuned.step}",
+            }
             if _asked(path / f"{name}.json") != asked:
-                found = finetuned_under_attack(tuned, attacks, top_k=top_k, watch=progress, stop=stop)
+                found = finetuned_under_attack(tuned, attacks, top_k=top_k, budget=budget, watch=progress, stop=stop)
                 write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
             continue
         run = load_run(path, device=device, note=progress.note)

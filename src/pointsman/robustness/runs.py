@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pointsman.control import named_routers
@@ -92,6 +93,7 @@ def finetuned_under_attack(
     count: int = 100,
     seed: int = 0,
     top_k: Sequence[int] | None = None,
+    budget: Budget = "run",
     watch: Watch | None = None,
     stop: Any = None,
 ) -> dict[str, Any]:
@@ -100,15 +102,19 @@ def finetuned_under_attack(
     Args:
         run: from `load_finetuned`.
         recipe: name of a recipe; `count` and `seed` are its.
+        budget: tokens to read, in whole texts.
 
     Returns:
         As `run_under_attack`; results are those of `evaluate_task`, `evaluate_task_attack` and `recipe_attack`.
     """
     task, config = run.task(), run.config
     values = config.eval_top_k if top_k is None else tuple(top_k)
-    examples, length = task.splits[task.reported], config.segment_length
+    length = config.segment_length
     precision = autocast(config, next(run.model.parameters()).device)
-    encoded = encode_examples(examples, run.vocabulary, length)
+    every = encode_examples(task.splits[task.reported], run.vocabulary, length)
+    tokens = config.eval_tokens if budget == "run" else budget
+    places = every.within(tokens)
+    encoded, examples = every.take(places), task.splits[task.reported].take(places)
     results = evaluate_task(
         run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size, precision=precision,
         watch=watch, stop=stop,
@@ -132,7 +138,7 @@ def finetuned_under_attack(
         run.about["task"], freeze=tuple(run.about["freeze"]), balance=run.about["balance"],
         pooling=run.about["pooling"], from_scratch=run.about["from_scratch"],
     )  # fmt: skip
-    protocol = FineTuningWork(task, about, run.vocabulary, None).protocol(config)
+    protocol = FineTuningWork(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
     return {
         "format": FORMAT,
         "name": slug(task.name),

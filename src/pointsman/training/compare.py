@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pointsman._errors import RunError, Stopped, did_you_mean
-from pointsman._files import alone, read_json, write_whole
+from pointsman._files import LOCK, alone, read_json, write_whole
 from pointsman.data import BatchStream, Corpus, EvalStream
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.routers.registry import split_specs
@@ -118,7 +118,7 @@ def merged(plan: Plan, out: Path) -> Plan:
     """
     before = read_plan(out)
     if before is None:
-        if out.exists() and any(out.iterdir()):
+        if out.exists() and any(entry.name != LOCK for entry in out.iterdir()):
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
     ours, theirs = _flat(plan.settings()), _flat(before["settings"])

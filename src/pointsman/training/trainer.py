@@ -122,6 +122,8 @@ def _trained(
     if checkpoint:
         _note_other_machine(checkpoint, here, progress)
     directory.write_json(ENVIRONMENT, here)
+    for name, values in work.files.items():
+        directory.write_json(name, values)
     write_whole(directory.path / VOCABULARY, work.vocabulary.to_json())
     with (
         deterministic_algorithms(config.deterministic),

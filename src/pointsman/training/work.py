@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -56,10 +57,12 @@ class Work(ABC):
     Attributes:
         vocabulary: what the run's token ids stand for.
         fingerprint: of the data; a checkpoint of other data is refused.
+        files: name -> JSON of further files of the run directory.
     """
 
     vocabulary: Vocabulary
     fingerprint: str
+    files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
     def prepared(self, config: RunConfig) -> RunConfig:
         """The settings with what follows from the data."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pointsman.cli.main import main
+from pointsman.diagnosis import Settings, diagnose_path
 from pointsman.diagnostics import RoutingMonitor
-from pointsman.diagnostics.run import Settings, diagnose_path
 from pointsman.diagnostics.summary import summary
 from pointsman.models.config import TransformerXLConfig
 from pointsman.training.compare import run_path

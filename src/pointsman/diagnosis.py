@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,9 +221,9 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 
 
 def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
-    from pointsman.training.compare import run_path
+    from pointsman.training.compare import read_plan, run_path
 
-    plan = json.loads((path / "comparison.json").read_text(encoding="utf-8"))
+    plan = read_plan(path) or {}
     routers: dict[str, Any] = {}
     for router in plan["routers"]:
         runs = [run for seed in plan["seeds"] if (run := run_path(path, router, seed)).joinpath("checkpoints").is_dir()]
