@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from pointsman.ops.gemm import ONEDNN, choose
@@ -20,21 +19,23 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
     Args:
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
-    if not _fast(hidden, weight) or choose((kernels or measure_kernels()).gemm, torch.float32) is not ONEDNN:
+    if torch.compiler.is_compiling() or not suits(hidden, weight):
+        return F.linear(hidden, weight, bias)
+    if choose((kernels or measure_kernels()).gemm, torch.float32) is not ONEDNN:
         return F.linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     output: Tensor = _Linear.apply(rows.contiguous(), weight.contiguous(), bias)  # type: ignore[no-untyped-call]
     return output.view(*hidden.shape[:-1], -1)
 
 
-def _fast(hidden: Tensor, weight: Tensor) -> bool:
+def suits(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the products of `ops.gemm` can take these: plain float32 tensors on a CPU, at least one row."""
     return (
         hidden.device.type == "cpu"
         and hidden.dtype == weight.dtype == torch.float32
         and hidden.numel() > 0
         and {type(hidden), type(weight)} <= {Tensor, Parameter}  # not one that is sharded over processes
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -46,14 +47,16 @@ class _Linear(torch.autograd.Function):
         return ONEDNN.linear(rows, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
         d_rows = d_weight = None
+        twice = torch.is_grad_enabled()  # create_graph=True: through products that have derivatives themselves
         if ctx.needs_input_grad[0]:
-            d_rows = ONEDNN.product(gradient, weight)
-        if ctx.needs_input_grad[1]:
+            d_rows = gradient @ weight if twice else ONEDNN.product(gradient, weight)
+        if ctx.needs_input_grad[1] and twice:
+            d_weight = gradient.t() @ rows
+        elif ctx.needs_input_grad[1]:
             d_weight = torch.empty_like(weight)
             ONEDNN.weight_gradient(d_weight, gradient, rows)
         return d_rows, d_weight, gradient.sum(0) if ctx.bias else None

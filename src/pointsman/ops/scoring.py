@@ -1,11 +1,77 @@
-"""Router scores: a tall, narrow matrix product."""
+"""Router scores: a tall, narrow matrix product.
+
+torch.compile takes it as one opaque node: the same product gives the same last bits, so the same choice of experts.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pointsman.ops import linear as plain
+from pointsman.ops.gemm import choose
+from pointsman.ops.kernels import Kernels, measure_kernels
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E]."""
-    return F.linear(hidden, weight, bias)
+FEW = 256  # rows, with which the faster product gains less than its call costs
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
+    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E].
+
+    Args:
+        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
+    """
+    if hidden.numel() < FEW * hidden.shape[-1]:
+        return F.linear(hidden, weight, bias)
+    if torch.compiler.is_compiling() and plain.suits(hidden, weight):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        scores: Tensor = score(rows, weight.contiguous(), bias, "" if kernels is None else kernels.gemm)
+        return scores.view(*hidden.shape[:-1], -1)
+    return plain.linear(hidden, weight, bias, kernels)
+
+
+def _products(gemm: str, dtype: torch.dtype) -> Any:
+    return choose(gemm or measure_kernels().gemm, dtype)
+
+
+@torch.library.custom_op("pointsman::score", mutates_args=())
+def score(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
+    """rows [n, dim], contiguous, times weight [E, dim] transposed, plus bias; `gemm` as of `Kernels`, "" measured."""
+    output: Tensor = _products(gemm, rows.dtype).linear(rows, weight, bias)
+    return output
+
+
+@score.register_fake
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("pointsman::score_backward", mutates_args=())
+def score_backward(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weight."""
+    products, gradient = _products(gemm, rows.dtype), gradient.contiguous()
+    weight_gradient = torch.empty_like(weight)
+    products.weight_gradient(weight_gradient, gradient, rows)
+    return products.product(gradient, weight), weight_gradient
+
+
+@score_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weight, bias, ctx.gemm = inputs
+    ctx.bias = bias is not None
+    ctx.save_for_backward(rows, weight)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight = score_backward(gradient, *ctx.saved_tensors, ctx.gemm)
+    return rows, weight, gradient.sum(0) if ctx.bias else None, None
+
+
+score.register_autograd(_backward, setup_context=_setup_context)

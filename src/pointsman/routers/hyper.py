@@ -62,7 +62,7 @@ class HyperScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self.plain_linear()
-        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype), self.kernels)
 
     def train(self, mode: bool = True) -> HyperScorer:
         self._cache = None

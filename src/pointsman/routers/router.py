@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
+from pointsman.ops.kernels import Kernels
 from pointsman.routing import Carry, Routing, RoutingContext
 
 
@@ -71,7 +72,9 @@ def _own_buffers(stage: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
 
 
 class Scorer(FrozenStage):
-    """hidden [B, T, dim] -> logits [B, T, E]."""
+    """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones)."""
+
+    kernels: Kernels | None = None
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         raise NotImplementedError

@@ -33,7 +33,7 @@ class FrozenLinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self._plain()
-        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype))
+        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype), self.kernels)
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         return self._plain()

@@ -37,7 +37,7 @@ class LinearScorer(Scorer):
         if self.training and self.jitter:
             hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        logits = linear(hidden, self.weight.to(hidden.dtype), bias)
+        logits = linear(hidden, self.weight.to(hidden.dtype), bias, self.kernels)
         if self.training and self.noise:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits

@@ -55,8 +55,10 @@ class CosineScorer(Scorer):
         experts = self.expert_embeddings.to(hidden.dtype)
         if self.normalize_experts:
             experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
-        tokens = hidden if self.projection is None else linear(hidden, self.projection.weight.to(hidden.dtype))
-        scores = linear(tokens, experts)
+        tokens = hidden
+        if self.projection is not None:
+            tokens = linear(hidden, self.projection.weight.to(hidden.dtype), None, self.kernels)
+        scores = linear(tokens, experts, None, self.kernels)
         if self.normalize_tokens:
             scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
         return scores

@@ -28,7 +28,7 @@ def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given:
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Makes every expert of a model use these kernels."""
+    """Makes all experts, routers and layers of a model use these kernels."""
     for module in model.modules():
         if hasattr(module, "kernels"):
             module.kernels = kernels  # type: ignore[assignment]

@@ -1,0 +1,57 @@
+"""Router scores: right, the same bits when compiled, differentiable twice."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.scoring import FEW, linear
+
+
+def inputs(rows, bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, rows, 20), torch.randn(8, 20), torch.randn(8) if bias else None]
+    return [tensor if tensor is None else tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [3, FEW])
+@pytest.mark.parametrize(
+    ("gemm", "dtype"), [("blas", torch.float32), ("onednn", torch.float32), ("onednn", torch.float64)]
+)
+def test_compiled_equals_eager(dtype, gemm, rows, bias):
+    torch.compiler.reset()
+    tensors = inputs(rows, bias, dtype)
+    leaves, gradient = [tensor for tensor in tensors if tensor is not None], torch.randn(2, rows, 8, dtype=dtype)
+
+    def scores():
+        return linear(*tensors, Kernels(gemm=gemm))
+
+    def results(output):
+        return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+    eager = results(scores())
+    compiled = results(torch.compile(scores, fullgraph=True, backend="aot_eager")())
+    exact = results(F.linear(*tensors))
+    assert torch.equal(eager[0], compiled[0])
+    for one, other, right in zip(eager, compiled, exact, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(other, right, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, Kernels(gemm="onednn")])
+def test_second_derivatives(kernels):
+    hidden, weight, _ = tensors = inputs(FEW, bias=False)
+    upper = torch.randn(2, FEW, 8)
+    second = []
+    for function in (lambda: linear(*tensors, kernels), lambda: F.linear(*tensors)):
+        (first,) = torch.autograd.grad((function().square() * upper).sum(), hidden, create_graph=True)
+        second.append(torch.autograd.grad(first.square().sum(), weight)[0])
+    torch.testing.assert_close(second[0], second[1], rtol=1e-4, atol=1e-1)
+
+
+def test_few_rows_and_plain_kernels_take_the_ordinary_product():
+    hidden, weight, bias = inputs(FEW)
+    assert torch.equal(linear(hidden, weight, bias, PLAIN), F.linear(hidden, weight, bias))
+    few = hidden[:1, :7]
+    assert torch.equal(linear(few, weight, bias, Kernels(gemm="onednn")), F.linear(few, weight, bias))
