@@ -255,14 +255,14 @@ def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tup
     sums = torch.zeros(batch, heads, dtype=exact, device=trace.query.device)
     counts = torch.zeros(batch, dtype=exact, device=trace.query.device)
     first = trace.key.shape[2] - visible.keys
-    query, bias = trace.query, trace.bias
+    bias, content = trace.bias, trace.query.new_zeros(())
     with torch.no_grad():
         if isinstance(bias, RelativeBias) and visible.causal:
-            query, bias = query + bias.content_bias[:, None], bias.position
+            content, bias = bias.content_bias[:, None], bias.position
         for start, stop in blocks:
             seen = visible.seen(stop)
             key = trace.key[:, :, first : first + seen].to(exact)
-            scores = (query[:, :, start:stop].to(exact) * trace.scale) @ key.transpose(2, 3)
+            scores = ((trace.query[:, :, start:stop] + content).to(exact) * trace.scale) @ key.transpose(2, 3)
             if bias is not None:
                 scores = scores + bias(start, stop)[..., first : first + seen].to(exact)
             logs = torch.log_softmax(visible.hide_(scores, start), -1).clamp_min_(LEAST_LOG)

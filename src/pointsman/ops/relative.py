@@ -50,8 +50,11 @@ class RelativeBias:
         keys, count = self.positions.shape[1], stop - start
         seen = keys - length + stop
         rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
-        padded = F.pad(self.positions[:, keys - seen :], (0, 0, 0, 1))
         # heads first: one matrix product a head, over the rows of all sequences
-        products = rows.transpose(0, 1).flatten(1, 2) @ padded.transpose(1, 2)
+        rows, positions = rows.transpose(0, 1).flatten(1, 2), self.positions[:, keys - seen :]
+        if rows.shape[1] < self.positions.shape[2]:  # one distance more, -1: where that is the smaller copy
+            products = F.pad(rows @ positions.transpose(1, 2), (0, 1))
+        else:
+            products = rows @ F.pad(positions, (0, 0, 0, 1)).transpose(1, 2)
         by_keys = by_key(products.view(heads * batch, count, seen + 1)).view(heads, batch, count, seen)
         return F.pad(by_keys.transpose(0, 1), (0, keys - seen))
