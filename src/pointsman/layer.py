@@ -94,7 +94,7 @@ class MoE(nn.Module):
         """The output, and the routing that made it (whose carry a model keeps beside its memory)."""
         routing: Routing = self.router(hidden, context)
         output = self.experts(hidden.reshape(-1, hidden.shape[-1]), routing).view(hidden.shape)
-        if self.attach_losses:
+        if self.attach_losses and (routing.losses or routing.statistics or self.last_losses):
             output = self._attach(output, routing)
         return output, routing
 

@@ -110,20 +110,26 @@ class Routing:
     def num_experts(self) -> int:
         return self.probs.shape[-1]
 
-    @cached_property
+    @property
     def pairs(self) -> Pairs:
         """The expert-sorted pairs; assignments to -1 are left out."""
         if self.flat is not None:
             return self.flat
-        k = self.experts.shape[-1]
+        order, expert, offsets = self._sorted
+        # the weight is taken anew each time: one that is kept belongs to the first use's graph, freed by its backward
+        weight = self.weights.reshape(-1).index_select(0, order)
+        return Pairs(order // self.experts.shape[-1], expert, weight, offsets)
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The assignments [P] in the order of their experts, their experts, and `Pairs.offsets`."""
         chosen = self.experts.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         order = order[chosen.index_select(0, order) >= 0]
         expert = chosen.index_select(0, order)
         offsets = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
         offsets[1:] = torch.bincount(expert, minlength=self.num_experts).cumsum(0)
-        weight = self.weights.reshape(-1).index_select(0, order)
-        return Pairs(order // k, expert, weight, offsets)
+        return order, expert, offsets
 
     def detach(self) -> Routing:
         """The same routing without autograd history."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pointsman.benchmark import report
-from pointsman.benchmark.cases import A, Case, cases, growth
+from pointsman.benchmark.cases import NAMES, A, Case, cases, growth
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 from pointsman.benchmark.run import Benchmark, Point, Process, Result, Times, names_for, run_case, run_router
 from pointsman.benchmark.worker import Worker
@@ -85,6 +85,8 @@ def test_cases() -> None:
     assert len(cases("cpu", quick=True)) == 4
     assert {case.dtype for case in cases("cpu", quick=False)} == {"float32", "bfloat16"}
     assert all(case.device == "cuda:1" for case in cases("cuda:1", quick=False))
+    assert {case.name for case in cases("cpu", False, ["decode", "b"])} == {"decode", "b"}
+    assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)}
     assert {axis for axis, _ in growth()} == {"tokens", "experts", "k"}
     assert "pointsman" in names_for(A, [])
     assert not set(names_for(A, [])) - set(OWN)
@@ -100,3 +102,7 @@ def test_ratio_is_paired() -> None:
 def test_command_line_names_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--peers", "transformers eger"]) == 2
     assert "did you mean 'transformers eager'" in capsys.readouterr().err
+    assert main(["bench", "--case", "decod"]) == 2
+    assert "did you mean 'decode'" in capsys.readouterr().err
+    assert main(["bench", "--case", "gpu,c", "--quick", "--device", "cpu"]) == 2
+    assert "not measured" in capsys.readouterr().err

@@ -95,6 +95,30 @@ def test_evaluation_touches_only_chosen_experts(problem: Callable[..., Any]) -> 
     assert sum(run(many).calls.values()) == sum(run(few).calls.values()) <= 60
 
 
+@pytest.mark.parametrize(("tokens", "limit"), [(1, 18), (4, 17), (32, 17)])
+def test_decoding_experts(problem: Callable[..., Any], tokens: int, limit: int) -> None:
+    case = problem(tokens, 16, 24, 64, 2, bias=False)
+
+    def decode() -> None:
+        with torch.no_grad():
+            apply_experts(case.hidden, case.routing, case.parameters, "relu")
+
+    counted = count(decode)
+    assert sum(counted.calls.values()) <= limit
+    assert counted.calls["_grouped_mm"] == (0 if tokens == 1 else 2)
+    assert counted.elements <= 4 * tokens * 2 * 24 + 64
+
+
+def test_decoding_layer() -> None:
+    layer, hidden = MoE(16, 24, 64, top_k=2, bias=False).eval(), torch.randn(1, 16)
+
+    def decode() -> None:
+        with torch.no_grad():
+            layer(hidden)
+
+    assert sum(count(decode).calls.values()) <= 36
+
+
 def test_layer_step() -> None:
     layer = MoE(16, 24, 8, top_k=2)
     hidden = torch.randn(400, 16, requires_grad=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,7 +49,10 @@ TRAINING = (
     Case("b", 4096, 352, 352, 16, 2),
     Case("c", 2048, 768, 3072, 32, 1),
 )
-DECODING = tuple(Case("decode", tokens, 1024, 2048, 64, 8, train=False) for tokens in (1, 4, 32))
+DECODING = (
+    *(Case("decode", tokens, 1024, 2048, 64, 8, train=False) for tokens in (1, 4, 32)),
+    *(Case("decode-small", tokens, 256, 512, 16, 2, train=False) for tokens in (1, 4, 32)),
+)
 ON_GPU = tuple(
     Case("gpu", 32768, dim, factor * dim, num_experts, k, "bfloat16", device="cuda")
     for dim in (1024, 2048)
@@ -58,13 +61,18 @@ ON_GPU = tuple(
 )
 
 
-def cases(device: str, quick: bool) -> list[Case]:
-    """All cases for a device, each in both dtypes on a CPU; a minute's worth of them if `quick`."""
+NAMES = tuple(dict.fromkeys(case.name for case in (*TRAINING, *DECODING, *ON_GPU)))
+
+
+def cases(device: str, quick: bool, names: Collection[str] | None = None) -> list[Case]:
+    """All cases for a device, each in both dtypes on a CPU; a minute's worth of them if `quick`; only those `names`."""
     if device != "cpu":
         chosen = [replace(case, device=device) for case in ON_GPU]
-        return chosen[:1] if quick else chosen
-    both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
-    return [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
+        chosen = chosen[:1] if quick else chosen
+    else:
+        both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
+        chosen = [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
+    return [case for case in chosen if names is None or case.name in names]
 
 
 def growth() -> Iterator[tuple[str, list[Case]]]:

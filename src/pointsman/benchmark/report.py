@@ -98,7 +98,8 @@ def table(result: Result) -> list[str]:
         if times.error is not None or not times.total:
             lines.append(f"| {name} | {times.error or '-'} |" + " - |" * (ruler.count("|") - 3))
             continue
-        cells = [name, f"{1e3 * sorted(times.forward)[len(times.forward) // 2]:.2f}", _ratio(times, result, "forward")]
+        forward = 1e3 * sorted(times.forward)[len(times.forward) // 2]
+        cells = [name, f"{forward:.{2 if forward >= 1 else 3}f}", _ratio(times, result, "forward")]
         if result.case.train:
             memory = "-" if times.memory is None else f"{times.memory / 2**20:.0f}"
             cells += [f"{times.milliseconds:.2f}", _ratio(times, result), memory]

@@ -16,6 +16,7 @@ from pointsman.benchmark.cases import Case, cases, growth
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 
 WARM_UP = 8  # rounds
+ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
 
 
@@ -111,7 +112,7 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 
 
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
-    """Measures a case in as many rounds as fit into `seconds`: from 3 (1 if they take very long) to 15."""
+    """Measures a case in as many rounds as fit into `seconds`: from 3 (1 if they take very long) to `ROUNDS`."""
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
@@ -125,7 +126,7 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
             times[name].error = answer.get("error")
         turn = _warm_up(processes, times, seconds)
         start, first = time.monotonic(), turn
-        while turn < first + 15:
+        while turn < first + ROUNDS[case.train]:
             passed, rounds = time.monotonic() - start, turn - first
             if (rounds >= 3 and passed > seconds) or (rounds and passed > 4 * seconds):
                 break
@@ -217,6 +218,7 @@ def run(
     device: str = "cpu",
     quick: bool = False,
     peers: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Benchmark:
     """The whole benchmark: a minute if `quick`, otherwise several.
@@ -225,9 +227,10 @@ def run(
         device: "cpu", or a CUDA device.
         quick: configuration a and one token of decoding only, and no growth.
         peers: names of peers to compare with; None: all that are installed.
+        names: names of cases; None: all, and the curves of growth.
         announce: told what comes next.
     """
-    chosen = cases(device, quick)
+    chosen = cases(device, quick, names)
     results = []
     for index, case in enumerate(chosen):
         announce(f"{index + 1}/{len(chosen)}  {case.label}")
@@ -237,4 +240,5 @@ def run(
         if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
             announce(f"router: {case.label}")
             router[case.dtype] = run_router(case)
-    return Benchmark(results, router, {} if quick or device != "cpu" else run_growth(announce))
+    grows = not quick and device == "cpu" and names is None
+    return Benchmark(results, router, run_growth(announce) if grows else {})

@@ -13,6 +13,7 @@ EPILOG = """peers are measured where they are installed: pip install 'pointsman[
 
 examples:
   pointsman bench --quick
+  pointsman bench --case decode,decode-small
   pointsman bench --peers 'transformers grouped_mm,transformers eager' --out runs/bench
 """
 
@@ -20,6 +21,7 @@ examples:
 def parser() -> Parser:
     flags = Parser("bench", "Measure the MoE layer against its limit and its peers, on this machine.", EPILOG)
     flags.add_argument("--quick", action="store_true", help="a minute's worth: configuration a, one token of decoding")
+    flags.add_argument("--case", type=words, metavar="A,B", help="only these cases: a, b, c, decode, decode-small, gpu")
     flags.add_argument(
         "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"
     )
@@ -30,6 +32,7 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
     from pointsman.benchmark import report
+    from pointsman.benchmark.cases import NAMES, cases
     from pointsman.benchmark.implementations import IMPLEMENTATIONS, OWN
     from pointsman.benchmark.run import run as measure
 
@@ -44,9 +47,13 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError(f"bench: --peers {name!r}: {did_you_mean(name, allowed)}")
         if not IMPLEMENTATIONS[name].installed:
             raise RunError(f"bench: --peers {name!r}: not installed here; pip install 'pointsman[bench]'")
-    benchmark = measure(
-        choose_device(values.device), values.quick, peers, lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    device = choose_device(values.device)
+    for name in values.case or ():
+        if name not in NAMES:
+            raise RunError(f"bench: --case {name!r}: {did_you_mean(name, NAMES)}")
+    if not cases(device, values.quick, values.case):
+        raise RunError(f"bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick")
+    benchmark = measure(device, values.quick, peers, values.case, lambda text: print(text, file=sys.stderr, flush=True))
     written = report.write(benchmark, values.out or Path("runs/bench"))
     print(written[0].read_text(encoding="utf-8"))
     print("written: " + ", ".join(map(str, written)), file=sys.stderr)

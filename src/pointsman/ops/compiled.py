@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops.cpu import Assignments, Options, Work
+from pointsman.ops.cpu import Assignments, Options, Work, evaluate
 from pointsman.ops.dispatch import rows_at_most
 from pointsman.ops.feedforward import Gradients, Kept
 from pointsman.ops.reference import ExpertParameters
@@ -57,10 +57,11 @@ def experts_forward(
     """The output [tokens, dim], and what `experts_backward` needs (empty without `keep`)."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     options = Options(activation, dropout, int(seed), gemm)
-    work = Work(hidden, Assignments(token, expert), len(w_in), options)
-    output, kept = work.forward(hidden, weight, parameters, keep)
-    packed = hidden.new_empty(_packed_size(expert, parameters) if keep else 0)
-    start = 0
+    assignments = Assignments(token, expert)
+    if not keep:
+        return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
+    output, kept = Work(hidden, assignments, len(w_in), options).forward(hidden, weight, parameters, keep)
+    packed, start = hidden.new_empty(_packed_size(expert, parameters)), 0
     for tensor in (tensor for item in kept for tensor in item):
         packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
         start += tensor.numel()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops import dense, sparse
+from pointsman.ops import dense, few, sparse
 from pointsman.ops.dispatch import Plan, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.ops.gemm import choose
@@ -125,6 +125,16 @@ def apply(
     ):
         output: Tensor = _Experts.apply(hidden, weight, assignments, options, *parameters)  # type: ignore[no-untyped-call]
         return output
+    return evaluate(hidden, weight, assignments, parameters, options)
+
+
+def evaluate(
+    hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
+) -> Tensor:
+    """`apply` where no backward follows."""
+    token, expert = assignments.token, assignments.expert
+    if token is None and expert.numel() <= few.MOST and not options.dropout:
+        return few.forward(hidden, weight, expert, parameters, options.hidden_units(hidden.dtype))
     return Work(hidden, assignments, len(parameters.w_in), options).forward(hidden, weight, parameters, keep=False)[0]
 
 

@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
 
 def one(parameters: ExpertParameters, index: int) -> ExpertParameters:
     """The parameters of one expert: views without the leading dimension (outside autograd)."""
-    return ExpertParameters(*(None if tensor is None else tensor[index] for tensor in parameters))  # type: ignore[arg-type]
+    return ExpertParameters(*[None if tensor is None else tensor[index] for tensor in parameters])  # type: ignore[arg-type]
 
 
 def one_gradient(gradients: Gradients, index: int) -> Gradients:

@@ -77,6 +77,8 @@ class BlasRelu(Blas):
     """torch.mm, with oneDNN's rectified linear product: bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        if rows.shape[0] == 1:
+            return _as_columns(rows, weight, bias, relu)
         return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
 
 
@@ -84,7 +86,10 @@ class OneDNN:
     """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        if rows.shape[0] <= 4 and weight.numel() <= 1 << 19:  # in cache: reading the weight is not what takes the time
+        count, width = rows.shape
+        if 2 <= count <= 4 and width <= 1024:
+            return _as_columns(rows, weight, bias, relu)
+        if count <= 7 and weight.numel() <= 1 << 19:  # in cache: reading the weight is not what takes the time
             return BLAS.linear(rows, weight, bias, relu)
         return _onednn_linear(rows, weight, bias, relu)
 
@@ -116,6 +121,14 @@ class OneDNN:
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "relu" if relu else "none", [], "")
     return output
+
+
+def _as_columns(rows: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """The same as weight rows': where measured, faster for so few rows."""
+    columns = rows.t()
+    output = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+    output = output.t().contiguous()
+    return output.relu_() if relu else output
 
 
 BLAS, BLAS_RELU, ONEDNN = Blas(), BlasRelu(), OneDNN()

@@ -36,11 +36,12 @@ def apply_experts(
         [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden = hidden.to(dtype)
-        cast = (None if tensor is None else tensor.to(dtype) for tensor in parameters)
-        parameters = ExpertParameters(*cast)  # type: ignore[arg-type]
+    if not torch.is_autocast_enabled(kind):
+        return _apply(hidden, routing, parameters, activation, dropout, kernels)
+    dtype = torch.get_autocast_dtype(kind)
+    hidden = hidden.to(dtype)
+    cast = (None if tensor is None else tensor.to(dtype) for tensor in parameters)
+    parameters = ExpertParameters(*cast)  # type: ignore[arg-type]
     with torch.autocast(kind, enabled=False):
         return _apply(hidden, routing, parameters, activation, dropout, kernels)
 
@@ -61,28 +62,31 @@ def _apply(
     path = _path(hidden, parameters, expert, kernels)
     if path == "cuda":
         return cuda.apply(hidden, weight, token, expert, parameters, activation, dropout)
-    seed = torch.randint(2**62, (), device="cpu") if dropout else torch.zeros((), dtype=torch.int64, device="cpu")
+    seed = torch.randint(2**62, (), device="cpu") if dropout else None
     if path == "plain":
-        generator = torch.Generator(hidden.device).manual_seed(int(seed)) if dropout else None
+        generator = None if seed is None else torch.Generator(hidden.device).manual_seed(int(seed))
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
     hidden = hidden.contiguous()
     gemm = "" if kernels is None else kernels.gemm
     if torch.compiler.is_compiling():
+        seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
         return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, gemm)
-    options = cpu.Options(activation, dropout, int(seed), gemm)
+    options = cpu.Options(activation, dropout, 0 if seed is None else int(seed), gemm)
     return cpu.apply(hidden, weight, cpu.Assignments(token, expert), parameters, options)
 
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels: Kernels | None) -> str:
     """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
-    tensors = [hidden, *(tensor for tensor in parameters if tensor is not None)]
     if (kernels is not None and kernels.path == "plain") or not expert.numel():
         return "plain"
-    if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
-        return "plain"  # sharded over processes, quantised, …
-    kind, dtypes = hidden.device.type, {tensor.dtype for tensor in tensors}
-    return kind if len(dtypes) == 1 and dtypes <= _DTYPES.get(kind, set()) else "plain"
+    kind, dtype = hidden.device.type, hidden.dtype
+    if dtype not in _DTYPES.get(kind, set()):
+        return "plain"
+    for tensor in (hidden, *parameters):
+        if tensor is not None and (tensor.dtype != dtype or type(tensor) not in (Tensor, Parameter)):
+            return "plain"  # sharded over processes, quantised, …
+    return kind
 
 
 _DTYPES = {"cpu": cpu.DTYPES, "cuda": cuda.DTYPES}
@@ -90,4 +94,6 @@ _DTYPES = {"cpu": cpu.DTYPES, "cuda": cuda.DTYPES}
 
 def _each_contiguous(tensor: Tensor | None) -> Tensor | None:
     """The weights with every single expert's contiguous: halves of a fused [E, 2 * hidden, dim] stay views."""
-    return tensor if tensor is None or tensor[0].is_contiguous() else tensor.contiguous()
+    if tensor is None or tensor.is_contiguous() or tensor[0].is_contiguous():
+        return tensor
+    return tensor.contiguous()

@@ -17,6 +17,8 @@ from pointsman import auxiliary
 from pointsman.ops.kernels import Kernels
 from pointsman.routing import Carry, Routing, RoutingContext
 
+PLAIN_CONTEXT = RoutingContext()
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -193,9 +195,15 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
-        context = RoutingContext() if context is None else context
-        hidden = hidden[None] if hidden.dim() == 2 else hidden
+        context = PLAIN_CONTEXT if context is None else context
+        hidden = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
         self._check(hidden, context)
+        if torch.compiler.is_compiling():
+            from pointsman.ops.recompilation import allow_a_graph_for_each_k
+
+            allow_a_graph_for_each_k(self.num_experts)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            return self._route(raised(hidden), context)
         with torch.autocast(hidden.device.type, enabled=False):
             return self._route(raised(hidden), context)
 
@@ -214,7 +222,7 @@ class Router(nn.Module):
         return Routing(
             experts=experts,
             weights=weights,
-            probs=probs.flatten(0, 1),
+            probs=flat_unmixed if probs is unmixed else probs.flatten(0, 1),
             logits=flat_logits,
             losses=self._losses(flat_logits, flat_unmixed, experts, mask),
             carry=carry,

@@ -27,7 +27,7 @@ class TopK(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
-        experts = top_k(scores.choice.detach().flatten(0, 1), k)
+        experts = top_k(probs if scores.choice is scores.probs else scores.choice.flatten(0, 1), k)
         weights = probs.gather(-1, experts)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)

@@ -1,0 +1,108 @@
+"""Decoding: few tokens on a CPU without gradients, against the float64 reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pointsman import MoE
+from pointsman.ops import few, reference
+from pointsman.ops.grouped import apply_experts
+from pointsman.ops.kernels import Kernels
+
+
+def check(case: Any, gemm: str = "onednn") -> None:
+    with torch.no_grad():
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, Kernels("fast", gemm))
+        exact = case.exact()
+        expected = reference.apply_experts(exact.hidden, exact.routing, exact.parameters, exact.activation)
+    assert output.dtype == case.hidden.dtype
+    tolerance = 1e-5 if output.dtype == torch.float32 else 2e-2
+    error = float((output.double() - expected).norm())
+    assert error <= tolerance * (float(expected.norm()) + expected.numel() ** 0.5)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st.DataObject) -> None:
+    draw = data.draw
+    num_experts = draw(st.integers(1, 9), "experts")
+    widths = st.integers(1, 40) | st.sampled_from([8, 16, 32])  # grouped_mm takes whole 16 bytes
+    case = problem(
+        draw(st.sampled_from([1, 2, 3, 7, 28]), "tokens"),
+        draw(widths, "dim"),
+        draw(widths, "hidden_dim"),
+        num_experts,
+        draw(st.integers(1, num_experts), "k"),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"),
+        activation=draw(st.sampled_from(["relu", "gelu", "silu"]), "activation"),
+        gated=draw(st.booleans(), "gated"),
+        bias=draw(st.booleans(), "bias"),
+        dropped=draw(st.sampled_from([0.0, 0.3, 1.0]), "dropped"),
+        favourite=draw(st.sampled_from([0.0, 20.0]), "favourite"),
+        seed=draw(st.integers(0, 1000), "seed"),
+    )
+    check(case, draw(st.sampled_from(["blas", "onednn"]), "gemm"))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_beyond_the_cache(problem: Callable[..., Any], dtype: torch.dtype, tokens: int) -> None:
+    case = problem(tokens, 520, 1040, 3, 2, dtype=dtype, dropped=0.2 if tokens > 6 else 0.0)
+    assert case.parameters.w_in[0].numel() > few.IN_CACHE
+    check(case)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_an_expert_chosen_twice(problem: Callable[..., Any], tokens: int) -> None:
+    case = problem(tokens)
+    case.routing.experts[:, 1] = case.routing.experts[:, 0]
+    check(case)
+
+
+def test_a_dropped_weight_is_not_read(problem: Callable[..., Any]) -> None:
+    for tokens in (1, 5):
+        case = problem(tokens)
+        with torch.no_grad():
+            case.routing.experts[:, 0] = -1
+            case.weights[:, 0] = torch.nan
+            assert apply_experts(case.hidden, case.routing, case.parameters, "relu").isfinite().all()
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, True), (128, True), (129, False)])
+def test_only_few_tokens_without_gradient_and_dropout(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, expected: bool
+) -> None:
+    called: list[bool] = []
+    genuine = few.forward
+    monkeypatch.setattr(few, "forward", lambda *given: called.append(True) or genuine(*given))
+    case = problem(tokens)
+    apply_experts(case.hidden, case.routing, case.parameters, "relu")
+    with torch.no_grad():
+        apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.5)
+        assert not called
+        apply_experts(case.hidden, case.routing, case.parameters, "relu")
+    assert bool(called) == expected
+
+
+def test_a_token_at_a_time_equals_all_at_once() -> None:
+    layer = MoE(24, 32, 6, top_k=2, gated=True, activation="silu").eval()
+    hidden = torch.randn(200, 24)
+    with torch.no_grad():
+        together = layer(hidden)
+        singly = torch.cat([layer(hidden[row : row + 1]) for row in range(200)])
+    torch.testing.assert_close(singly, together, rtol=1e-5, atol=1e-6)
+
+
+def test_strided_inputs(problem: Callable[..., Any]) -> None:
+    case = problem(5)
+    case.hidden = torch.randn(24, 10).t()[::2]
+    case.parameters = case.parameters._replace(w_in=case.parameters.w_in.detach().mT.contiguous().mT)
+    check(case)
+
+
+def test_assignments_of_pairs_take_the_layout(problem: Callable[..., Any]) -> None:
+    check(problem(3, pairs=True))
