@@ -1,6 +1,6 @@
 """A small Mixtral, trained with transformers' Trainer, audited, given a HyperRouter, trained on and exported.
 
-    python examples/huggingface_mixtral.py                                  # about five minutes on two CPU cores
+    python examples/huggingface_mixtral.py           # a minute on an idle CPU core, under five on a busy one
     POINTSMAN_DATA=path/to/data python examples/huggingface_mixtral.py --data enwik8 --steps 300
 
 Needs `pip install 'pointsman[hf]'`. Everything lands in ./huggingface-example.
@@ -21,6 +21,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -39,12 +40,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def small_mixtral(vocabulary: int) -> MixtralForCausalLM:
+def small_mixtral(vocabulary: int, layers: int = 3) -> MixtralForCausalLM:
     config = MixtralConfig(
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=8,
@@ -54,8 +55,8 @@ def small_mixtral(vocabulary: int) -> MixtralForCausalLM:
         router_aux_loss_coef=0.01,
         pad_token_id=0,
         eos_token_id=1,
+        experts_implementation="pointsman",  # the fast experts; from_pretrained takes it, too
     )
-    config._experts_implementation = "pointsman"  # the fast experts; from_pretrained takes experts_implementation=
     return MixtralForCausalLM(config)
 
 
@@ -65,22 +66,24 @@ def rows(tokenizer: Any, text: str, length: int = 128) -> list[dict[str, torch.T
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def train(model: Any, data: list[dict[str, torch.Tensor]], out: Path, steps: int) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        warmup_steps=20,
-        lr_scheduler_type="cosine",
-        logging_steps=25,
-        save_strategy="no",
-        report_to=[],
-        seed=0,
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[hf.StepEnd()]).train()
+def train(
+    model: Any, data: list[dict[str, torch.Tensor]], out: Path, steps: int, *callbacks: TrainerCallback, **changes: Any
+) -> None:
+    settings = {
+        "per_device_train_batch_size": 16,
+        "learning_rate": 2e-3,
+        "warmup_steps": 20,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 25,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_cpu": not torch.cuda.is_available(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    arguments = TrainingArguments(output_dir=str(out), max_steps=steps, **{**settings, **changes})
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[*callbacks, hf.StepEnd()]).train()
 
 
 def main() -> None:

@@ -1,0 +1,134 @@
+"""A Mixtral of 3.4 million parameters on enwik8 with Trainer; then trained on, with another router and without.
+
+    POINTSMAN_DATA=path/to/data python examples/huggingface_enwik8.py train --out hf-mixtral
+    POINTSMAN_DATA=path/to/data python examples/huggingface_enwik8.py continue hf-mixtral --router hyperrouter
+    pointsman audit hf-mixtral --data enwik8 --out hf-audit && pointsman report hf-audit
+
+Needs `pip install 'pointsman[hf]'` and enwik8 (docs/data.md). `train` takes six and a half minutes of one CPU core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_mixtral import byte_tokenizer, rows, small_mixtral, train
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import pointsman
+from pointsman import hf
+from pointsman.training.run_directory import open_corpus
+
+LENGTH = 256
+BATCH = 16
+
+
+@torch.no_grad()
+def bits_per_byte(model: Any, data: list[dict[str, torch.Tensor]]) -> float:
+    """Without the balance loss, which Mixtral adds to the loss it returns while training."""
+    training = model.training
+    model.eval()
+    losses = []
+    for start in range(0, len(data), BATCH):
+        ids = torch.stack([row["input_ids"] for row in data[start : start + BATCH]]).to(model.device)
+        logits = model(ids, use_cache=False, output_router_logits=False).logits
+        losses.append(cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"))
+    model.train(training)
+    return float(torch.cat(losses).mean()) / math.log(2)
+
+
+class Valid(TrainerCallback):
+    """Prints bits per byte of held-out text; the rows go to `log`."""
+
+    def __init__(self, data: list[dict[str, torch.Tensor]], every: int) -> None:
+        self.data, self.every = data, every
+        self.start = time.process_time()
+        self.log: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.on_step_end(args, state, control, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            row = {"step": state.global_step, "valid": bits_per_byte(model, self.data)}
+            self.log.append({**row, "cpu_seconds": round(time.process_time() - self.start, 1)})
+            print(f"step {state.global_step}: {row['valid']:.3f} bits a byte on held-out text", flush=True)
+
+
+def train_on(model: Any, text: dict[str, Any], out: Path, steps: int, learning_rate: float, seed: int) -> list[Any]:
+    valid = Valid(text["valid"], every=100)
+    changes = {"warmup_steps": min(100, steps // 10), "weight_decay": 0.01, "logging_steps": 50, "seed": seed}
+    train(model, text["train"], out / "trainer", steps, valid, learning_rate=learning_rate, **changes)
+    return valid.log
+
+
+def read(tokenizer: Any, name: str, start: int, tokens: int) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """Rows of `train` from byte `start` on, and the first ones of `valid`."""
+    corpus = open_corpus(name)
+    train_ids, valid_ids = corpus.split("train")[start : start + tokens], corpus.split("valid")[: 100 * LENGTH]
+    parts = {"train": corpus.vocabulary.decode(train_ids), "valid": corpus.vocabulary.decode(valid_ids)}
+    return {part: rows(tokenizer, text, LENGTH) for part, text in parts.items()}
+
+
+def first_training(values: argparse.Namespace) -> None:
+    tokenizer = byte_tokenizer()
+    model = small_mixtral(len(tokenizer), layers=4)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+    text = read(tokenizer, values.data, 0, values.steps * BATCH * LENGTH)
+    log = train_on(model, text, values.out, values.steps, 3e-3, values.seed)
+    model.save_pretrained(values.out)
+    tokenizer.save_pretrained(values.out)
+    (values.out / "training.json").write_text(json.dumps(log, indent=1))
+
+
+def continued(values: argparse.Namespace) -> None:
+    """The same model, data, order and learning rate; once with its own gates, once with the router."""
+    tokenizer = AutoTokenizer.from_pretrained(values.model)
+    text = read(tokenizer, values.data, values.start, values.steps * BATCH * LENGTH)
+    found = {}
+    for name in ("own", values.router):
+        model = AutoModelForCausalLM.from_pretrained(values.model, experts_implementation="pointsman")
+        out = Path(f"{values.model}-{name.replace('+', '-')}")
+        if name != "own":
+            hf.replace_routers(model, name)
+        log = train_on(model, text, out, values.steps, 1e-3, values.seed)
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        found[name] = (log, {})
+        for k in (1, 2, 4, 8):
+            with pointsman.set_top_k(model, k):
+                found[name][1][k] = bits_per_byte(model, text["valid"])
+    print("\n| router | before | after | k = 1 | k = 4 | k = 8 | CPU seconds |\n|---|---|---|---|---|---|---|")
+    for name, (log, at) in found.items():
+        cells = " | ".join(f"{value:.3f}" for value in (log[0]["valid"], at[2], at[1], at[4], at[8]))
+        print(f"| {name} | {cells} | {log[-1]['cpu_seconds']:.0f} |")
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = flags.add_subparsers(required=True)
+    first = commands.add_parser("train")
+    first.add_argument("--out", type=Path, default=Path("hf-mixtral"))
+    first.set_defaults(run=first_training, steps=1000)
+    more = commands.add_parser("continue")
+    more.add_argument("model")
+    more.add_argument("--router", default="hyperrouter")
+    more.add_argument("--start", type=int, default=8_000_000, help="the first byte of the training text")
+    more.set_defaults(run=continued, steps=200)
+    for one in (first, more):
+        one.add_argument("--data", default="enwik8")
+        one.add_argument("--steps", type=int, default=one.get_default("steps"))
+        one.add_argument("--seed", type=int, default=0)
+    values = flags.parse_args()
+    torch.manual_seed(values.seed)
+    values.run(values)
+
+
+if __name__ == "__main__":
+    main()
