@@ -107,7 +107,7 @@ def test_an_output_folder_that_is_something_else(capsys: pytest.CaptureFixture[s
     assert "holds no comparison" in refused(capsys, *COMPARE, "--out", str(tmp_path))
     assert (tmp_path / "letter.txt").read_text() == "not ours"
     (tmp_path / "comparison.json").write_text('{"format": 1, "settings"')
-    assert "damaged" in refused(capsys, *COMPARE, "--out", str(tmp_path))
+    assert "not readable as JSON" in refused(capsys, *COMPARE, "--out", str(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
