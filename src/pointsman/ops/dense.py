@@ -74,12 +74,15 @@ def backward(
     hidden_gradient = torch.empty_like(hidden) if hidden_wanted else None
     weight_gradient = torch.empty_like(weight) if weight_wanted else None
     each = [(one(parameters, index), one_gradient(gradients, index)) for index in range(weight.shape[1])]
-    for tensor in gradients:
+    for tensor in (gradients.w_out, gradients.b_in, gradients.b_gate):
         if tensor is not None:
             tensor.zero_()
+    inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
     saved = iter(kept)
     for rows in _chunks(hidden.shape[0]):
-        inputs, outer, total = hidden[rows], gradient[rows], None
+        outer, total = gradient[rows], None
+        # transposed once for all experts: a weight gradient's first operand
+        inputs_columns, outer_columns = hidden[rows].t().contiguous().t(), outer.t().contiguous().t()
         for index, (expert, result) in enumerate(each):
             factor = weight[rows, index]
             keeping = next(saved)
@@ -90,15 +93,15 @@ def backward(
             up, gate = first.backward(inner, keeping, again)
             up.mul_(factor[:, None])
             if result.w_out is not None:
-                gemm.weight_gradient(result.w_out, outer * factor[:, None], again.units, add=True)
-            if result.w_in is not None:
-                gemm.weight_gradient(result.w_in, up, inputs, add=True)
+                gemm.weight_gradient(result.w_out, outer_columns, again.units * factor[:, None], add=True)
+            if inward is not None:
+                gemm.weight_gradient(inward[index], inputs_columns, up, add=True)
             if result.b_in is not None:
                 result.b_in.add_(up.sum(0))
             if gate is not None:
                 gate.mul_(factor[:, None])
-                if result.w_gate is not None:
-                    gemm.weight_gradient(result.w_gate, gate, inputs, add=True)
+                if gate_inward is not None:
+                    gemm.weight_gradient(gate_inward[index], inputs_columns, gate, add=True)
                 if result.b_gate is not None:
                     result.b_gate.add_(gate.sum(0))
             if hidden_gradient is not None:
@@ -107,8 +110,19 @@ def backward(
                     total = gemm.accumulate(total, gate, expert.w_gate.t())
         if hidden_gradient is not None and total is not None:
             hidden_gradient[rows] = total
+    for whole, collected in ((gradients.w_in, inward), (gradients.w_gate, gate_inward)):
+        if whole is not None and collected is not None:
+            for one_whole, one_collected in zip(whole, collected, strict=True):
+                one_whole.copy_(one_collected.t())
     if parameters.b_out is not None and weight_gradient is not None:
         weight_gradient.addmm_(gradient, parameters.b_out.t())
     if gradients.b_out is not None:
         torch.mm(weight.t(), gradient, out=gradients.b_out)
     return hidden_gradient, weight_gradient
+
+
+def _transposed(gradient: Tensor | None) -> Tensor | None:
+    """Where the chunks' shares of a weight gradient [E, hidden, dim] are summed: zeros [E, dim, hidden]."""
+    return (
+        None if gradient is None else torch.zeros_like(gradient.transpose(1, 2), memory_format=torch.contiguous_format)
+    )
