@@ -6,7 +6,8 @@ no padding.
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,23 +33,17 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
     if len(hidden) == 1:
         return _one_token(hidden, weight, expert[0].tolist(), parameters, first)
     tokens, k = expert.shape
-    chosen = expert.reshape(-1).numpy()
-    order = chosen.argsort(kind="stable")
-    dropped = np.count_nonzero(chosen < 0)
-    if dropped:
-        order, weight = order[dropped:], weight.masked_fill(expert < 0, 0)
-    counts = np.bincount(chosen[order], minlength=len(parameters.w_in))
-    rows = hidden.index_select(0, torch.from_numpy(order // k))
+    chosen, order = expert.reshape(-1).sort(stable=True)
+    if dropped := int(chosen[0]) < 0 and int((chosen < 0).sum()):
+        chosen, order, weight = chosen[dropped:], order[dropped:], weight.masked_fill(expert < 0, 0)
+    ends = torch.searchsorted(chosen, torch.arange(len(parameters.w_in), device="cpu"), right=True, out_int32=True)
+    rows = hidden.index_select(0, order.div(k, rounding_mode="floor"))
     if _grouped_suits(hidden, parameters, first):
-        rows = _grouped(rows, torch.from_numpy(counts.cumsum(dtype=np.int32)), parameters, first.activation)
+        rows = _grouped(rows, chosen, ends, parameters, first.activation)
     else:
-        rows = _one_by_one(rows, counts.tolist(), parameters, first)
-    position = np.full(tokens * k, len(order))
-    position[order] = np.arange(len(order))
-    if dropped:
-        rows = F.pad(rows, (0, 0, 0, 1))  # a row of zeros, for assignments to none
-    where = torch.from_numpy(position).view(tokens, k)
-    return F.embedding_bag(where, rows, mode="sum", per_sample_weights=weight)
+        rows = _one_by_one(rows, ends.tolist(), parameters, first)
+    slots = (rows.new_zeros if dropped else rows.new_empty)(tokens * k, rows.shape[1]).index_copy_(0, order, rows)
+    return slots.view(tokens, k, -1).mul_(weight[:, :, None]).sum(1)
 
 
 def _one_token(
@@ -63,10 +58,12 @@ def _one_token(
     return torch.mm(weight, torch.cat(rows)) if rows else torch.zeros_like(hidden)
 
 
-def _one_by_one(rows: Tensor, counts: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
-    used = [index for index, count in enumerate(counts) if count]
-    parts = rows.split([counts[index] for index in used])  # type: ignore[no-untyped-call]
-    return torch.cat([rows[:0], *(_expert(*each, parameters, first) for each in zip(parts, used, strict=True))])
+def _one_by_one(rows: Tensor, ends: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
+    results = [rows[:0]]
+    for index, (start, end) in enumerate(pairwise([0, *ends])):
+        if start < end:
+            results.append(_expert(rows[start:end], index, parameters, first))
+    return torch.cat(results)
 
 
 def _expert(rows: Tensor, index: int, parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
@@ -85,16 +82,12 @@ def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUn
     return whole and (first.gemm is not ONEDNN or width * dim <= IN_CACHE)
 
 
-def _grouped(rows: Tensor, ends: Tensor, p: ExpertParameters, activation: str) -> Tensor:
-    """All experts on their rows, which are sorted by expert; `ends` [E] int32, where each expert's end."""
-    biases = p.b_in, p.b_out, p.b_gate
-    expert = None
-    if any(bias is not None for bias in biases):
-        expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=torch.int32, device=rows.device), right=True)
+def _grouped(rows: Tensor, expert: Tensor, ends: Tensor, p: ExpertParameters, activation: str) -> Tensor:
+    """All experts on their rows: `expert` [rows], ascending, and `ends` [E] int32, where each expert's rows end."""
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-        return output if bias is None or expert is None else output.add_(bias.index_select(0, expert))
+        return output if bias is None else output.add_(bias.index_select(0, expert))
 
     units = linear(rows, p.w_in, p.b_in)
     if p.w_gate is not None:
