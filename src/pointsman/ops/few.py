@@ -34,7 +34,8 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
         return _one_token(hidden, weight, expert[0].tolist(), parameters, first)
     tokens, k = expert.shape
     chosen, order = expert.reshape(-1).sort(stable=True)
-    if dropped := int(chosen[0]) < 0 and int((chosen < 0).sum()):
+    dropped = int((chosen < 0).sum()) if int(chosen[0]) < 0 else 0
+    if dropped:
         chosen, order, weight = chosen[dropped:], order[dropped:], weight.masked_fill(expert < 0, 0)
     ends = torch.searchsorted(chosen, torch.arange(len(parameters.w_in), device="cpu"), right=True, out_int32=True)
     rows = hidden.index_select(0, order.div(k, rounding_mode="floor"))
