@@ -22,6 +22,7 @@ import torch
 
 from pointsman.benchmark.report import machine
 from pointsman.benchmark.run import PAUSE, Process
+from pointsman.benchmark.worker import awake
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pointsman")
 SHAPES = {  # dim, hidden, experts, k, tokens
@@ -74,6 +75,7 @@ class Experts:
         weights, index = torch.softmax(torch.randn(self.tokens, self.experts), -1).topk(self.k, -1)
         weights, gradient = weights.to(self.dtype), torch.randn(self.tokens, self.dim).to(self.dtype)
         self.module.zero_grad()
+        awake()
         start = time.perf_counter()
         with torch.set_grad_enabled(self.backward):
             output = self.module(hidden, index, weights)
