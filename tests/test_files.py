@@ -51,3 +51,16 @@ def test_a_folder_is_held_against_a_second_process_and_let_go(tmp_path: Path) ->
         assert refused.returncode == 1
         assert refused.stderr.strip().endswith("run: another process is working in this directory")
     assert subprocess.run(command).returncode == 0
+
+
+def test_a_disk_without_locks_is_worked_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def refusing(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refusing)
+    worked = False
+    with alone(tmp_path):
+        worked = True
+    assert worked

@@ -90,7 +90,7 @@ def read_whole_json(file: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds a folder, which is made if need be, against a second process (not on Windows).
+    """Holds a folder, which is made if need be, against a second process (not on Windows, nor on a disk without locks).
 
     Raises:
         RunError: another process holds it.
@@ -106,6 +106,8 @@ def alone(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise RunError(f"{folder}: another process is working in this directory") from None
+        except OSError:
+            pass  # some network disks know no locks
         yield

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pointsman.ops.kernels import PLAIN, Kernels
-from pointsman.ops.scoring import FEW, linear
+from pointsman.ops.scoring import FEW, linear, score, score_backward
 
 
 def inputs(rows, bias=True, dtype=torch.float32):
@@ -55,3 +55,39 @@ def test_few_rows_and_plain_kernels_take_the_ordinary_product():
     assert torch.equal(linear(hidden, weight, bias, PLAIN), F.linear(hidden, weight, bias))
     few = hidden[:1, :7]
     assert torch.equal(linear(few, weight, bias, Kernels(gemm="onednn")), F.linear(few, weight, bias))
+
+
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+def test_compiled_takes_any_strides(gemm):
+    torch.compiler.reset()
+    hidden, weight = torch.randn(20, FEW).t().requires_grad_(), torch.randn(8, 20, requires_grad=True)
+    upper = torch.randn(FEW, 8)
+
+    def results(function):
+        output = function(hidden, weight, None, Kernels(gemm=gemm))
+        return [output.detach(), *torch.autograd.grad(output, (hidden, weight), upper)]
+
+    compiled, eager = results(torch.compile(linear, fullgraph=True, backend="aot_eager")), results(linear)
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    rows = hidden.detach()  # what compilers are told of the strides is so
+    torch.library.opcheck(score, (rows, weight.detach(), None, gemm), test_utils="test_faketensor")
+    torch.library.opcheck(score_backward, (upper, rows, weight.detach(), gemm), test_utils="test_faketensor")
+
+
+def test_function_transforms():
+    hidden, weight, bias = (tensor.detach() for tensor in inputs(FEW))
+    onednn = Kernels(gemm="onednn")
+    each = torch.func.vmap(torch.func.grad(lambda one: linear(one, weight, bias, onednn).square().sum()))(hidden)
+    right = torch.func.vmap(torch.func.grad(lambda one: F.linear(one, weight, bias).square().sum()))(hidden)
+    torch.testing.assert_close(each, right)
+
+
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weight_and_bias_may_be_views_of_one_matrix(gemm, compiled):
+    torch.compiler.reset()
+    hidden, both = torch.randn(FEW, 20), torch.randn(8, 21)  # what HyperRouter generates
+    product = torch.compile(linear, fullgraph=True, backend="aot_eager") if compiled else linear
+    scores = product(hidden, both[:, :-1], both[:, -1], Kernels(gemm=gemm))
+    torch.testing.assert_close(scores, F.linear(hidden, both[:, :-1], both[:, -1]), rtol=1e-5, atol=1e-5)

@@ -119,6 +119,7 @@ class OneDNN:
 
 
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    bias = None if bias is None else bias.contiguous()  # its strides would be ignored
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "relu" if relu else "none", [], "")
     return output
 

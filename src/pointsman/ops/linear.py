@@ -36,6 +36,7 @@ def suits(hidden: Tensor, weight: Tensor) -> bool:
         and hidden.numel() > 0
         and {type(hidden), type(weight)} <= {Tensor, Parameter}  # not one that is sharded over processes
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()  # vmap, torch.func.grad
     )
 
 

@@ -27,7 +27,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
     if hidden.numel() < FEW * hidden.shape[-1]:
         return F.linear(hidden, weight, bias)
     if torch.compiler.is_compiling() and plain.suits(hidden, weight):
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         scores: Tensor = score(rows, weight.contiguous(), bias, "" if kernels is None else kernels.gemm)
         return scores.view(*hidden.shape[:-1], -1)
     return plain.linear(hidden, weight, bias, kernels)
@@ -60,7 +60,7 @@ def score_backward(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) ->
 
 @score_backward.register_fake
 def _(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight)
+    return rows.new_empty(rows.shape), torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
