@@ -135,7 +135,9 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     from matplotlib import pyplot
 
     axes_count = 1 + len(benchmark.growth)
-    figure, axes = pyplot.subplots(axes_count, 1, figsize=(9, 3 + 2.4 * axes_count), squeeze=False)
+    figure, axes = pyplot.subplots(
+        axes_count, 1, figsize=(11, 3 + 2.4 * axes_count), squeeze=False, layout="constrained"
+    )
     bars = axes[0, 0]
     names = list(dict.fromkeys(name for result in benchmark.results for name in result.times if name not in LIMITS))
     width = 0.8 / len(names)
@@ -148,9 +150,11 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
     bars.set_ylabel("time over the limit")
-    labels = [f"{r.case.name} k{r.case.k}\n{r.case.tokens}\n{_SHORT[r.case.dtype]}" for r in benchmark.results]
-    bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=6)
-    bars.legend(fontsize=7, ncols=2)
+    cases = [result.case for result in benchmark.results]
+    labels = [f"{case.name}, k {case.k}, {case.tokens}, {_SHORT[case.dtype]}" for case in cases]
+    bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=7, rotation=60, ha="right")
+    bars.set_xlabel("case, k, tokens, type")
+    bars.legend(fontsize=7, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
         axis.plot([point.value for point in points], [point.milliseconds for point in points], marker="o")
         axis.plot(
@@ -160,7 +164,6 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
         axis.set_yscale("log")
         axis.set_xlabel(name)
         axis.set_ylabel("ms (dashed: limit)")
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
