@@ -88,6 +88,20 @@ def test_dropout(problem: Callable[..., Any], activation: str) -> None:
     torch.testing.assert_close((w_out * case.parameters.w_out).sum(), (output * gradient).sum(), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_keeps_half_precision(problem: Callable[..., Any], dtype: torch.dtype) -> None:
+    case = problem(200, 16, 16, 3, 2, dtype=dtype)
+    torch.manual_seed(2)
+    output = run(case, 0.25)
+    gradient = torch.randn_like(output)
+    found = torch.autograd.grad(output, case.leaves, gradient)
+    assert output.dtype == dtype
+    assert [value.dtype for value in found] == [leaf.dtype for leaf in case.leaves]
+    (weights,) = (value for leaf, value in zip(case.leaves, found, strict=True) if leaf is case.weights)
+    linear = (weights.float() * case.weights.float()).sum()  # the output is linear in the weights
+    torch.testing.assert_close(linear, (output.float() * gradient.float()).sum(), rtol=0.05, atol=0.5)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiles_to_one_graph(problem: Callable[..., Any], dtype: torch.dtype) -> None:

@@ -152,7 +152,7 @@ class _Experts(torch.autograd.Function):
         units = act(up) if gate is None else act(gate) * up
         if mask is not None:
             scaled = mask * (1 / (1 - ctx.dropout) if ctx.dropout < 1 else 0.0)
-            units = units * scaled
+            units = (units * scaled).to(units.dtype)  # the factor is float32
         weight_gradient = None
         if weight_wanted:
             rows = (units * inner).sum(-1)
@@ -160,7 +160,7 @@ class _Experts(torch.autograd.Function):
                 rows = rows + (outer * p.b_out.index_select(0, where.expert)).sum(-1)
             weight_gradient = rows.masked_fill(where.dropped[:, 0], 0).index_select(0, where.position)
         if mask is not None:
-            inner = inner * scaled
+            inner = (inner * scaled).to(inner.dtype)
         if gate is None:
             through_up, through_gate = derivative(inner, up), None
         else:
