@@ -61,3 +61,10 @@ def test_every_room_stands_on_the_page_in_this_order() -> None:
     assert [room for room, place in zip(ROOMS, places, strict=True) if place is None] == []
     lines = [place.start() for place in places if place]
     assert lines == sorted(lines)
+
+
+def test_every_public_name_stands_on_the_page_with_its_file() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in pointsman.__all__:
+        home = getattr(pointsman, name).__module__.removeprefix("pointsman.").replace(".", "/") + ".py"
+        assert re.search(rf"^\|.*`{name}`.*\| `{home}` \|$", page, re.MULTILINE), f"{name}: {home}"

@@ -141,7 +141,7 @@ def step_end(model: nn.Module) -> None:
 
 
 def track_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Calls `step_end(model)` after every step of this optimizer, until the handle is removed."""
+    """Calls `step_end(model)` after every step of this optimizer, until the returned handle is removed."""
     return optimizer.register_step_post_hook(lambda *_: step_end(model))
 
 

@@ -79,6 +79,8 @@ def diagnose_path(
     settings = settings or Settings()
     path = Path(target)
     if (path / "comparison.json").is_file():
+        if against:
+            raise RunError(f"{path} is a comparison: its rows are held against each other; leave --against out")
         return _of_comparison(path, settings, watch)
     if ((path / "config.json").is_file() and (path / "checkpoints").is_dir()) or _step_of(path) is not None:
         return _of_run(path, [Path(one) for one in against], settings, watch)

@@ -56,6 +56,17 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["evaluate"], "RUN"),
         (["report", "nowhere"], "no such directory"),
         (["export", "nowhere"], "no run directory"),
+        (["evaluate", "run", "--attack-rate", "0.1"], "--attack-rate has no effect without --attack"),
+        (["evaluate", "run", "--task", "sst2"], "--task has no effect without --attack"),
+        ([*COMPARE, "--task-steps", "3"], "--task-steps has no effect without --task"),
+        ([*COMPARE, "--freeze", "router"], "--freeze has no effect without --task"),
+        (["compare", "--task", "sst2", "--out", "c", "--steps", "3"], "--steps has no effect without --routers"),
+        ([*COMPARE, "--task", "bankin77"], "did you mean 'banking77'"),
+        (["finetune", "run", "--task", "sst2", "--balance", "inf"], "allowed are numbers from 0"),
+        (["report", "run", "--paper", "x-moe", "--baseline", "smoe"], "--baseline has no effect with --paper"),
+        (["report", "run", "--figures", "gif"], "allowed: pdf, png, svg"),
+        (["bench", "--set", "x=1"], "nothing to set"),
+        (["train", "smoe"], "--router smoe"),
     ],
 )
 def test_mistakes_in_words(
@@ -78,6 +89,40 @@ def test_data_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "UTF-8" in line
     assert "500" in line  # the offset
     assert not (out / "runs").exists() or not list((out / "runs").rglob("config.json"))
+
+
+def test_a_row_that_cannot_be_built_is_told_before_any_is_trained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a short text, again and again\n" * 2000)
+    out = tmp_path / "out"
+    words = ["compare", "--data", str(tmp_path / "text.txt"), "--eval-tokens", "100", "--steps", "1", "--out", str(out)]
+    for spec, says in [
+        ("xmoe:tau0=-1", "allowed are numbers above 0"),
+        ("smoe:balance=-1", "option balance=-1.0: allowed are numbers from 0"),
+        ("smoe:z_loss=-0.5", "option z_loss=-0.5: allowed are numbers from 0"),
+        ("smoe:capacity=0", "allowed is a number above 0"),
+        ("smoe+attention:heads=lowest-entropy-sequence", "later tokens"),
+    ]:
+        assert says in refused(capsys, *words, "--routers", f"smoe,{spec}")
+        assert not out.exists()
+
+
+def test_folders_that_are_no_place_for_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text, letters, comparison = tmp_path / "text.txt", tmp_path / "letters", tmp_path / "comparison"
+    text.write_text("a short text, again and again\n" * 2000)
+    letters.mkdir()
+    (letters / "letter.txt").write_text("not ours")
+    comparison.mkdir()
+    (comparison / "comparison.json").write_text("{}")
+    for folder in (letters, comparison):
+        for resume in ([], ["--resume"]):
+            words = ["train", "--data", str(text), "--out", str(folder), *resume]
+            assert "not empty and holds no run" in refused(capsys, *words)
+        assert len(list(folder.iterdir())) == 1
+    assert "this is a file; allowed is a folder" in refused(capsys, "train", "--out", str(text))
+    assert "name one of its runs" in refused(capsys, "evaluate", str(comparison))
+    assert "leave --against out" in refused(capsys, "diagnose", str(comparison), "--against", str(letters))
 
 
 def test_no_training_part(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

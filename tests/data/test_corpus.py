@@ -365,7 +365,8 @@ def test_a_download_that_is_not_the_corpus_is_thrown_away(
 def test_no_network_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(download.PAGES, name, "http://127.0.0.1:9/corpus.zip")
     with pytest.raises(
-        RunError, match=rf"{name} is not under the data folder and cannot be downloaded \(no network\?\)"
+        RunError,
+        match=rf"{name} is not under the data folder \(POINTSMAN_DATA\) and cannot be downloaded \(no network\?\)",
     ) as caught:
         load_corpus(name, cache_dir=cache)
     assert "\n" not in str(caught.value)

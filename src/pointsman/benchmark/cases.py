@@ -1,4 +1,4 @@
-"""What is measured: the shapes of PERFORMANCE's training configurations, decoding, and the axes of growth."""
+"""What is measured: the shapes of the training configurations, decoding, and the axes of growth."""
 
 from __future__ import annotations
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pointsman.robustness.runs import Budget
 
 
+ATTACK_FLAGS = ("--attack-rate", "--attack-seed", "--attack-examples", "--task")
+"""What says nothing without `--attack`."""
+
+
 def add_attack_flags(flags: Parser) -> None:
     """--attack, --attack-rate, --task, --attack-seed, --attack-examples."""
     flags.add_argument("--attack", metavar="KIND", help="word (swapped for AAA), char (noise), or a TextAttack recipe")

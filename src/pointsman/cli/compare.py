@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.cli.finetune import add_compare_flags, fine_tune_comparison
+from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.runs import add_run_flags, run_config
@@ -16,11 +16,17 @@ from pointsman.cli.runs import add_run_flags, run_config
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
   pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
-  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine     (adds a row)
-  pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine         (fine-tunes every row)
+  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine      # adds a row
+  pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine      # fine-tunes every row
 
 Interrupted, the same command goes on where it was. The table is also written as CSV, Markdown and LaTeX, and as a page.
 """
+
+
+TRAINING_FLAGS = (
+    "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
+    "--set",
+)  # fmt: skip
 
 
 def parser() -> Parser:
@@ -34,9 +40,19 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    values = parser().read(arguments)
+    flags = parser()
+    values = flags.read(arguments)
     if not values.routers and not (values.task and values.out):
         raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
+    if not values.task:
+        flags.without_effect(values, TASK_FLAGS, "without --task")
+    elif not values.routers:
+        flags.without_effect(values, TRAINING_FLAGS, "without --routers: nothing is trained, only fine-tuned")
+    else:
+        from pointsman.finetuning.run import check_task
+
+        for task in values.task:
+            check_task(task)
     device = choose_device(values.device)
     if not values.routers:
         fine_tune_comparison(values, values.out, device)

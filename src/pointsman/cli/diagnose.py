@@ -13,7 +13,7 @@ EPILOG = """examples:
   pointsman diagnose runs/hyper
   pointsman diagnose runs/hyper --against runs/smoe
   pointsman diagnose runs/hyper/checkpoints/step-2000 --against runs/hyper/checkpoints/step-1000
-  pointsman diagnose runs/compare-enwik8-tiny        (a comparison: every router, over its seeds)
+  pointsman diagnose runs/compare-enwik8-tiny      # a comparison: every router, over its seeds
 
 The figures and their conventions: docs/diagnostics.md.
 """
@@ -21,7 +21,7 @@ The figures and their conventions: docs/diagnostics.md.
 
 def parser() -> Parser:
     flags = Parser("diagnose", "What the routers of a run or a model do.", EPILOG)
-    flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint of one, a comparison, or a HF model")
+    flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
     flags.add_argument(
@@ -33,7 +33,10 @@ def parser() -> Parser:
     flags.add_argument(
         "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
     )
-    flags.common("where diagnostics.json goes (default: the run)")
+    flags.common(
+        "where diagnostics.json goes (default: the run)",
+        settings="how to read: eval_batch_size, eval_segment_length, eval_memory_length",
+    )
     return flags
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, Stopped, did_you_mean
-from pointsman.cli.attacks import add_attack_flags, run_attacks
+from pointsman.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
 
@@ -19,7 +19,7 @@ EPILOG = """examples:
   pointsman evaluate runs/hyper --data wikitext-2 --split valid --eval-tokens all
   pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05,0.1
   pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
-  pointsman evaluate runs/compare-enwik8-tiny --attack word               (every run of a comparison, and its tables)
+  pointsman evaluate runs/compare-enwik8-tiny --attack word      # every run of a comparison, and its tables
 """
 
 
@@ -44,7 +44,10 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    values = parser().read(arguments)
+    flags = parser()
+    values = flags.read(arguments)
+    if not values.attack:
+        flags.without_effect(values, ATTACK_FLAGS, "without --attack")
     changes = overrides(values.set)
     for key in changes:
         if key not in SETTINGS:

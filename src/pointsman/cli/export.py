@@ -11,7 +11,7 @@ from pointsman.cli.options import Parser
 
 EPILOG = """examples:
   pointsman export runs/hyper --out hyper
-  pointsman export runs/hyper --out plain --materialize      (HyperRouter becomes a plain linear router)
+  pointsman export runs/hyper --out plain --materialize      # HyperRouter becomes a plain linear router
 """
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   pointsman finetune runs/hyper --task sst2
-  pointsman finetune runs/hyper --task sst2 --from-scratch            (the control: the same model, fresh weights)
+  pointsman finetune runs/hyper --task sst2 --from-scratch      # the control: the same model, fresh weights
   pointsman finetune runs/xmoe --task banking77 --freeze router,experts --balance 0,0.001,0.01,0.1 --seeds 5
   pointsman finetune runs/hyper --task reviews.csv:text=body:label=stars --steps 500
 
@@ -44,7 +44,7 @@ def parser() -> Parser:
     flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
     flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
     flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
-    flags.add_argument("--epochs", type=number_from(0, 1e6), metavar="N", help="passes over the training part instead")
+    flags.add_argument("--epochs", type=number_from(0), metavar="N", help="passes over the training part instead")
     flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
@@ -55,6 +55,13 @@ def parser() -> Parser:
     add_task_settings(flags)
     flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
     return flags
+
+
+TASK_FLAGS = (
+    "--task-routers", "--task-steps", "--task-set", "--task-seeds", "--task-top-k", "--freeze", "--balance",
+    "--pooling", "--length", "--from-scratch",
+)  # fmt: skip
+"""What says nothing to `compare` without `--task`."""
 
 
 def add_task_settings(flags: Parser) -> None:
@@ -130,7 +137,7 @@ class _Tables:
 
 def numbers(text: str) -> tuple[float, ...]:
     """`0,0.001` as numbers from 0."""
-    return tuple(dict.fromkeys(number_from(0, 1e9)(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(number_from(0)(part) for part in text.split(",")))
 
 
 def settings_of(

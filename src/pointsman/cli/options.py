@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise RunError(f"{self.prog}: {message}")
 
-    def common(self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3") -> None:
-        """--out, --device, --config, --set; `settings` says what --set takes: "" = nothing."""
+    def common(
+        self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
+    ) -> None:
+        """--out, --device, --config, --set; `settings` says what --set takes: "" = nothing; `folder`: --out is one."""
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
@@ -41,12 +44,14 @@ class Parser(argparse.ArgumentParser):
             help=settings or "this command has nothing to set",
         )
         self.has_settings = bool(settings)
+        self.out_is_folder = folder
 
     def flags(self) -> list[str]:
         return [word for action in self._actions for word in action.option_strings if word.startswith("--")]
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The parsed flags: command line over --config file over defaults."""
+        self.defaults = {action.dest: action.default for action in self._actions}
         values, unknown = self.parse_known_args(list(words))
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -58,7 +63,20 @@ class Parser(argparse.ArgumentParser):
             values = self.parse_args(list(words))
         if getattr(values, "set", None) and not self.has_settings:
             raise RunError(f"{self.prog}: --set {values.set[0]!r}: this command has nothing to set")
+        if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
+            raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
         return values
+
+    def without_effect(self, values: argparse.Namespace, flags: Sequence[str], unless: str) -> None:
+        """Refuses flags that were given and would be ignored; `unless` says what they need, as "without --task".
+
+        Raises:
+            RunError: one of `flags` has another value than its default.
+        """
+        for action in self._actions:
+            for flag in set(action.option_strings).intersection(flags):
+                if getattr(values, action.dest) != self.defaults[action.dest]:
+                    raise RunError(f"{self.prog}: {flag} has no effect {unless}")
 
     def _from_file(self, path: Path) -> dict[str, Any]:
         where = f"{self.prog}: --config {path}"
@@ -125,16 +143,17 @@ def whole(least: int = 0) -> Callable[[str], int]:
     return convert
 
 
-def number_from(least: float, most: float) -> Callable[[str], float]:
-    """A flag's value as a number from `least` to `most`."""
+def number_from(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A flag's value as a finite number from `least` to `most`."""
+    allowed = f"numbers from {least:g}" + (f" to {most:g}" if most < math.inf else "")
 
     def convert(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
-            number = float("nan")
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers from {least} to {most}")
+            number = math.nan
+        if not least <= number <= most or math.isinf(number):
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are {allowed}")
         return number
 
     return convert

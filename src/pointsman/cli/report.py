@@ -32,13 +32,19 @@ def parser() -> Parser:
         choices=("auto", "umap", "pca", "none"),
         help="the map of tokens: umap (auto: pca where umap-learn is absent); none looks into no router anew",
     )
-    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="")
+    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
     return flags
 
 
 def run(arguments: Sequence[str]) -> int:
-    values = parser().read(arguments)
+    flags = parser()
+    values = flags.read(arguments)
+    if values.paper:
+        flags.without_effect(values, ("--baseline", "--figures", "--map"), "with --paper, which writes tables")
     from pointsman import report
+    from pointsman.report.figures import check_formats
+
+    check_formats(values.figures or ())  # before the page, which may take a while
 
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
 

@@ -22,7 +22,9 @@ def parser() -> Parser:
     flags.add_argument(
         "--vocabulary", type=whole(1), default=204, metavar="V", help="tokens, with --cost (default: 204)"
     )
-    flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
+    flags.add_argument(
+        "--preset", default="small", metavar="NAME", help="the model's shape, with --cost (default: small)"
+    )
     flags.common(
         "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
     )
@@ -80,7 +82,8 @@ def explain(name: str) -> str:
         ]
 
     own = lines(found.options) or ["  none of its own"]
-    common = [] if mixer else ["", "options of every router", *lines(COMMON.options)]
+    meanings = COMMON.summary.split("\n\n", 1)[1].splitlines()
+    common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
     return "\n".join(
         [("+" if mixer else "") + name, "", found.summary, "", f"from: {found.paper}", "", "options", *own, *common]
     )

@@ -21,15 +21,22 @@ def add_run_flags(flags: Parser) -> None:
         help="stdlib (default), enwik8, text8, wikitext-2, wikitext-103, a file or folder",
     )
     flags.add_argument(
-        "--preset", metavar="NAME", help="shape and settings: tiny (default), small, medium, large, mutual-…"
+        "--preset", metavar="NAME", help="shape and settings: tiny (default), small, medium, large, mutual-medium, …"
     )
-    flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
+    flags.add_argument(
+        "--steps", type=whole(1), metavar="N", help="optimizer steps (default: the preset's; tiny: 1600)"
+    )
     flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
     flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: 1, 2, 4, … N)"
     )
-    flags.add_argument("--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test part to score")
+    flags.add_argument(
+        "--eval-tokens",
+        type=token_budget,
+        metavar="N|all",
+        help="tokens of the test part to score (default: the preset's; tiny: 200000)",
+    )
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
 
 

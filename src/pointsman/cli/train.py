@@ -40,7 +40,10 @@ def run(arguments: Sequence[str]) -> int:
 
     if values.recipe:
         from pointsman.recipes import recipe
+        from pointsman.routers.registry import BASELINES, list_mixers, list_routers
 
+        if values.recipe in (*list_routers(), *list_mixers(), *BASELINES):
+            raise RunError(f"pointsman train: {values.recipe!r} is no recipe but a router: --router {values.recipe}")
         if values.preset:
             raise RunError("pointsman train: a recipe brings its own preset; leave --preset out")
         config = recipe(values.recipe, router=values.router, seed=values.seed)

@@ -6,6 +6,7 @@ What arrives is written beside its final place, checked, and only then renamed.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ WIKITEXT_TOKENS = {
 }
 _HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 _TIMEOUT_SECONDS = 30
+NOT_HERE = "is not under the data folder (POINTSMAN_DATA)"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -68,14 +70,10 @@ def _from_page(name: str, target: Path, progress: Progress | None) -> None:
 
 
 def _from_hub(name: str, target: Path, progress: Progress | None) -> None:
-    try:
-        import datasets
-    except ImportError:
-        raise RunError(f"{name} is not under the data folder, and the hub needs: pip install 'pointsman[hf]'") from None
     for split, expected in WIKITEXT_TOKENS[name].items():
 
         def write(path: Path, split: str = split, expected: int = expected) -> None:
-            rows = datasets.load_dataset(WIKITEXT_REPOSITORY, f"{name}-v1", split=_HUB_SPLITS[split])
+            rows = hub_rows(name, WIKITEXT_REPOSITORY, f"{name}-v1", _HUB_SPLITS[split])
             tokens = 0
             with path.open("wb") as file:
                 for line in _lines(rows, f"reading {name} {split}", progress):
@@ -87,6 +85,30 @@ def _from_hub(name: str, target: Path, progress: Progress | None) -> None:
         path = target / CORPORA[name].parts[split]
         if not path.exists():
             _write_aside(name, path, write)
+
+
+def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
+    """The rows of one split from the Hugging Face hub, without the warnings of the hub's library about its retries.
+
+    Raises:
+        RunError: no network, or the library is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise RunError(f"{name} {NOT_HERE}, and the hub needs: pip install 'pointsman[hf]'") from None
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return datasets.load_dataset(repository, config, split=split)
+    except Exception as error:  # libraries of the hub raise their own kinds when there is no network
+        if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
+    finally:
+        logger.setLevel(level)
 
 
 def _lines(rows: Any, what: str, progress: Progress | None) -> Iterator[str]:
@@ -117,9 +139,7 @@ def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
             raise RunError(f"no space left in {path.parent} for the download of {name}") from None
         if isinstance(error, PermissionError):
             raise RunError(f"no permission to write the download of {name} into {path.parent}") from None
-        raise RunError(
-            f"{name} is not under the data folder and cannot be downloaded (no network?): {reason}"
-        ) from None
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
     finally:
         if scratch != path:
             scratch.unlink(missing_ok=True)

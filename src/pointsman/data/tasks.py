@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman.data.download import hub_rows
 from pointsman.data.task_files import Columns, LabelledText, format_of, read_labelled
 
 _STEMS = {
@@ -148,7 +149,11 @@ class Task:
 
 
 def parse_task(text: str) -> tuple[str, Columns]:
-    """`NAME|PATH[:text=COLUMN][:label=COLUMN]` as the name or path and its columns."""
+    """`NAME|PATH[:text=COLUMN][:label=COLUMN]` as the name or path and its columns.
+
+    Raises:
+        RunError: no name and no path.
+    """
     name, *options = _OPTION.split(text)
     if not name.strip():
         raise RunError(
@@ -174,15 +179,27 @@ def load_task(spec: str, *, data_dir: Path | None = None) -> Task:
             that training never had, a class without training examples, fewer than two classes.
     """
     name, columns = parse_task(spec)
+    path = find_task(spec, data_dir=data_dir)
+    if path is None:
+        return _named(name, TASKS[name], data_dir)
+    if path.is_dir():
+        return _from_folder(path, columns)
+    parts = _divided(read_labelled(path, columns), path)
+    return _task(path.name, parts, (), f"{path.name}, divided by a hash of the text 80 / 10 / 10 %")
+
+
+def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
+    """The file or folder of the task that `spec` asks for, None for a known name; nothing is read.
+
+    Raises:
+        RunError: no such task, file or folder.
+    """
+    name, _ = parse_task(spec)
     if name in TASKS:
-        known = TASKS[name]
-        return _named(name, known, data_dir)
+        return None
     for path in [*([data_dir / name] if data_dir else []), Path(name).expanduser()]:
-        if path.is_dir():
-            return _from_folder(path, columns)
-        if path.is_file():
-            parts = _divided(read_labelled(path, columns), path)
-            return _task(path.name, parts, (), f"{path.name}, divided by a hash of the text 80 / 10 / 10 %")
+        if path.exists():
+            return path
     if "/" in name or "." in name:
         raise RunError(f"task {spec!r}: there is no file or folder {name}")
     raise RunError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or a CSV, TSV or JSONL file or folder")
@@ -197,22 +214,10 @@ def _named(name: str, known: KnownTask, data_dir: Path | None) -> Task:
 
 
 def _from_hub(name: str, known: KnownTask) -> dict[str, list[LabelledText]]:
-    try:
-        import datasets
-    except ImportError:
-        raise RunError(
-            f"{name} is not under the data folder (POINTSMAN_DATA), and the hub needs: pip install 'pointsman[hf]'"
-        ) from None
     hub = known.hub
     parts: dict[str, list[LabelledText]] = {}
     for split, theirs in hub.splits.items():
-        try:
-            rows = datasets.load_dataset(hub.repository, hub.config, split=theirs)
-        except Exception as error:  # libraries of the hub raise their own kinds when there is no network
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise RunError(
-                f"{name} is not under the data folder and cannot be downloaded (no network?): {reason}"
-            ) from None
+        rows = hub_rows(name, hub.repository, hub.config, theirs)
         found = []
         for index, row in enumerate(rows):
             label = row[hub.label]

@@ -23,6 +23,9 @@ def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str
 
     Args:
         loads: m vectors [E], tokens of each expert (the paper: gathered over 100 mini-batches).
+
+    Raises:
+        ValueError: runs with different numbers of experts.
     """
     rows = [torch.as_tensor(load, dtype=torch.float64).cpu() for load in loads]
     if len({row.shape for row in rows}) > 1:

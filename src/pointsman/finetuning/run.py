@@ -14,7 +14,7 @@ from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.data import Vocabulary
-from pointsman.data.tasks import Task, load_task
+from pointsman.data.tasks import Task, find_task, load_task
 from pointsman.finetuning.settings import Finetuning
 from pointsman.finetuning.work import FineTuningWork
 from pointsman.models.classifier import Classifier
@@ -34,8 +34,21 @@ FORMAT = 1
 
 def open_task(spec: str) -> Task:
     """`load_task` with the folder that POINTSMAN_DATA names."""
+    return load_task(spec, data_dir=_data_folder())
+
+
+def check_task(spec: str) -> None:
+    """Refuses a task that does not exist, without reading it.
+
+    Raises:
+        RunError: no such task, file or folder.
+    """
+    find_task(spec, data_dir=_data_folder())
+
+
+def _data_folder() -> Path | None:
     folder = os.environ.get("POINTSMAN_DATA")
-    return load_task(spec, data_dir=Path(folder) if folder else None)
+    return Path(folder) if folder else None
 
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:

@@ -17,7 +17,11 @@ MOST_BYTES = 1 << 30
 
 
 def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | None, list[int | None], list[str]]:
-    """The model's own k, the values to measure (own k first), and notes. None: the class's k, whatever it is."""
+    """The model's own k, the values to measure (own k first), and notes. None: the class's k, whatever it is.
+
+    Raises:
+        ValueError: a k that is out of range, or another k than its own where k cannot be set.
+    """
     gates, reasons = survey(model)
     notes = [f"k cannot be set here: {reason}" for reason in reasons[:1]]
     try:

@@ -135,7 +135,11 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
 
 
 def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
-    """The block's tensors that the gate takes beside the hidden states, by name."""
+    """The block's tensors that the gate takes beside the hidden states, by name.
+
+    Raises:
+        NotAGateError: the gate needs something else.
+    """
     names = []
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -149,7 +153,11 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
-    """Calls the gate on a few random vectors and reads its form off the answer."""
+    """Calls the gate on a few random vectors and reads its form off the answer.
+
+    Raises:
+        NotAGateError: its answer is not that of a gate, or its weights are not loaded.
+    """
     owner = owner_of(module)
     holder = module.get_submodule(owner)
     weight, bias = holder.get_parameter("weight"), getattr(holder, "bias", None)

@@ -193,7 +193,11 @@ def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: 
 
 
 def restore_routers(model: PreTrainedModel) -> None:
-    """Puts the routers of the configuration into a model that has just been built and waits for its weights."""
+    """Puts the routers of the configuration into a model that has just been built and waits for its weights.
+
+    Raises:
+        ValueError: they were saved in a format that this version does not read.
+    """
     kept = getattr(model.config, CONFIG_KEY, None)
     if not kept:
         return

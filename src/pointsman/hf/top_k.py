@@ -35,7 +35,11 @@ def most_experts(gate: Gate) -> int:
 
 
 def gate_slot(gate: Gate) -> Slot:
-    """Where this gate reads its k from."""
+    """Where this gate reads its k from.
+
+    Raises:
+        ValueError: it keeps no k.
+    """
     if isinstance(getattr(gate.module, "top_k", None), int):
         return Slot(gate.module, "top_k")
     config = getattr(gate.module, "config", None)

@@ -37,13 +37,9 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
     Raises:
         RunError: an unknown format, matplotlib missing, no run, or a folder that cannot be written.
     """
-    for name in formats:
-        if name not in FORMATS:
-            raise RunError(f"figure format {name!r}: {did_you_mean(name, FORMATS)}")
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise RunError("figures need matplotlib: pip install 'pointsman[report]'") from None
+    check_formats(formats)
+    import matplotlib
+
     comparison = read(path)
     table = ComparisonTable.of(comparison)
     folder = page_path(out, comparison).parent / "figures"
@@ -53,6 +49,21 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
             for ending in formats:
                 written.append(_save(figure, folder / f"{name}.{ending}", ending))
     return written
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Refuses figures that cannot be drawn here.
+
+    Raises:
+        RunError: an unknown format, or matplotlib missing.
+    """
+    for name in formats:
+        if name not in FORMATS:
+            raise RunError(f"figure format {name!r}: {did_you_mean(name, FORMATS)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise RunError("figures need matplotlib: pip install 'pointsman[report]'") from None
 
 
 def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:

@@ -47,9 +47,10 @@ def write_report(
         The file written.
 
     Raises:
-        RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
+        RunError: no run, a damaged file, an unknown baseline, jinja2 missing, or a folder that cannot be written.
     """
     comparison = read(path)
+    ComparisonTable.of(comparison, baseline=baseline)  # an unknown baseline is told before the sampling
     if samples is not None:
         from pointsman.report.samples import collect_all
 

@@ -135,7 +135,7 @@ MUTUAL_INFORM = Paper(
                 Line("Similarity-Inform SMoE-dropout", (1.047, 1.008)),
                 Line("Attention-Inform SMoE-dropout", (1.064, 1.060)),
             ),
-            note="Ours: `pointsman bench` measures it; a run directory does not hold it.",
+            note="Ours: `python benchmarks/mixers.py time` measures it; a run directory does not hold it.",
             decimals=3,
         ),
         PublishedTable(

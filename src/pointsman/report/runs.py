@@ -185,7 +185,11 @@ def gather(runs: Sequence[Run]) -> Comparison:
 
 
 def read(path: Path | Sequence[Path]) -> Comparison:
-    """A directory, or several run directories, as one comparison."""
+    """A directory, or several run directories, as one comparison.
+
+    Raises:
+        RunError: no directory, neither a run nor a comparison, or a damaged file.
+    """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     if not paths:
         raise RunError("report: name at least one run or comparison directory")

@@ -91,6 +91,8 @@ def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
     found = [file.parent for run in runs for file in sorted((run / "finetune" / variant).glob("seed-*/finetune.json"))]
     if not found:
         known = {folder.name for run in runs for folder in run.glob("finetune/*")}
+        if not known:
+            raise RunError(f"task {variant!r}: no run was fine-tuned yet; `pointsman compare --task` does it")
         raise RunError(f"task {variant!r}: no run was fine-tuned on it: {did_you_mean(variant, known)}")
     return found
 

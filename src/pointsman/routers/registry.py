@@ -72,7 +72,13 @@ _MIXERS: dict[str, Entry] = {}
 def _common(
     *, balance: float = 0.0, z_loss: float = 0.0, capacity: float | None = None, renormalize: bool | None = None
 ) -> None:
-    """The options of every router: weights of the two losses, capacity factor, renormalisation over the k."""
+    """The options of every router.
+
+    balance: weight of the balance loss E sum_i f_i P_i, which is 1 at perfect balance.
+    z_loss: weight of the mean squared log-sum-exp of the logits.
+    capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
+    renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
+    """
 
 
 COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
@@ -118,7 +124,11 @@ def list_mixers() -> list[str]:
 
 
 def entry(name: str) -> Entry:
-    """The registered router or mixer of that name."""
+    """The registered router or mixer of that name.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
     known = _ROUTERS | _MIXERS
     if name not in known:
         raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")
@@ -267,6 +277,9 @@ def build_router(
     if parsed.mixer is not None:
         mixer_entry = _MIXERS[parsed.mixer]
         mixer = mixer_entry.build(site, **_convert(parsed.mixer_options, mixer_entry, spec))
+    for name in ("balance", "z_loss"):
+        if common.get(name, 0.0) < 0:
+            raise ValueError(f"router spec {spec!r}: option {name}={common[name]}: allowed are numbers from 0")
     renormalize = common.get("renormalize")
     select: Selector = stages.select or TopK(entry.renormalize(site) if renormalize is None else renormalize)
     if common.get("capacity") is not None:
@@ -298,6 +311,9 @@ def build_routers(
     """One router for each of `layers` sparse layers; several specs (`a|b` or a list) are cycled.
 
     Routers of one call share what their options say is shared (`hyperrouter:share=true`: one hypernetwork).
+
+    Raises:
+        ValueError: what `build_router` raises.
     """
     specs = split_specs(spec)
     shared: dict[str, nn.Module] = {}

@@ -184,7 +184,11 @@ def whole_checkpoint(folder: Path, note: Callable[[str], None] | None = None) ->
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file on the CPU; those stored once for several names come back under each name."""
+    """Tensors of a safetensors file on the CPU; those stored once for several names come back under each name.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

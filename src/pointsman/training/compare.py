@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from pointsman._errors import RunError, Stopped, did_you_mean
 from pointsman._files import LOCK, alone, read_json, write_whole
 from pointsman.data import BatchStream, Corpus, EvalStream
 from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.models import TransformerXL
 from pointsman.routers.registry import split_specs
 from pointsman.training.checkpoint import steps_of
 from pointsman.training.config import NO_EFFECT_ON_TRAINING, RunConfig
@@ -207,6 +210,7 @@ def compare(
     whole = merged(plan, out)
     corpus = open_corpus(plan.base.data, progress=data_progress)
     _check_lengths(plan.base, corpus)
+    _check_models(plan, corpus)
     with alone(out):
         before = read_plan(out) or {}
         if before.get("data", corpus.fingerprint) != corpus.fingerprint:
@@ -236,6 +240,13 @@ def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
     """Refuses data too short for the settings before anything is written."""
     BatchStream(corpus.split("train"), config.batch_size, config.segment_length)
     EvalStream(corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
+
+
+def _check_models(plan: Plan, corpus: Corpus) -> None:
+    """Refuses rows whose model cannot be built, before the rows above them are trained."""
+    for router in plan.routers:
+        with torch.device("meta"):
+            TransformerXL(replace(plan.config(router, 0).model, vocab_size=corpus.vocabulary.size))
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

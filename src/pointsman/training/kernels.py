@@ -16,7 +16,11 @@ from pointsman.training.config import RunConfig
 
 def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given: Kernels | None) -> Kernels:
     """The kernels of a run: those its checkpoint recorded, the plain ones if it is to be deterministic, those given to
-    it, or the faster ones by a timing."""
+    it, or the faster ones by a timing.
+
+    Raises:
+        RunError: this machine cannot use the recorded ones.
+    """
     if recorded is not None:
         try:
             return Kernels.from_dict(recorded)

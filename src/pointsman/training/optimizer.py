@@ -33,7 +33,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_adam(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
-    """Adam over these parameters, fused: one pass over each weight."""
+    """Adam over these parameters, fused: one pass over each weight.
+
+    Raises:
+        RunError: there are none.
+    """
     if not parameters:
         raise RunError("nothing in the model trains")
     return torch.optim.Adam(

@@ -50,7 +50,10 @@ class RunDirectory:
         file = self.path / CONFIG
         try:
             return RunConfig.from_json(file.read_text(encoding="utf-8"), str(file))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            if (self.path / "comparison.json").is_file():
+                runs = self.path / "runs" / "ROUTER" / "seed-S"
+                raise RunError(f"{self.path} is a comparison, not a run: name one of its runs, {runs}") from None
             raise RunError(f"{self.path} is no run directory: it has no {CONFIG}") from None
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
@@ -59,8 +62,17 @@ class RunDirectory:
         """Makes this the directory of the run with these settings.
 
         Raises:
+            RunError: what `check` raises; the folder cannot be written.
+        """
+        self.check(config, resume=resume)
+        write_whole(self.path / CONFIG, config.to_json())
+
+    def check(self, config: RunConfig, *, resume: bool) -> None:
+        """Whether the run with these settings may work here; writes nothing.
+
+        Raises:
             RunError: a run with other settings lives here (names them), or one with the same and `resume` is false;
-                something else lives here; the folder cannot be written.
+                something else lives here.
         """
         if self.exists:
             differing = {
@@ -81,7 +93,8 @@ class RunDirectory:
             raise RunError(
                 f"{self.path} has checkpoints but no {CONFIG}: it is damaged or foreign; choose another --out"
             )
-        write_whole(self.path / CONFIG, config.to_json())
+        elif self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+            raise RunError(f"{self.path} is not empty and holds no run; choose another --out")
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(values, indent=2) + "\n")

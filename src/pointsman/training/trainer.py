@@ -94,6 +94,7 @@ def train(
     config = work.prepared(config)
     state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
     watch = monitor(state.model, config.observe_every) if monitor and state.sparse else None
+    directory.check(config, resume=resume)  # before a lock file is left in somebody else's folder
     with alone(directory.path):
         return _trained(state, directory, watch, kernels, progress, stop, resume=resume)
 
