@@ -67,6 +67,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["report", "run", "--figures", "gif"], "allowed: pdf, png, svg"),
         (["bench", "--set", "x=1"], "nothing to set"),
         (["train", "smoe"], "--router smoe"),
+        (["routers", "smoe", "--vocabulary", "7"], "--vocabulary has no effect without --cost"),
+        (["routers", "smoe+similarty"], "did you mean 'similarity'"),
+        (["routers", "--device", "tpu9"], "cpu, cuda"),
+        (["export", "run", "--device", "tpu9"], "cpu, cuda"),
+        (["report", "run", "--device", "tpu9"], "cpu, cuda"),
     ],
 )
 def test_mistakes_in_words(
@@ -75,6 +80,17 @@ def test_mistakes_in_words(
     monkeypatch.chdir(tmp_path)
     assert says in refused(capsys, *words)
     assert not any(tmp_path.iterdir())
+
+
+def test_routers_explains_names_mixers_and_specs(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, heads in (("smoe", ["smoe"]), ("+similarity", ["+similarity"]), ("similarity", ["+similarity"])):
+        assert main(["routers", words]) == 0
+        assert capsys.readouterr().out.splitlines()[:1] == heads
+    assert main(["routers", "xmoe:gate=sigmoid+attention"]) == 0
+    text = capsys.readouterr().out
+    assert "X-MoE" in text
+    assert "Attention-Inform" in text
+    assert "balance: weight of the balance loss" in text
 
 
 def test_data_that_cannot_be_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

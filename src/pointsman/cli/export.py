@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.cli.options import Parser
+from pointsman.cli.options import Parser, check_device
 
 EPILOG = """examples:
   pointsman export runs/hyper --out hyper
@@ -26,6 +26,7 @@ def parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
+    check_device(values.device)
     import safetensors
     import safetensors.torch
 

@@ -215,6 +215,16 @@ def choose_device(name: str | None) -> str:
     return str(device)
 
 
+def check_device(name: str | None) -> None:
+    """Refuses a device that is not there, also for a command that needs none; without a name torch is not imported.
+
+    Raises:
+        RunError: no such device on this machine.
+    """
+    if name is not None:
+        choose_device(name)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A plain table: the first column left, the others right; nothing is ever cut to a terminal's width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman.cli.options import Parser, words
+from pointsman.cli.options import Parser, check_device, words
 
 EPILOG = """examples:
   pointsman report runs/quickstart
@@ -39,6 +39,7 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
+    check_device(values.device)
     if values.paper:
         flags.without_effect(values, ("--baseline", "--figures", "--map"), "with --paper, which writes tables")
     from pointsman import report

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman.cli.options import Parser, aligned, overrides, whole
+from pointsman.cli.options import Parser, aligned, check_device, overrides, whole
 
 EPILOG = """examples:
   pointsman routers
@@ -17,7 +17,9 @@ EPILOG = """examples:
 
 def parser() -> Parser:
     flags = Parser("routers", "List the routers, explain one, or show what a model costs.", EPILOG)
-    flags.add_argument("name", nargs="?", metavar="NAME", help="a router or mixer to explain, or a spec with --cost")
+    flags.add_argument(
+        "name", nargs="?", metavar="NAME", help="a router, mixer or spec to explain, or to count with --cost"
+    )
     flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
     flags.add_argument(
         "--vocabulary", type=whole(1), default=204, metavar="V", help="tokens, with --cost (default: 204)"
@@ -32,10 +34,14 @@ def parser() -> Parser:
 
 
 def run(words: Sequence[str]) -> int:
-    values = parser().read(words)
+    flags = parser()
+    values = flags.read(words)
+    if not values.cost:
+        flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
+    check_device(values.device)
     from pointsman._files import write_whole
 
-    text = cost(values) if values.cost else explain(values.name) if values.name else listing()
+    text = cost(values) if values.cost else explain_spec(values.name) if values.name else listing()
     print(text)
     if values.out:
         write_whole(values.out / "routers.txt", text + "\n")
@@ -63,6 +69,16 @@ def listing() -> str:
             "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one",
         ]
     )
+
+
+def explain_spec(spec: str) -> str:
+    """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
+    from pointsman.routers.registry import parse_spec
+
+    if not any(sign in spec.removeprefix("+") for sign in ":+"):
+        return explain(spec.removeprefix("+"))
+    parsed = parse_spec(spec)
+    return "\n\n\n".join(explain(name) for name in (parsed.router, parsed.mixer) if name is not None)
 
 
 def explain(name: str) -> str:
