@@ -13,7 +13,7 @@ CLASSES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [11, 2])
+@pytest.mark.parametrize("tokens", [11, 2, 1])
 def test_equals_eager(name: str, dtype: torch.dtype, tokens: int) -> None:
     model = zoo.tiny_model(name)
     experts = next(module for path, module in model.named_modules() if path.endswith(".experts")).to(dtype)

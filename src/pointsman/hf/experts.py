@@ -61,6 +61,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     scores = weights.new_empty(0, self.num_experts)
     routing = Routing(top_k_index, weights, scores, scores)
     activation = activation_of(self)
+    if len(hidden_states) == 1:
+        return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     if activation is None or top_k_index.numel() <= FEW:
         return _expert_by_expert(self, hidden_states, routing)
     gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
@@ -68,27 +70,45 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return apply_experts(hidden_states, routing, parameters, activation).to(hidden_states.dtype)
 
 
+def _one_token(self: Any, hidden: Tensor, chosen: list[int], weights: Tensor) -> Tensor:
+    compute = _Each(self)
+    results = [compute(hidden, expert) for expert in chosen if expert >= 0]
+    if not results:
+        return torch.zeros_like(hidden)
+    if len(results) < len(chosen):
+        weights = weights[:, [slot for slot, expert in enumerate(chosen) if expert >= 0]]
+    return (torch.cat(results) * weights.t()).sum(0, keepdim=True).to(hidden.dtype)
+
+
 def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
-    pairs = routing.pairs
-    name = "gate_up_proj" if self.has_gate else "up_proj"
-    first, second = getattr(self, name).unbind(0), self.down_proj.unbind(0)
-    biases: list[tuple[Tensor, ...] | None] = [None, None]
-    if self.has_bias:
-        biases = [getattr(self, f"{name}_bias").unbind(0), self.down_proj_bias.unbind(0)]
+    pairs, compute = routing.pairs, _Each(self)
     rows = hidden.index_select(0, pairs.token)
-    results = []
-    for expert, (start, stop) in enumerate(itertools.pairwise(pairs.offsets.tolist())):
-        if start == stop:
-            continue
-        up = _linear(rows[start:stop], first[expert], biases[0], expert, self.is_transposed)
-        units = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-        result = _linear(units, second[expert], biases[1], expert, self.is_transposed)
-        results.append(self.post_expert_norm(result) if self.has_post_expert_norm else result)
+    ends = enumerate(itertools.pairwise(pairs.offsets.tolist()))
+    results = [compute(rows[start:stop], expert) for expert, (start, stop) in ends if start < stop]
     if not results:
         return torch.zeros_like(hidden)
     weighted = torch.cat(results) * pairs.weight[:, None]
     output = weighted.new_zeros(hidden.shape).index_add(0, pairs.token, weighted)
     return output.to(hidden.dtype)
+
+
+class _Each:
+    """One expert of a class, with its own gating, biases and layout: rows [n, dim] -> [n, dim]."""
+
+    def __init__(self, experts: Any) -> None:
+        name = "gate_up_proj" if experts.has_gate else "up_proj"
+        self.experts = experts
+        self.first, self.second = getattr(experts, name).unbind(0), experts.down_proj.unbind(0)
+        self.biases: list[tuple[Tensor, ...] | None] = [None, None]
+        if experts.has_bias:
+            self.biases = [getattr(experts, f"{name}_bias").unbind(0), experts.down_proj_bias.unbind(0)]
+
+    def __call__(self, rows: Tensor, expert: int) -> Tensor:
+        experts = self.experts
+        up = _linear(rows, self.first[expert], self.biases[0], expert, experts.is_transposed)
+        units = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
+        result = _linear(units, self.second[expert], self.biases[1], expert, experts.is_transposed)
+        return experts.post_expert_norm(result) if experts.has_post_expert_norm else result
 
 
 def _linear(rows: Tensor, weight: Tensor, biases: tuple[Tensor, ...] | None, expert: int, transposed: bool) -> Tensor:
