@@ -10,8 +10,8 @@ from pathlib import Path
 import pointsman
 
 ROOMS = (
-    "_errors", "_files", "routing", "ops", "auxiliary", "experts", "routers", "layer", "control", "models", "data",
-    "diagnostics", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark", "hf",
+    "_errors", "_files", "_values", "routing", "ops", "auxiliary", "experts", "routers", "layer", "control", "models",
+    "data", "diagnostics", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark", "hf",
     "diagnosis", "cli", "__main__",
 )  # fmt: skip
 """From the ground up."""

@@ -83,7 +83,8 @@ def explain_spec(spec: str) -> str:
 
 def explain(name: str) -> str:
     """What a router is, where it comes from, and its options with types and defaults."""
-    from pointsman.routers.registry import BASELINES, COMMON, describe, entry, list_mixers
+    from pointsman._values import describe
+    from pointsman.routers.registry import BASELINES, COMMON, entry, list_mixers
 
     if name in BASELINES:
         return f"{name}\n\n{BASELINES[name]}"

@@ -58,11 +58,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if self._is_expert_parallel:  # experts of other processes have indices from num_experts on
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
     weights = top_k_weights.reshape(top_k_index.shape)
+    if len(hidden_states) == 1:
+        return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     scores = weights.new_empty(0, self.num_experts)
     routing = Routing(top_k_index, weights, scores, scores)
     activation = activation_of(self)
-    if len(hidden_states) == 1:
-        return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     if activation is None or top_k_index.numel() <= FEW:
         return _expert_by_expert(self, hidden_states, routing)
     gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)

@@ -32,11 +32,6 @@ Heads = tuple[Tensor, ...]
 """One tensor a head."""
 
 
-def relative_attention(query: Tensor, key_value: Tensor, *rest: Tensor, **options: Any) -> Tensor:
-    """The output of `traced_attention`, which has the same arguments, alone."""
-    return traced_attention(query, key_value, *rest, **options, trace=False)[0]
-
-
 def traced_attention(
     query: Tensor,
     key_value: Tensor,

@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._values import convert
 from pointsman.models.config import TransformerXLConfig
-from pointsman.routers.registry import convert, split_specs
+from pointsman.routers.registry import split_specs
 from pointsman.training.k_schedule import Shape, TopKSchedule, build_schedule
 
 FORMAT = 1
@@ -248,7 +249,7 @@ def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any,
 
 
 def typed_value(value: Any, kind: Any, where: str) -> Any:
-    """`value` as the annotated type: what `registry.convert` knows, strings, and tuples ("1,2,4" or a list).
+    """`value` as the annotated type: what `_values.convert` knows, strings, and tuples ("1,2,4" or a list).
 
     Raises:
         RunError: names the setting, the value and what is allowed.
