@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman import MoE
-from pointsman.ops import few, reference
+from pointsman.ops import dots, few, reference
 from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import Kernels
 
@@ -45,15 +45,65 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
         favourite=draw(st.sampled_from([0.0, 20.0]), "favourite"),
         seed=draw(st.integers(0, 1000), "seed"),
     )
-    check(case, draw(st.sampled_from(["blas", "onednn"]), "gemm"))
+    with pytest.MonkeyPatch.context() as patch:
+        if draw(st.booleans(), "grouped"):  # what few experts never come to
+            patch.setattr(few, "_batched_suits", lambda *given: False)
+            patch.setattr(dots, "works", lambda: False)
+        check(case, draw(st.sampled_from(["blas", "onednn"]), "gemm"))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 6, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_beyond_the_cache(problem: Callable[..., Any], dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("dotted", [True, False])
+def test_weights_beyond_the_cache(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, dotted: bool
+) -> None:
+    monkeypatch.setattr(dots, "works", lambda: dotted)
     case = problem(tokens, 520, 1040, 3, 2, dtype=dtype, dropped=0.2 if tokens > 6 else 0.0)
     assert case.parameters.w_in[0].numel() > few.IN_CACHE
     check(case)
+
+
+def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How the rows of a case come about."""
+    taken: list[str] = []
+    for name in ("_by_dots", "_batched", "_grouped", "_one_by_one"):
+        genuine = getattr(few, name)
+
+        def spy(*given: Any, name: str = name, genuine: Callable[..., Any] = genuine) -> Any:
+            taken.append(name)
+            return genuine(*given)
+
+        monkeypatch.setattr(few, name, spy)
+    check(case)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "expected"),
+    [
+        ({"tokens": 1}, torch.float32, ["_by_dots"]),
+        ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
+        ({"tokens": 30}, torch.float32, ["_batched"]),
+        ({"tokens": 30}, torch.bfloat16, ["_batched"]),
+        ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
+        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.float32, ["_one_by_one"]),
+        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.bfloat16, ["_grouped"]),
+        (
+            {"tokens": 7, "dim": 520, "hidden_dim": 1040, "num_experts": 9, "k": 1},
+            torch.float32,
+            ["_by_dots", "_one_by_one"],
+        ),
+    ],
+)
+def test_the_way_follows_from_counts_and_sizes(
+    problem: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    expected: list[str],
+) -> None:
+    assert ways(problem(dtype=dtype, **given), monkeypatch) == expected
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

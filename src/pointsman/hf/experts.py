@@ -2,8 +2,8 @@
 
 Their layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]; some classes transpose
 both, interleave gate and up, add biases, gate in a way of their own, or have no gate. What is SwiGLU in the plain
-layout takes `pointsman.ops`; the rest, and a few tokens, run expert by expert, sorted, with the class's own gating;
-off the CPU everything goes to `grouped_mm`.
+layout takes `pointsman.ops`; the rest run expert by expert, sorted, with the class's own gating; off the CPU
+everything goes to `grouped_mm`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
 }
 NAME = "pointsman"
-FEW = 8
-"""Up to so many (token, expert) pairs, as in decoding, one operation for all costs more than one after another."""
 
 
 def register() -> None:
@@ -58,12 +56,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if self._is_expert_parallel:  # experts of other processes have indices from num_experts on
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
     weights = top_k_weights.reshape(top_k_index.shape)
-    if len(hidden_states) == 1:
+    activation = activation_of(self)
+    if activation is None and len(hidden_states) == 1:
         return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     scores = weights.new_empty(0, self.num_experts)
     routing = Routing(top_k_index, weights, scores, scores)
-    activation = activation_of(self)
-    if activation is None or top_k_index.numel() <= FEW:
+    if activation is None:
         return _expert_by_expert(self, hidden_states, routing)
     gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
     parameters = ExpertParameters(up, self.down_proj, w_gate=gate)

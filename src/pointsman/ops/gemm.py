@@ -77,8 +77,6 @@ class BlasRelu(Blas):
     """torch.mm, with oneDNN's rectified linear product: bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        if rows.shape[0] == 1:
-            return _as_columns(rows, weight, bias, relu)
         return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
 
 
