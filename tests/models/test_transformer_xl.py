@@ -10,7 +10,9 @@ from torch import nn
 from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.models import Memory, TransformerXL, TransformerXLConfig
 from pointsman.models.vocabulary import AdaptiveEmbedding
+from pointsman.ops.kernels import Kernels
 from pointsman.routers.router import Mixer
+from pointsman.training.kernels import use_kernels
 
 VOCABULARY = 31
 
@@ -449,3 +451,21 @@ def test_a_model_with_adaptive_softmax_trains_all_of_it():
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.embedding.parameters())
     logits = model(tokens[:, :-1]).logits
     torch.testing.assert_close(output.loss, F.cross_entropy(logits.flatten(0, 1), tokens[0, 1:]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
+def test_compiles_to_one_graph() -> None:
+    torch._dynamo.reset()
+    model = build(num_layers=1, router="hyperrouter")
+    use_kernels(model, Kernels())
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    memory = None
+    for segment in range(2):
+        tokens, results = text(seed=segment), []
+        for run in (model, compiled):
+            output = run(tokens, tokens.roll(-1, 1), memory, memory_length=9)
+            gradients = torch.autograd.grad(output.loss, list(model.parameters()), allow_unused=True)
+            results.append([output.loss, *output.memory.hidden, *gradients])
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
+        memory = output.memory

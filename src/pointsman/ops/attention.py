@@ -165,8 +165,10 @@ class _Products:
     def queries(self, block: _Block, bias: Tensor) -> Tensor:
         """scale * (q + bias) of the block: [heads, batch, R, D], contiguous."""
         rows = self.query[block.heads, block.batch, block.start : block.stop]
-        shifted = rows.new_empty(rows.shape)
-        return torch.add(rows, bias[block.heads, None, None], out=shifted).mul_(self.settings.scale)
+        bias = bias[block.heads, None, None]
+        if torch.compiler.is_compiling():  # which loses the strides of `out`
+            return ((rows + bias) * self.settings.scale).contiguous()
+        return torch.add(rows, bias, out=rows.new_empty(rows.shape)).mul_(self.settings.scale)
 
     def block_positions(self, block: _Block) -> Tensor:
         """r of the distances seen - 1 .. -1: [heads, seen + 1, D]."""
@@ -214,6 +216,14 @@ def _add(total: Tensor, part: Tensor, first: bool) -> None:
         total.copy_(part)
     else:
         total.add_(part)
+
+
+def _multiply(left: Tensor, right: Tensor | float, out: Tensor) -> None:
+    """out = left * right, whatever its strides."""
+    if torch.compiler.is_compiling():
+        out.copy_(left * right)  # the compiler takes no such `out=`
+    else:
+        torch.mul(left, right, out=out)
 
 
 class _RelativeAttention(torch.autograd.Function):
@@ -284,7 +294,7 @@ class _RelativeAttention(torch.autograd.Function):
                 by_distance.view(count, -1)[:, : rows - 1].zero_()
                 by_distance[:, -1, -1].zero_()
                 d_scores = by_key(by_distance)
-                torch.mul(d_probabilities.add_(delta[region].reshape(count, rows, 1)), probabilities, out=d_scores)
+                _multiply(d_probabilities.add_(delta[region].reshape(count, rows, 1)), probabilities, d_scores)
                 shared.mask_padding(block, d_scores, 0)
                 if kept is not None:
                     probabilities = probabilities.mul_(kept)
@@ -299,8 +309,7 @@ class _RelativeAttention(torch.autograd.Function):
                 from_position = shared.plain(by_head, shared.block_positions(block)).view(content.shape)
                 d_content[block.heads] += from_content.sum((1, 2), dtype=exact)
                 d_position[block.heads] += from_position.sum((1, 2), dtype=exact)
-                torch.add(from_content, from_position, out=from_content)
-                torch.mul(from_content, settings.scale, out=d_query[region])
+                _multiply(from_content.add_(from_position), settings.scale, d_query[region])
         for index, own in enumerate(each):
             if own is not None:
                 part, head = divmod(index, all_heads)

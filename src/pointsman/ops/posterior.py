@@ -150,12 +150,11 @@ class Posterior:
         return block_scores(prepared, self.visible.of(group), start, stop, bias)
 
     def _each_head(self) -> list[Tensor]:
-        heads = self.trace.query.shape[1]
-        return [torch.tensor([head], device=self.probs.device) for head in range(heads)]
+        return list(torch.arange(self.trace.query.shape[1], device=self.probs.device)[:, None].unbind(0))
 
     def _tensors(self, head: Tensor, prior: bool) -> tuple[Prepare, tuple[Tensor, ...], tuple[Tensor, ...]]:
         trace, keys = self.trace, self.visible.keys
-        if trace.each_head is not None and len(head) == 1 and trace.query.device.type == "cpu":
+        if trace.each_head is not None and len(head) == 1 and _nothing_to_wait_for(head):
             query, key, value = (part[int(head)] for part in trace.each_head)
         else:
             query, key, value = (_pick(part, head) for part in (trace.query, trace.key, trace.value))
@@ -203,12 +202,17 @@ class Posterior:
         return rows
 
 
+def _nothing_to_wait_for(number: Tensor) -> bool:
+    """Whether Python can read a number at once, and no compiler is to go on."""
+    return number.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _pick(tensor: Tensor, head: Tensor) -> Tensor:
     """tensor [B, H, ...], head [1] or [B] -> [B, ...]."""
     if len(head) == 1:
-        if tensor.device.type == "cpu":
+        if _nothing_to_wait_for(head):
             return tensor[:, int(head)]  # a view: nothing is copied, nothing more is kept
-        return tensor.index_select(1, head).squeeze(1)  # without waiting for the device
+        return tensor.index_select(1, head).squeeze(1)
     index = head.view(-1, *(1,) * (tensor.dim() - 1)).expand(-1, 1, *tensor.shape[2:])
     return tensor.gather(1, index).squeeze(1)
 
