@@ -72,9 +72,10 @@ class Memory:
 
     def to(self, device: torch.device | str) -> Memory:
         """The same on another device."""
-        return self._map(lambda tensor: tensor.to(device))
+        return self.map(lambda tensor: tensor.to(device))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+        """The same with this function of each tensor."""
         return Memory.from_tensors({name: function(tensor) for name, tensor in self.to_tensors().items()})
 
 

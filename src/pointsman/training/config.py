@@ -36,6 +36,7 @@ NO_EFFECT_ON_TRAINING = frozenset(
         "keep_checkpoints",
         "log_every",
         "observe_every",
+        "cuda_graph",
         "tensorboard",
         "preset",
     ]
@@ -67,6 +68,7 @@ class RunConfig:
         clip_norm: largest norm of the whole gradient; 0 = no clipping.
         betas, weight_decay: Adam's; weight decay is added to the gradient (L2).
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
+        cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
         validate_every, checkpoint_every: in steps; 0 = only at the end.
         keep_checkpoints: how many of the last ones are kept.
@@ -100,6 +102,7 @@ class RunConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    cuda_graph: bool = False
     deterministic: bool = False
     validate_every: int = 0
     checkpoint_every: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pointsman.models.transformer_xl import Memory
 from pointsman.training.checkpoint import Checkpoint, CheckpointError
 from pointsman.training.config import RunConfig
 from pointsman.training.failures import first_bad_gradient, first_bad_layer
+from pointsman.training.graph import Batches, GraphedStep, Memories, Observe, Passed, Recorder, cuda_recorder
 from pointsman.training.optimizer import (
     build_adam,
     clip_gradient,
@@ -28,6 +29,7 @@ from pointsman.training.optimizer import (
     trainable,
 )
 from pointsman.training.progress import Diverged, Monitor
+from pointsman.training.times import Clock
 from pointsman.training.work import LanguageModelling, Work
 
 
@@ -42,12 +44,16 @@ class TrainingState:
         config: the settings, with the data's vocabulary size.
         work: what is learned; a corpus stands for predicting its next token.
         device: where the model trains.
+        recorder: what captures and replays steps with `cuda_graph`; None: CUDA graphs.
     """
 
-    def __init__(self, config: RunConfig, work: Work | Corpus, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, work: Work | Corpus, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
         self.config = config
         self.device = device
         self.work = work if isinstance(work, Work) else LanguageModelling(work)
+        recorder = recorder or cuda_recorder(config, device, even=self.work.even) if config.cuda_graph else None
         parts = self.work.build(config, device)
         self.model, self.stream, self.objective, self.tokens_per_step = (
             parts.model, parts.stream, parts.objective, parts.tokens,
@@ -59,6 +65,7 @@ class TrainingState:
         self.memories: list[Memory | None] = [None] * config.accumulation
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
+        self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder) if recorder else None
 
     def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics.
@@ -67,7 +74,7 @@ class TrainingState:
             Diverged: loss or gradient are not finite; no weight has changed.
         """
         began = time.perf_counter()
-        work = _Clock()
+        work = Clock()
         config, step = self.config, self.step
         seed_step(config.seed, step)
         k = self.schedule(step)
@@ -80,25 +87,17 @@ class TrainingState:
             self.memories = [None] * config.accumulation
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        losses: list[Tensor] = []
-        memories: list[Memory | None] = []
-        for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
-            with work, monitor.observe(step + 1) if monitor else nullcontext(), autocast(self.config, self.device):
-                outcome = self.objective.run(self.model, inputs, targets, memory, config.memory_length)
-            with work:
-                (outcome.loss / config.accumulation).backward()  # type: ignore[no-untyped-call]
-            losses.append(outcome.nats)
-            memories.append(outcome.memory)
+        batches = self._micro_batches()
         with work:
-            norm = gradient_norm(self.parameters)
-            loss, size = torch.stack([torch.stack(losses).mean(), norm]).tolist()  # the one wait for a GPU
+            passed = self._forward_and_backward(k, batches, monitor)
+            loss, size = passed.figures.tolist()  # the one wait for a GPU
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise Diverged(self._what_diverged(loss, size))
         with work:
-            clip_gradient(self.parameters, norm, config.clip_norm)
+            clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
             self.optimizer.step()
             step_end(self.model)
-        self.memories = memories
+        self.memories = passed.memories
         self.step += 1
         seconds = time.perf_counter() - began
         return {
@@ -113,10 +112,32 @@ class TrainingState:
             "work_seconds": work.seconds,
         }
 
-    def _micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _forward_and_backward(self, k: int, batches: Batches, monitor: Monitor | None) -> Passed:
+        step = self.step + 1
+
+        def observe() -> AbstractContextManager[None]:
+            return monitor.observe(step) if monitor else nullcontext()
+
+        if self.graph is None:
+            return self._pass(batches, self.memories, observe)
+        return self.graph(k if self.sparse else 1, batches, self.memories, observe)
+
+    def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
+        """Leaves gradients of the mean over micro-batches, and nothing else: a graph may stand for it."""
+        losses: list[Tensor] = []
+        kept: list[Memory | None] = []
+        for (inputs, targets), memory in zip(batches, memories, strict=True):
+            with observe(), autocast(self.config, self.device):
+                outcome = self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
+            (outcome.loss / self.config.accumulation).backward()  # type: ignore[no-untyped-call]
+            losses.append(outcome.nats)
+            kept.append(outcome.memory)
+        return Passed(torch.stack([torch.stack(losses).mean(), gradient_norm(self.parameters)]), kept)
+
+    def _micro_batches(self) -> Batches:
         inputs, targets = self.stream.batch(self.step)
         parts = self.config.accumulation
-        return zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
+        return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
 
     def _what_diverged(self, loss: float, size: float) -> str:
         """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
@@ -211,17 +232,3 @@ def seed_step(seed: int, step: int) -> None:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-class _Clock:
-    """Adds up the time inside its `with` blocks."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._began

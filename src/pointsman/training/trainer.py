@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +33,7 @@ from pointsman.training.run_directory import (
 )
 from pointsman.training.state import TrainingState, autocast
 from pointsman.training.tensorboard import Board
+from pointsman.training.times import Times
 from pointsman.training.work import Around, LanguageModelling, Work
 
 
@@ -151,7 +150,7 @@ class _Run:
         self.metrics = Metrics(directory.path / METRICS, state.step)
         self.board = Board(directory.path / TENSORBOARD, state.step) if self.config.tensorboard else None
         self.saved = state.step if state.step else -1
-        self.times = _Times()
+        self.times = Times()
 
     def __enter__(self) -> _Run:
         return self
@@ -259,32 +258,6 @@ class _Run:
 
     def _stopping(self) -> bool:
         return self.stop is not None and self.stop.is_set()
-
-
-class _Times:
-    """Times of the steps since the last line of metrics; entered around each turn of the loop."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self._work = self._before = self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._before += time.perf_counter() - self._began
-
-    def step(self, seconds: float, work: float) -> None:
-        self.steps.append(seconds)
-        self._work += work
-
-    def take(self) -> tuple[float, float]:
-        """Median seconds a step, and the share of the loop's time outside forward, backward and optimizer."""
-        now = time.perf_counter()
-        whole = self._before + now - self._began
-        median, overhead = statistics.median(self.steps), 1 - self._work / whole
-        self.steps, self._work, self._before, self._began = [], 0.0, 0.0, now
-        return median, overhead
 
 
 def _restored(

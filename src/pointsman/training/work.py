@@ -58,11 +58,13 @@ class Work(ABC):
         vocabulary: what the run's token ids stand for.
         fingerprint: of the data; a checkpoint of other data is refused.
         files: name -> JSON of further files of the run directory.
+        even: whether all batches, and all full memories, have the same shapes.
     """
 
     vocabulary: Vocabulary
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    even = False
 
     def prepared(self, config: RunConfig) -> RunConfig:
         """The settings with what follows from the data."""
@@ -94,6 +96,8 @@ class Work(ABC):
 
 class LanguageModelling(Work):
     """Predicting the next token of a corpus."""
+
+    even = True
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
