@@ -2,17 +2,40 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from pointsman.benchmark import report
-from pointsman.benchmark.cases import NAMES, A, Case, cases, growth
+from pointsman.benchmark.cases import NAMES, A, Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
-from pointsman.benchmark.run import Benchmark, Point, Process, Result, Times, names_for, run_case, run_router
+from pointsman.benchmark.run import (
+    Benchmark,
+    Point,
+    Process,
+    Result,
+    StepResult,
+    Times,
+    names_for,
+    run_case,
+    run_router,
+    run_steps,
+)
+from pointsman.benchmark.steps import Steps
 from pointsman.benchmark.worker import Worker
 from pointsman.cli.main import main
+from pointsman.control import named_routers
+
+
+@pytest.fixture
+def text(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    (folder / "words.txt").write_text("a few words, " * 400)
+    return folder / "words.txt"
+
 
 TINY = Case("tiny", 64, 16, 24, 4, 2)
 
@@ -67,6 +90,34 @@ def test_a_case_in_processes_of_their_own(tmp_path: Path) -> None:
     assert figure.read_text().startswith("<?xml")
 
 
+FEW = {"preset": "tiny", "router": "smoe", "batch_size": 2, "segment_length": 8, "memory_length": 8}
+
+
+@pytest.mark.slow
+def test_training_steps_in_processes_of_their_own(text: Path, tmp_path: Path) -> None:
+    result = run_steps(2, "cpu", rounds=1, settings={**FEW, "data": str(text)}, ways=["eager", "graph"])
+    assert len(result.times["eager"].total) == 1
+    assert result.times["graph"].error is not None
+    assert "only a CUDA device has graphs" in result.times["graph"].error
+    (page, data) = report.write(Benchmark([], {}, {}, [result]), tmp_path)
+    assert "\n| eager | " in page.read_text()
+    assert json.loads(data.read_text())["steps"][0]["k"] == 2
+
+
+def test_training_steps(text: Path) -> None:
+    worker = Steps("eager", "cpu", {**FEW, "data": str(text), "train_top_k": "3"})
+    before = worker.state.step
+    assert worker.measure(0)["total"] > 0
+    assert worker.state.step > before
+    assert worker.memory(0) == {}
+    assert {router.top_k for _, router in named_routers(worker.state.model)} == {3}
+    times = {"eager": Times([], [0.02, 0.04], 3 << 20), "compiled": Times(error="no"), "graph": Times([], [0.01, 0.02])}
+    table = report.step_table(StepResult(2, times))
+    assert table[2:] == [
+        "| eager | 30.00 | 33.3 | 1.00 | 3 |", "| compiled | no | - | - | - |", "| graph | 15.00 | 66.7 | 2.00 | - |"
+    ]  # fmt: skip
+
+
 def test_a_worker_that_fails_is_reported() -> None:
     with Process("pointsman") as process:
         assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9).to_dict()])
@@ -78,7 +129,11 @@ def test_a_worker_that_fails_is_reported() -> None:
         {"pointsman": Times([1.0], [3.0]), "st-moe-pytorch": Times(error="it broke"), "limit": Times([1.0], [2.0])},
     )
     assert "| st-moe-pytorch | it broke | - | - | - | - |" in report.table(failed)
-    assert failed.speedup() is None
+    assert failed.best_peer() is None
+    assert report.rate(failed) == ["pointsman, forward + backward: 67% of 2.95e-07 TFLOP/s, the limit's rate.", ""]
+    broken = Result(TINY, {"pointsman": Times(error="out of memory"), "peer": Times([1.0], [1.0]), "limit": Times()})
+    assert broken.best_peer() is None
+    assert "| out of memory | - |" in report.markdown(Benchmark([broken], {}, {}))
 
 
 def test_cases() -> None:
@@ -86,7 +141,12 @@ def test_cases() -> None:
     assert {case.dtype for case in cases("cpu", quick=False)} == {"float32", "bfloat16"}
     assert all(case.device == "cuda:1" for case in cases("cuda:1", quick=False))
     assert {case.name for case in cases("cpu", False, ["decode", "b"])} == {"decode", "b"}
-    assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)}
+    assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)} | {"steps"}
+    grid = {(case.dim, case.hidden_dim // case.dim, case.num_experts, case.k) for case in cases("cuda", False)}
+    assert grid == set(product((1024, 2048), (2, 4), (16, 64), (2, 8)))
+    assert {(case.tokens, case.dtype) for case in cases("cuda", False)} == {(32768, "bfloat16")}
+    assert [bool(steps(*given)) for given in (("cuda", False), ("cuda:1", True, ["steps"]))] == [True, True]
+    assert not any(steps(*given) for given in (("cuda", True), ("cpu", False), ("cuda", False, ["gpu"])))
     assert {axis for axis, _ in growth()} == {"tokens", "experts", "k"}
     assert "pointsman" in names_for(A, [])
     assert not set(names_for(A, [])) - set(OWN)

@@ -36,6 +36,11 @@ class Case:
             f"{self.num_experts} experts, k {self.k}, {self.dtype}, {work}"
         )
 
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the two products of each assignment."""
+        return 4 * self.tokens * self.k * self.dim * self.hidden_dim * (3 if self.train else 1)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -57,11 +62,15 @@ ON_GPU = tuple(
     Case("gpu", 32768, dim, factor * dim, num_experts, k, "bfloat16", device="cuda")
     for dim in (1024, 2048)
     for factor in (2, 4)
-    for num_experts, k in ((16, 2), (64, 8))
+    for num_experts in (16, 64)
+    for k in (2, 8)
 )
+STEPS = "steps"
+STEPS_TOP_K = (2, 8)
+"""Training steps of a whole model on a GPU (`steps.py`), at these k."""
 
 
-NAMES = tuple(dict.fromkeys(case.name for case in (*TRAINING, *DECODING, *ON_GPU)))
+NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_GPU)), STEPS]))
 
 
 def cases(device: str, quick: bool, names: Collection[str] | None = None) -> list[Case]:
@@ -73,6 +82,12 @@ def cases(device: str, quick: bool, names: Collection[str] | None = None) -> lis
         both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
         chosen = [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
     return [case for case in chosen if names is None or case.name in names]
+
+
+def steps(device: str, quick: bool, names: Collection[str] | None = None) -> tuple[int, ...]:
+    """At which k training steps are measured: on a GPU, unless it has to be quick and nobody asked for them."""
+    wanted = not quick if names is None else STEPS in names
+    return STEPS_TOP_K if wanted and device != "cpu" else ()
 
 
 def growth() -> Iterator[tuple[str, list[Case]]]:

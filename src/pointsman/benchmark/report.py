@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from pointsman import __version__
+from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import LIMITS
-from pointsman.benchmark.run import Benchmark, Result, Times
+from pointsman.benchmark.run import Benchmark, Result, StepResult, Times
 
 
 def machine() -> dict[str, str]:
@@ -61,29 +62,57 @@ def markdown(benchmark: Benchmark) -> str:
         "dense chain at this machine's best rate (forward and backward: three times the forward), in decoding "
         "reading the chosen experts' weights once. Memory is what one call needs at its peak, beyond the weights.",
         "",
-        "## Summary",
-        "",
-        "| case | over the limit | best peer | speed over it |",
-        "|---|---|---|---|",
     ]
+    if benchmark.results:
+        lines += ["## Summary", "", "| case | over the limit | best peer | speed over it |", "|---|---|---|---|"]
     for result in benchmark.results:
-        ours, peers = result.times["pointsman"], result.peers()
-        best = min(peers, key=lambda name: peers[name].ratio(ours), default=None)
-        speedup = result.speedup()
-        lines.append(
-            f"| {result.case.label} | {_ratio(ours, result)} | {best or '-'} | "
-            f"{'-' if speedup is None else f'{speedup:.2f}'} |"
-        )
+        best = result.best_peer()
+        peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
+        lines.append(f"| {result.case.label} | {_ratio(result.times['pointsman'], result)} | {peer} |")
     for dtype, share in benchmark.router.items():
         lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
     for result in benchmark.results:
-        lines += ["", f"## {result.case.label}", "", *table(result)]
+        lines += ["", f"## {result.case.label}", "", *rate(result), *table(result)]
+    if benchmark.steps:
+        lines += [
+            "",
+            "## Training steps of HyperRouter's small Transformer-XL",
+            "",
+            "22 x 512 tokens after a memory of 512; forward, backward, clipping and Adam; a process for each way; "
+            "they take turns. Memory is the most that the device holds for a process.",
+        ]
+    for steps in benchmark.steps:
+        lines += ["", f"k {steps.k}:", "", *step_table(steps)]
     if benchmark.growth:
         lines += ["", "## Growth around configuration a (forward + backward, float32)"]
     for axis, points in benchmark.growth.items():
         lines += ["", f"| {axis} | ms | over the limit |", "|---|---|---|"]
         lines += [f"| {point.value} | {point.milliseconds:.1f} | {point.ratio:.2f} |" for point in points]
     return "\n".join(lines) + "\n"
+
+
+def rate(result: Result) -> list[str]:
+    """The limit's measured rate, and how much of it our layer reaches."""
+    ours, limit = result.times["pointsman"], result.limit
+    if not result.case.train or not ours.total or not limit.total:
+        return []
+    teraflops = result.case.operations / (limit.milliseconds * 1e9)
+    share = f"{1 / ours.ratio(limit):.0%} of {teraflops:.3g} TFLOP/s, the limit's rate"
+    return [f"pointsman, forward + backward: {share}.", ""]
+
+
+def step_table(steps: StepResult) -> list[str]:
+    """Steps a second, a line for each way."""
+    eager = steps.times["eager"]
+    lines = ["| way | ms a step | steps a second | times eager | GPU memory MB |", "|---|---|---|---|---|"]
+    for way, times in steps.times.items():
+        if times.error is not None or not times.total:
+            lines.append(f"| {way} | {times.error or '-'} | - | - | - |")
+            continue
+        speed = f"{1 / times.ratio(eager):.2f}" if eager.total else "-"
+        memory = "-" if times.memory is None else f"{times.memory / 2**20:.0f}"
+        lines.append(f"| {way} | {times.milliseconds:.2f} | {1e3 / times.milliseconds:.1f} | {speed} | {memory} |")
+    return lines
 
 
 def table(result: Result) -> list[str]:
@@ -119,12 +148,20 @@ def write(benchmark: Benchmark, folder: Path) -> list[Path]:
     record = {"machine": machine(), **asdict(benchmark)}
     data.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     written = [page, data]
+    if not benchmark.results:
+        return written
     with contextlib.suppress(ImportError):  # matplotlib is an extra
         written.append(plot(benchmark, folder / "layer.svg"))
     return written
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def _short(case: Case) -> str:
+    if case.name == "gpu":
+        return f"d {case.dim}, h {case.hidden_dim}, N {case.num_experts}, k {case.k}"
+    return f"{case.name}, k {case.k}, {case.tokens}, {_SHORT[case.dtype]}"
 
 
 def plot(benchmark: Benchmark, path: Path) -> Path:
@@ -150,10 +187,10 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
     bars.set_ylabel("time over the limit")
-    cases = [result.case for result in benchmark.results]
-    labels = [f"{case.name}, k {case.k}, {case.tokens}, {_SHORT[case.dtype]}" for case in cases]
+    labels = [_short(result.case) for result in benchmark.results]
     bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=7, rotation=60, ha="right")
-    bars.set_xlabel("case, k, tokens, type")
+    if benchmark.results[0].case.name != "gpu":
+        bars.set_xlabel("case, k, tokens, type")
     bars.legend(fontsize=7, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
         axis.plot([point.value for point in points], [point.milliseconds for point in points], marker="o")

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from pointsman.benchmark.cases import Case, cases, growth
+from pointsman.benchmark.cases import Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.benchmark.steps import SETTINGS, WAYS, Settings
 
 WARM_UP = 8  # rounds
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
+STEP_ROUNDS = 15
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
 
 
@@ -95,11 +97,11 @@ class Result:
     def peers(self) -> dict[str, Times]:
         return {name: times for name, times in self.times.items() if name not in OWN and times.total}
 
-    def speedup(self) -> float | None:
-        """The best peer's time over ours; None without a peer."""
+    def best_peer(self) -> tuple[str, float] | None:
+        """The best peer, and its time over ours; None without a peer or a time of ours."""
         ours = self.times["pointsman"]
-        ratios = [times.ratio(ours) for times in self.peers().values()]
-        return min(ratios, default=None)
+        ratios = {name: times.ratio(ours) for name, times in self.peers().items()} if ours.total else {}
+        return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
 
 def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
@@ -159,8 +161,9 @@ def _measure(process: Process, times: Times, turn: int) -> None:
     answer = process.ask("measure", 10 * turn)
     times.error = answer.get("error")
     if times.error is None:
-        times.forward.append(answer["forward"])
         times.total.append(answer["total"])
+        if "forward" in answer:
+            times.forward.append(answer["forward"])
 
 
 def run_router(case: Case, rounds: int = 9) -> float:
@@ -173,6 +176,36 @@ def run_router(case: Case, rounds: int = 9) -> float:
             if turn >= WARM_UP:
                 shares.append(router["router"] / whole["total"])
     return statistics.median(shares)
+
+
+@dataclass
+class StepResult:
+    """Training steps at one k: way -> seconds a step (`total`), and bytes that the device holds."""
+
+    k: int
+    times: dict[str, Times]
+
+
+def run_steps(
+    k: int, device: str, rounds: int = STEP_ROUNDS, settings: Settings = SETTINGS, ways: Sequence[str] = WAYS
+) -> StepResult:
+    """Measures training steps way by way, turn by turn."""
+    times = {way: Times() for way in ways}
+    processes = [Process(way) for way in ways]
+    try:
+        for process in processes:
+            answer = process.ask("train", [process.name, device, {**settings, "train_top_k": str(k)}])
+            times[process.name].error = answer.get("error")
+        for turn in range(rounds):
+            for process in processes:
+                _measure(process, times[process.name], turn)
+        for process in processes:
+            if times[process.name].error is None:
+                times[process.name].memory = process.ask("memory", 0).get("memory")
+    finally:
+        for process in processes:
+            process.close()
+    return StepResult(k, times)
 
 
 @dataclass
@@ -212,6 +245,7 @@ class Benchmark:
     results: list[Result]
     router: dict[str, float]
     growth: dict[str, list[Point]]
+    steps: list[StepResult] = field(default_factory=list)
 
 
 def run(
@@ -240,5 +274,9 @@ def run(
         if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
             announce(f"router: {case.label}")
             router[case.dtype] = run_router(case)
+    training = []
+    for k in steps(device, quick, names):
+        announce(f"training steps: k {k}")
+        training.append(run_steps(k, device))
     grows = not quick and device == "cpu" and names is None
-    return Benchmark(results, router, run_growth(announce) if grows else {})
+    return Benchmark(results, router, run_growth(announce) if grows else {}, training)

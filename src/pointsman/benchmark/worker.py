@@ -31,21 +31,24 @@ class Worker:
         dtype = getattr(torch, case.dtype)
         self.layer: Callable[[Tensor], Tensor]
         self.module: nn.Module
-        self.layer, self.module = IMPLEMENTATIONS[name].build(case)
+        with torch.device(case.device):
+            self.layer, self.module = IMPLEMENTATIONS[name].build(case)
         self.module.to(case.device, dtype)
         self.module.train(case.train)
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(tokens or self.case.tokens, self.case.dim, generator=generator)
-        return hidden.to(self.case.device, getattr(torch, self.case.dtype))
+        generator = torch.Generator(self.case.device).manual_seed(seed)
+        shape = tokens or self.case.tokens, self.case.dim
+        return torch.randn(shape, generator=generator, device=self.case.device).to(getattr(torch, self.case.dtype))
 
     def measure(self, seed: int) -> dict[str, float]:
         """Seconds of a call on new tokens, forward and forward with backward: the median of several if it is short."""
-        awake()
+        self._awake(seed)
         start, calls = time.perf_counter(), [self.once(seed)]
         while len(calls) < MOST and time.perf_counter() - start < SHORT:
             calls.append(self.once(seed + 1_000_000 * len(calls)))
+        if self.case.device != "cpu":
+            self.module.zero_grad()  # the room that gradients take is the others' until the next turn
         return {name: statistics.median(call[name] for call in calls) for name in calls[0]}
 
     def once(self, seed: int) -> dict[str, float]:
@@ -69,7 +72,7 @@ class Worker:
 
     def router(self, seed: int) -> dict[str, float]:
         """Seconds of our router alone, forward and backward: score, normalise, select."""
-        awake()
+        self._awake(seed)
         router = self.module.router
         assert isinstance(router, nn.Module)
         hidden, gradient = self.hidden(seed).requires_grad_(), torch.ones(self.case.tokens, self.case.k)
@@ -82,10 +85,10 @@ class Worker:
         """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA."""
         self.small(seed)
         if self.case.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats(self.case.device)
+            before = torch.cuda.memory_allocated(self.case.device)
             self.once(seed)
-            return {"memory": torch.cuda.max_memory_allocated() - before}
+            return {"memory": torch.cuda.max_memory_allocated(self.case.device) - before}
         if not _CLEAR.exists():
             return {}
         _CLEAR.write_text("5")  # the peak is counted anew
@@ -101,9 +104,15 @@ class Worker:
         self.case = whole
         self.module.zero_grad()
 
+    def _awake(self, seed: int) -> None:
+        """Wakes what is to be measured: a GPU by a call on other tokens, which also gets back the memory it gave up."""
+        awake()
+        if self.case.device != "cpu":
+            self.once(seed + 2)
+
     def _now(self) -> float:
         if self.case.device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.case.device)
         return time.perf_counter()
 
 
@@ -120,7 +129,11 @@ def _status(field: str) -> int:
 
 
 def serve() -> None:
-    """Answers requests until the input ends: {"build": [name, case]}, or {"measure" | "router" | "memory": seed}."""
+    """Answers requests until the input ends, a line of JSON to each.
+
+    {"build": [name, case]} makes a layer, {"train": [way, device, settings]} a run (`steps.Steps`), and
+    {"measure" | "router" | "memory": seed} asks it.
+    """
     warnings.simplefilter("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for an answer
     worker: Any = None
@@ -130,10 +143,16 @@ def serve() -> None:
             if request == "build":
                 worker = Worker(value[0], Case(**value[1]))
                 answer: dict[str, Any] = {}
+            elif request == "train":
+                from pointsman.benchmark.steps import Steps  # a layer's process does without the trainer
+
+                worker, answer = Steps(*value), {}
             else:
                 answer = getattr(worker, request)(value)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            answer, worker = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the other processes need the room
         print(json.dumps(answer), file=answers, flush=True)
 
 

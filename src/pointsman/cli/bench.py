@@ -18,14 +18,16 @@ examples:
 
 cases, as tokens x width, hidden units, experts, k: a 11264 x 256, 512, 16, 2 (and fewer tokens, other k); b 4096 x 352,
 352, 16, 2; c 2048 x 768, 3072, 32, 1; decode: 1, 4 and 32 tokens x 1024, 2048, 64, 8; decode-small the same x 256, 512,
-16, 2; gpu (with --device cuda): 32768 tokens.
+16, 2; on a GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and 2048, twice and four times as many hidden units,
+16 and 64, 2 and 8, in bf16; and steps, training steps of HyperRouter's small Transformer-XL: eager, compiled, as CUDA
+graphs.
 """
 
 
 def parser() -> Parser:
     flags = Parser("bench", "Measure the MoE layer against its limit and its peers, on this machine.", EPILOG)
     flags.add_argument("--quick", action="store_true", help="a minute's worth: configuration a, one token of decoding")
-    flags.add_argument("--case", type=words, metavar="A,B", help="only these cases: a, b, c, decode, decode-small, gpu")
+    flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (below)")
     flags.add_argument(
         "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"
     )
@@ -36,7 +38,7 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
     from pointsman.benchmark import report
-    from pointsman.benchmark.cases import NAMES, cases
+    from pointsman.benchmark.cases import NAMES, cases, steps
     from pointsman.benchmark.implementations import IMPLEMENTATIONS, OWN
     from pointsman.benchmark.run import run as measure
 
@@ -53,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     for name in values.case or ():
         if name not in NAMES:
             raise RunError(f"pointsman bench: --case {name!r}: {did_you_mean(name, NAMES)}")
-    if not cases(device, values.quick, values.case):
+    if not cases(device, values.quick, values.case) and not steps(device, values.quick, values.case):
         raise RunError(
             f"pointsman bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick"
         )
