@@ -146,6 +146,37 @@ def mixture_of_experts(case: Case) -> tuple[Layer, nn.Module]:
     return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
 
 
+def megablocks(case: Case) -> tuple[Layer, nn.Module]:
+    """Dropless experts on a GPU, through the package grouped_gemm."""
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    module = dMoE(
+        Arguments(
+            hidden_size=case.dim,
+            ffn_hidden_size=case.hidden_dim,
+            moe_num_experts=case.num_experts,
+            moe_top_k=case.k,
+            moe_normalize_expert_weights=1,
+            moe_loss_weight=0.0,
+            activation_fn=F.relu,
+            bias=False,
+            return_bias=False,
+            mlp_impl="grouped",
+            fp16=False,
+            bf16=True,
+            device=torch.device(case.device),
+        )
+    )
+
+    def layer(hidden: Tensor) -> Tensor:
+        found = module(_in_sequences(hidden))
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # versions differ
+        return output.reshape(hidden.shape)
+
+    return layer, module
+
+
 def _pairs_fit(case: Case) -> bool:
     """batched_mm copies an expert's weights for every pair."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
@@ -161,6 +192,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "mixture-of-experts": Implementation(
         mixture_of_experts, "mixture_of_experts", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "megablocks": Implementation(
+        megablocks, "megablocks", lambda case: case.device != "cpu" and case.dtype == "bfloat16"
     ),
     "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
     "limit": Implementation(limit, suits=lambda case: case.train),
