@@ -119,6 +119,17 @@ def test_training_steps(text: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device(text: Path) -> None:
+    layer = run_case(replace(TINY, dtype="bfloat16", device="cuda"), None, seconds=0.1)
+    steps = run_steps(2, "cuda", rounds=1, settings={**FEW, "data": str(text)})
+    for name, times in {**layer.times, **steps.times}.items():
+        assert times.error is None, f"{name}: {times.error}"
+        assert times.total
+        assert name in LIMITS or times.memory
+
+
 def test_a_worker_that_fails_is_reported() -> None:
     with Process("pointsman") as process:
         assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9).to_dict()])
