@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.ops.dispatch import bucket, plan, rows_at_most, slots_of_pairs, slots_of_tokens
+from pointsman.ops.dispatch import bucket, plan, rows_at_most, slots_of_pairs, slots_of_tokens, together
 
 
 def test_buckets_are_few_and_tight() -> None:
@@ -23,8 +23,11 @@ def test_buckets_are_few_and_tight() -> None:
     num_experts=st.sampled_from([1, 3, 8, 256, 257]),
     dropped=st.booleans(),
     as_pairs=st.booleans(),
+    spare=st.sampled_from([0, 3, 128]),
 )
-def test_every_slot_has_its_row(tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool) -> None:
+def test_every_slot_has_its_row(
+    tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, spare: int
+) -> None:
     torch.manual_seed(tokens)
     experts = torch.randint(num_experts, (tokens, k))
     if dropped:
@@ -36,28 +39,42 @@ def test_every_slot_has_its_row(tokens: int, k: int, num_experts: int, dropped: 
         slots = slots_of_pairs(token[shuffled], expert[shuffled], tokens)
     else:
         slots = slots_of_tokens(experts)
-    layout = plan(slots, num_experts)
+    layout = plan(slots, num_experts, spare)
+    assert sum(part.number for part in layout.parts) == num_experts
+    assert (len(layout.parts) == num_experts) or spare
     # every (token, expert) assignment once, in rows of that expert
     rows = torch.full((layout.total, 2), -1)
     row = layout.position[layout.order]
-    rows[row] = torch.stack([layout.token, slots.expert[layout.order]], 1)
+    sorted_tokens = torch.cat([part.token for part in layout.parts])
+    rows[row] = torch.stack([sorted_tokens, slots.expert[layout.order]], 1)
     assert sorted(rows[rows[:, 0] >= 0].tolist()) == sorted(torch.stack([token, expert], 1).tolist())
-    for index, part in enumerate(layout.parts):
-        mine = rows[part.rows]
-        assert (mine[: part.size, 1] == index).all()
-        assert (mine[part.size :, 0] == -1).all()
-    assert layout.total <= rows_at_most(len(expert), num_experts)
+    first = 0
+    for part, mine in zip(layout.parts, layout.split(rows), strict=True):
+        for each in mine.view(part.number, -1, 2):
+            size = int((each[:, 0] >= 0).sum())
+            assert (each[:size, 1] == first).all()
+            assert (each[size:] == -1).all()
+            first += 1
+    assert layout.total <= rows_at_most(len(expert), num_experts, spare)
     # combining a row's own token gives each token its number of assignments times itself
-    values = torch.zeros(layout.total, 1).index_copy_(0, row, layout.token[:, None].float())
+    values = torch.zeros(layout.total, 1).index_copy_(0, row, sorted_tokens[:, None].float())
     expected = torch.bincount(token, minlength=tokens) * torch.arange(tokens)
     assert torch.equal(layout.combine(values, torch.ones(len(expert)))[:, 0], expected.float())
-    hidden = torch.randn(tokens, 3)
-    for part in layout.parts:
+    hidden, weight = torch.randn(tokens, 3), torch.rand(len(expert))
+    gathered, weighted = torch.zeros(2, layout.total, 3)
+    gathered[row] = hidden[sorted_tokens]
+    weighted[row] = gathered[row] * weight[:, None]
+    each = zip(layout.parts, layout.split(gathered), layout.split(weighted), layout.split_slots(weight), strict=True)
+    for part, plain, scaled, factor in each:
         if part.size:
-            gathered = layout.gather(hidden, part)
-            assert torch.equal(gathered[: part.size], hidden[layout.token[part.slots]])
-            assert gathered[part.size :].abs().sum() == 0
-            weight = torch.rand(len(expert))
-            weighted = layout.gather(hidden, part, weight)
-            assert torch.equal(weighted[: part.size], gathered[: part.size] * weight[part.slots, None])
-            assert weighted[part.size :].abs().sum() == 0
+            assert torch.equal(part.gather(hidden), plain)
+            assert torch.equal(part.gather(hidden, factor), scaled)
+
+
+def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
+    assert together([8] * 16, 0, 16, 1) == [(0, 16)]
+    assert together([128] * 32, 0, 32, 64) == [(0, 16), (16, 16)]  # 2,048 rows each
+    assert together([1024] * 4, 0, 4, 64) == [(0, 2), (2, 2)]
+    assert together([1500] * 4, 0, 4, 64) == [(index, 1) for index in range(4)]
+    assert together([8, 8, 8, 900], 0, 4, 64) == [(0, 2), (2, 1), (3, 1)]
+    assert together([100, 140, 0, 0, 100], 0, 5, 64) == [(0, 2), (2, 1), (3, 1), (4, 1)]

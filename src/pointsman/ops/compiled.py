@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops.cpu import Assignments, Options, Work, evaluate
+from pointsman.ops.cpu import Assignments, Options, Work, evaluate, spare_rows
 from pointsman.ops.dispatch import rows_at_most
 from pointsman.ops.feedforward import Gradients, Kept
 from pointsman.ops.reference import ExpertParameters
@@ -60,7 +60,7 @@ def experts_forward(
     assignments = Assignments(token, expert)
     if not keep:
         return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
-    output, kept = Work(hidden, assignments, len(w_in), options).forward(hidden, weight, parameters, keep)
+    output, kept = Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep)
     packed, start = hidden.new_empty(_packed_size(expert, parameters)), 0
     for tensor in (tensor for item in kept for tensor in item):
         packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
@@ -76,8 +76,9 @@ def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *res
 
 
 def _packed_size(expert: Tensor, parameters: ExpertParameters) -> int:
-    count, width, _ = parameters.w_in.shape
-    return rows_at_most(expert.numel(), count) * width * (1 if parameters.w_gate is None else 2)
+    count, width, dim = parameters.w_in.shape
+    rows = rows_at_most(expert.numel(), count, spare_rows(parameters.w_in.dtype, width * dim))
+    return rows * width * (1 if parameters.w_gate is None else 2)
 
 
 @torch.library.custom_op("pointsman::experts_backward", mutates_args=())
@@ -102,7 +103,7 @@ def experts_backward(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    work = Work(hidden, Assignments(token, expert), len(w_in), Options(activation, dropout, int(seed), gemm))
+    work = Work(hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), gemm))
     gradients = Gradients(
         *(
             torch.empty_like(tensor) if needed and tensor is not None else None

@@ -49,7 +49,10 @@ class Work:
     `weight` is given as it came, one for each assignment and at least float32; the kernels' form of it is made here.
     """
 
-    def __init__(self, hidden: Tensor, assignments: Assignments, num_experts: int, options: Options) -> None:
+    def __init__(
+        self, hidden: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
+    ) -> None:
+        num_experts = len(parameters.w_in)
         token, expert = assignments.token, assignments.expert
         self.options = options
         self.num_experts = num_experts
@@ -57,13 +60,14 @@ class Work:
         self.slots: Slots = slots
         self.plan: Plan | None = None
         if slots.per_token != num_experts:
-            self.plan = plan(slots, num_experts)
+            self.plan = plan(slots, num_experts, spare_rows(hidden.dtype, parameters.w_in[0].numel()))
 
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
     ) -> tuple[Tensor, list[Kept]]:
         first = self.options.hidden_units(hidden.dtype)
         factors = self._factors(weight, hidden.dtype)
+        hidden = hidden.detach()  # embedding_bag does more where a gradient might be wanted
         if self.plan is None:
             return dense.forward(hidden, factors, parameters, first, keep)
         return sparse.forward(hidden, factors, parameters, self.plan, first, keep)
@@ -93,7 +97,7 @@ class Work:
         """How many rows each item of what `forward` keeps has, in its order."""
         if self.plan is None:
             return dense.kept_rows(tokens, self.num_experts)
-        return [part.rows.stop - part.rows.start for part in self.plan.parts if part.size]
+        return [len(part.starts) for part in self.plan.parts if part.size]
 
     def _by_expert(self) -> Tensor:
         return self.slots.expert.view(-1, self.num_experts)
@@ -116,6 +120,14 @@ class Work:
         return gradient.new_zeros(weight.numel()).index_copy_(0, chosen, gradient).view(weight.shape)
 
 
+def spare_rows(dtype: torch.dtype, size: int) -> int:
+    """How many rows of a weight with so many elements cost less than one more expert apart: `plan`'s `spare`.
+
+    Torch has batched products of oneDNN's quality in bfloat16 only. Large experts gain nothing.
+    """
+    return min(128, (1 << 23) // size) if dtype == torch.bfloat16 and size <= 1 << 19 else 0
+
+
 def apply(
     hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
 ) -> Tensor:
@@ -135,7 +147,7 @@ def evaluate(
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= few.MOST and not options.dropout:
         return few.forward(hidden, weight, expert, parameters, options.hidden_units(hidden.dtype))
-    return Work(hidden, assignments, len(parameters.w_in), options).forward(hidden, weight, parameters, keep=False)[0]
+    return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 
 
 class _Experts(torch.autograd.Function):
@@ -144,7 +156,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, assignments: Assignments, options: Options, *tensors: Tensor | None
     ) -> Tensor:
         parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
-        work = Work(hidden, assignments, len(parameters.w_in), options)
+        work = Work(hidden, assignments, parameters, options)
         output, kept = work.forward(hidden, weight, parameters, keep=True)
         ctx.work = work
         ctx.width = len(kept[0]) if kept else 1

@@ -7,6 +7,7 @@ A *slot* is one (token, expert, weight) assignment; slots are listed in the orde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,16 +64,51 @@ def bucket(rows: int) -> int:
 
 
 class Part(NamedTuple):
-    """One expert's part: its slots among the sorted slots, their number, and its padded rows."""
+    """Adjacent experts that are computed together: mostly one; small ones padded to as many rows each.
 
-    slots: slice
+    Attributes:
+        number: how many experts.
+        size: how many slots.
+        token: [size], the tokens of its slots.
+        starts: [rows], the first of its slots that each row takes; of a padded row where its expert's slots end.
+    """
+
+    number: int
     size: int
-    rows: slice
+    token: Tensor
+    starts: Tensor
+
+    def gather(self, hidden: Tensor, factor: Tensor | None = None) -> Tensor:
+        """The hidden states of its tokens, zeros behind each expert's: [rows, dim], a new tensor.
+
+        Args:
+            hidden: [tokens, dim].
+            factor: [size], one for each slot, in the dtype of `hidden`; None: 1.
+        """
+        # bags of one token, and of none: with its weighting and its padding half the time of index_select, mul and zero
+        return F.embedding_bag(self.token, hidden, self.starts, mode="sum", per_sample_weights=factor)
+
+    def apart(self, rows: Tensor) -> Tensor:
+        """Its rows [n, width], of several experts as [number, n / number, width]."""
+        return rows if self.number == 1 else rows.view(self.number, -1, rows.shape[1])
 
 
-def rows_at_most(slots: int, num_experts: int) -> int:
+MOST_ROWS = 2048  # of experts computed together: more would leave the cache, and gain little
+
+
+def rows_at_most(slots: int, num_experts: int, spare: int = 0) -> int:
     """A bound on the rows of any plan for so many slots: a bucket adds at most 7 rows, or a sixteenth."""
-    return slots + slots // 16 + 8 * num_experts
+    return slots + slots // 16 + (8 + spare) * num_experts
+
+
+def together(sizes: list[int], first: int, end: int, spare: int) -> list[tuple[int, int]]:
+    """The experts from `first` to `end` in parts (first, number), given the rows that each needs alone."""
+    number = end - first
+    rows = number * max(sizes[first:end])
+    if number == 1 or rows <= min(MOST_ROWS, sum(sizes[first:end]) + (number - 1) * spare):
+        return [(first, number)]
+    middle = first + number // 2
+    return together(sizes, first, middle, spare) + together(sizes, middle, end, spare)
 
 
 @dataclass(frozen=True)
@@ -81,17 +117,13 @@ class Plan:
 
     Attributes:
         order: [S] the slots sorted by expert.
-        token: [S] the token of each sorted slot.
-        starts: [total] the first slot of each row, counted in its expert's part; of a padded row the part's end.
         position: [S] the row of each slot in token order.
         bags: [tokens] the first slot of each token.
-        parts: each expert's part.
+        parts: in the order of their experts.
         total: rows of all experts.
     """
 
     order: Tensor
-    token: Tensor
-    starts: Tensor
     position: Tensor
     bags: Tensor
     parts: list[Part]
@@ -103,37 +135,52 @@ class Plan:
             return rows.new_zeros(self.bags.numel(), rows.shape[1])
         return F.embedding_bag(self.position, rows, self.bags, mode="sum", per_sample_weights=weight)
 
-    def gather(self, hidden: Tensor, part: Part, weight: Tensor | None = None) -> Tensor:
-        """The hidden states of an expert's tokens, zeros behind them: [padded, dim], a new tensor.
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Each part's rows of a tensor [total, …]: views."""
+        return rows.split_with_sizes([len(part.starts) for part in self.parts])
 
-        Args:
-            hidden: [tokens, dim].
-            weight: [S], a factor for each sorted slot, in the dtype of `hidden`; None: 1.
-        """
-        factor = None if weight is None else weight[part.slots]
-        # bags of one token, and of none: with its weighting and its padding half the time of index_select, mul and zero
-        return F.embedding_bag(
-            self.token[part.slots], hidden, self.starts[part.rows], mode="sum", per_sample_weights=factor
-        )
+    def split_slots(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """Each part's slots of a tensor [S, …] of the sorted ones: views."""
+        return slots.split_with_sizes([part.size for part in self.parts])
+
+    def split_experts(self, experts: Tensor | None) -> Sequence[Tensor | None]:
+        """Each part's experts of a tensor [E, …]: views, of one expert without that dimension."""
+        if experts is None:
+            return [None] * len(self.parts)
+        if len(self.parts) == len(experts):
+            return experts.unbind(0)
+        parts = experts.split_with_sizes([part.number for part in self.parts])
+        return [part[0] if len(part) == 1 else part for part in parts]
 
 
-def plan(slots: Slots, num_experts: int) -> Plan:
-    """The plan for these slots. numpy sorts short integers by radix: a tenth of torch.argsort's time."""
+def plan(slots: Slots, num_experts: int, spare: int = 0) -> Plan:
+    """The plan for these slots.
+
+    numpy sorts short integers by radix: a tenth of torch.argsort's time.
+
+    Args:
+        spare: how many rows of padding cost less than to compute one more expert apart; 0: each expert has its part.
+    """
     narrow = np.uint8 if num_experts <= 256 else np.uint16 if num_experts <= 65536 else np.int64
     ids = slots.expert.numpy().astype(narrow)
     order = np.argsort(ids, kind="stable")
     counts = np.bincount(ids, minlength=num_experts)
-    parts, slot, row = [], 0, 0
-    for count in counts.tolist():
-        parts.append(Part(slice(slot, slot + count), count, slice(row, row + bucket(count))))
-        slot, row = slot + count, parts[-1].rows.stop
-    first_slot = np.array([part.slots.start for part in parts])
-    first_row = np.array([part.rows.start for part in parts])
-    padded = np.diff(first_row, append=row)
+    sizes = [bucket(count) for count in counts.tolist()]
+    groups = together(sizes, 0, num_experts, spare) if spare else [(index, 1) for index in range(num_experts)]
+    firsts = [first for first, _ in groups]
+    numbers = [number for _, number in groups]
+    padded = np.repeat([max(sizes[first : first + number]) for first, number in groups], numbers)
+    first_slot, first_row = np.cumsum(counts) - counts, np.cumsum(padded) - padded
     position = np.empty_like(order)
     position[order] = np.arange(order.size) + np.repeat(first_row - first_slot, counts)
-    starts = np.minimum(np.arange(row) - np.repeat(first_row, padded), np.repeat(counts, padded))
+    total = int(padded.sum())
+    starts = np.minimum(np.arange(total) - np.repeat(first_row, padded), np.repeat(counts, padded))
+    if len(groups) < num_experts:
+        starts += np.repeat(first_slot - np.repeat(first_slot[firsts], numbers), padded)
     k = slots.per_token
     token = order // k if k else np.searchsorted(slots.bags.numpy(), order, side="right") - 1
-    tensor = torch.from_numpy
-    return Plan(tensor(order), tensor(token), tensor(starts), tensor(position), slots.bags, parts, row)
+    slot_counts, row_counts = (np.add.reduceat(each, firsts).tolist() for each in (counts, padded))
+    tokens = torch.from_numpy(token).split_with_sizes(slot_counts)
+    row_starts = torch.from_numpy(starts).split_with_sizes(row_counts)
+    parts = [Part(*part) for part in zip(numbers, slot_counts, tokens, row_starts, strict=True)]
+    return Plan(torch.from_numpy(order), torch.from_numpy(position), slots.bags, parts, total)

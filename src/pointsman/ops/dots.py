@@ -27,11 +27,20 @@ def linear(rows: Tensor, source: Tensor, weight: Tensor, expert: Tensor, bias: T
     """
     count, out, width = weight.shape
     outputs = torch.arange(out, device="cpu")
-    first = expert[:, None] * (weight.stride(0) // width)
-    bags = source.repeat_interleave(out, output_size=out * len(source))
-    lines = weight.as_strided(((count - 1) * (weight.stride(0) // width) + out, width), (width, 1))
-    output = _dots(rows, lines, (first + outputs).view(-1), bags).view(-1, out)
+    apart = weight.stride(0) // width
+    lines = weight.as_strided(((count - 1) * apart + out, width), (width, 1))
+    line = torch.add(outputs, expert[:, None], alpha=apart)
+    bag = source[:, None].expand(-1, out).contiguous()
+    output = _dots(rows, lines, line.view(-1), bag.view(-1)).view(-1, out)
     return output if bias is None else output.add_(bias.index_select(0, expert))
+
+
+def each(left: Tensor, right: Tensor) -> Tensor:
+    """left[i] . right[i] of rows [n, width]: [n], without their product in memory."""
+    if left.dtype not in DTYPES or not works():
+        return (left * right).sum(-1)
+    rows = torch.arange(len(left), device="cpu")
+    return _dots(left, right, rows, rows)
 
 
 def suits(weight: Tensor) -> bool:
@@ -41,7 +50,7 @@ def suits(weight: Tensor) -> bool:
 
 def _dots(left: Tensor, right: Tensor, line: Tensor, bag: Tensor) -> Tensor:
     """left[bag] . right[line], of each pair."""
-    output: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(left, right, line, bag[:1], bag, 0)
+    output: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(left, right, line, bag, bag, 0)
     return output
 
 

@@ -37,7 +37,7 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
     tokens, k = expert.shape
     weight = weight.to(hidden.dtype)
     chosen = expert.reshape(-1)
-    source = torch.arange(tokens, device="cpu").repeat_interleave(k, output_size=tokens * k)
+    source = torch.arange(tokens, device="cpu")[:, None].expand(-1, k).reshape(-1)
     kept = None
     if int(chosen.min()) < 0:
         kept = (chosen >= 0).nonzero()[:, 0]
@@ -53,13 +53,15 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
 
 def _rows(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, first: HiddenUnits) -> Tensor:
     """Expert `expert` [S] on the hidden states `source` [S]: [S, dim]."""
-    small = p.w_in[0].numel() <= IN_CACHE
-    counts = expert.bincount(minlength=len(p.w_in))
-    most = int(counts.max())
+    small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
     # inner products win where a weight is read for one row; in float32 for a second one, too, if it lies in cache
     single = 2 if small and hidden.dtype == torch.float32 else 1
     if not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
         single = 0
+    if single and len(hidden) == 1:
+        return _by_dots(hidden, source, expert, p, first.activation)
+    counts = expert.bincount(minlength=len(p.w_in))
+    most = int(counts.max())
     if most <= single:
         return _by_dots(hidden, source, expert, p, first.activation)
     if small and _batched_suits(len(p.w_in), most, len(expert)):

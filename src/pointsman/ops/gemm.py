@@ -3,7 +3,8 @@
 oneDNN's float32 kernels, which the same wheel holds, reach twice the rate of MKL on AMD processors; on others they may
 not. `Kernels.gemm` says which one is used; `measure_kernels` chooses by a timing. In bfloat16 both are oneDNN.
 
-Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout.
+Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout. In bfloat16 a weight may be
+those of several experts [E, out, in], which share the rows in equal parts, in their order.
 """
 
 from __future__ import annotations
@@ -45,39 +46,61 @@ class Gemm(Protocol):
 
 
 class Blas:
-    """torch.mm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
+    """torch.mm and torch.bmm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        output = F.linear(rows, weight, bias)
+        if weight.dim() == 3:
+            output = rows.new_empty(len(rows), weight.shape[1])
+            self.linear_into(output, rows, weight, bias)
+        else:
+            output = F.linear(rows, weight, bias)
         return output.relu_() if relu else output
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if bias is None:
+        if weight.dim() == 3:
+            each, inputs = _apart(output, len(weight)), _apart(rows, len(weight))
+            if bias is None:
+                torch.bmm(inputs, weight.mT, out=each)
+            else:
+                torch.baddbmm(bias[:, None], inputs, weight.mT, out=each)
+        elif bias is None:
             torch.mm(rows, weight.t(), out=output)
         else:
             torch.addmm(bias, rows, weight.t(), out=output)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 3:
+            return torch.bmm(_apart(rows, len(weight)), weight).view(len(rows), -1)
         return torch.mm(rows, weight)
 
     def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        torch.mm(rows, weight, out=output)
+        if weight.dim() == 3:
+            torch.bmm(_apart(rows, len(weight)), weight, out=_apart(output, len(weight)))
+        else:
+            torch.mm(rows, weight, out=output)
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 3:
+            _apart(total, len(weight)).baddbmm_(_apart(rows, len(weight)), weight.mT)
+            return total
         return total.addmm_(rows, weight.t())
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
-        if add:
+        if output.dim() == 3:
+            torch.bmm(_apart(gradient, len(output)).mT, _apart(rows, len(output)), out=output)
+        elif add:
             output.addmm_(gradient.t(), rows)
         else:
             torch.mm(gradient.t(), rows, out=output)
 
 
 class BlasRelu(Blas):
-    """torch.mm, with oneDNN's rectified linear product: bfloat16."""
+    """The same, with oneDNN's rectified linear product: bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
+        if relu and weight.dim() == 2:
+            return _onednn_linear(rows, weight, bias, relu)
+        return super().linear(rows, weight, bias, relu)
 
 
 class OneDNN:
@@ -114,6 +137,11 @@ class OneDNN:
             output.add_(result)
         else:
             output.copy_(result)
+
+
+def _apart(rows: Tensor, experts: int) -> Tensor:
+    """[experts, n, width]: each expert's rows."""
+    return rows.view(experts, -1, rows.shape[1])
 
 
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

@@ -11,13 +11,14 @@ with du_s the gradient of the pre-activation for w_s = 1: the weight only ever m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from pointsman.ops import dots
 from pointsman.ops.dispatch import Plan
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept
 from pointsman.ops.reference import ExpertParameters
 
 
@@ -34,12 +35,12 @@ def forward(
     """
     rows = hidden.new_empty(plan.total, hidden.shape[1])
     kept: list[Kept] = []
-    for index, part in enumerate(plan.parts):
+    for part, tensors, results in zip(plan.parts, _experts(plan, parameters), plan.split(rows), strict=True):
         if not part.size:
             continue
-        expert = one(parameters, index)
-        units, keeping = first.forward(plan.gather(hidden, part), expert)
-        first.gemm.linear_into(rows[part.rows], units, expert.w_out, expert.b_out)
+        expert = ExpertParameters(*tensors)  # type: ignore[arg-type]
+        units, keeping = first.forward(part.gather(hidden), expert)
+        first.gemm.linear_into(results, units, expert.w_out, expert.b_out)
         if keep:
             kept.append(keeping)
     return plan.combine(rows, weight), kept
@@ -59,53 +60,64 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
     gemm = first.gemm
-    factor = weight.index_select(0, plan.order)
+    factors = plan.split_slots(weight.index_select(0, plan.order))
     hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
-    weight_gradient = weight.new_empty(plan.total) if weight_wanted else None
+    of_hidden = [None] * len(plan.parts) if hidden_rows is None else plan.split(hidden_rows)
+    of_rows = plan.split(weight.new_zeros(plan.total).index_copy_(0, plan.position, weight))
+    of_weight = []
     saved = iter(kept)
-    for index, part in enumerate(plan.parts):
-        result = one_gradient(gradients, index)
+    each = zip(
+        plan.parts, _experts(plan, parameters), _experts(plan, gradients), factors, of_rows, of_hidden, strict=True
+    )
+    for part, tensors, wanted, factor, row_factor, dx in each:
+        result = Gradients(*wanted)
         if not part.size:
             for tensor in result:
                 if tensor is not None:
                     tensor.zero_()
             continue
-        expert = one(parameters, index)
+        expert = ExpertParameters(*tensors)
         keeping = next(saved)
         again = first.again(keeping)
-        outer = plan.gather(gradient, part)
+        outer = part.gather(gradient)
         inner = gemm.product(outer, expert.w_out)
-        if weight_gradient is not None:
-            torch.sum(again.units * inner, -1, out=weight_gradient[part.rows])
+        if weight_wanted:
+            dw = dots.each(again.units, inner)
             if expert.b_out is not None:
-                weight_gradient[part.rows] += torch.mv(outer, expert.b_out)
+                dw += torch.matmul(part.apart(outer), expert.b_out[..., None]).view(-1)
+            of_weight.append(dw)
         up, gate = first.backward(inner, keeping, again)
         if result.w_out is not None or result.b_out is not None:
-            outer = plan.gather(gradient, part, factor)
+            outer = part.gather(gradient, factor)
         if result.w_out is not None:
             gemm.weight_gradient(result.w_out, outer, again.units)
         if result.b_out is not None:
-            torch.sum(outer, 0, out=result.b_out)
+            torch.sum(part.apart(outer), -2, out=result.b_out)
         if result.w_in is not None or result.w_gate is not None:
-            inputs = plan.gather(hidden, part, factor)
+            inputs = part.gather(hidden, factor)
             if result.w_in is not None:
                 gemm.weight_gradient(result.w_in, up, inputs)
             if result.w_gate is not None:
                 assert gate is not None
                 gemm.weight_gradient(result.w_gate, gate, inputs)
-        if result.b_in is not None:
-            torch.mv(up[: part.size].t(), factor[part.slots], out=result.b_in)
-        if result.b_gate is not None:
-            assert gate is not None
-            torch.mv(gate[: part.size].t(), factor[part.slots], out=result.b_gate)
-        if hidden_rows is not None:
+        for bias, through in ((result.b_in, up), (result.b_gate, gate)):
+            if bias is not None:
+                assert through is not None
+                line = part.apart(row_factor[:, None]).mT
+                bias.copy_(torch.matmul(line, part.apart(through)).squeeze(-2))
+        if dx is not None:
             if gate is None:
-                gemm.product_into(hidden_rows[part.rows], up, expert.w_in)
+                gemm.product_into(dx, up, expert.w_in)
             else:
                 assert expert.w_gate is not None
                 total = gemm.product(up, expert.w_in)
-                hidden_rows[part.rows] = gemm.accumulate(total, gate, expert.w_gate.t())
+                dx.copy_(gemm.accumulate(total, gate, expert.w_gate.mT))
     return (
         None if hidden_rows is None else plan.combine(hidden_rows, weight),
-        None if weight_gradient is None else weight_gradient.index_select(0, plan.position),
+        torch.cat([weight[:0], *of_weight]).index_select(0, plan.position) if weight_wanted else None,
     )
+
+
+def _experts(plan: Plan, tensors: Iterable[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
+    """Of all experts' parameters, or their gradients, those of each part."""
+    return zip(*map(plan.split_experts, tensors), strict=True)
