@@ -55,6 +55,12 @@ def _starts(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
     return torch.from_numpy(np.cumsum(counts) - counts)
 
 
+def refuse_beyond(highest: int, num_experts: int) -> None:
+    """ValueError if the highest chosen expert does not exist: what reads weights by it would not notice."""
+    if highest >= num_experts:
+        raise ValueError(f"a token is assigned to expert {highest}: there are {num_experts}, from 0")
+
+
 def bucket(rows: int) -> int:
     """The padded size of an expert with that many rows: at most 16 sizes an octave, 3 % more rows on average."""
     if rows <= 8:
@@ -162,7 +168,9 @@ def plan(slots: Slots, num_experts: int, spare: int = 0) -> Plan:
         spare: how many rows of padding cost less than to compute one more expert apart; 0: each expert has its part.
     """
     narrow = np.uint8 if num_experts <= 256 else np.uint16 if num_experts <= 65536 else np.int64
-    ids = slots.expert.numpy().astype(narrow)
+    given = slots.expert.numpy()
+    refuse_beyond(given.max(initial=-1), num_experts)
+    ids = given.astype(narrow)
     order = np.argsort(ids, kind="stable")
     counts = np.bincount(ids, minlength=num_experts)
     sizes = [bucket(count) for count in counts.tolist()]

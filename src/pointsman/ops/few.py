@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops import dots
+from pointsman.ops.dispatch import refuse_beyond
 from pointsman.ops.feedforward import HiddenUnits, one
 from pointsman.ops.gemm import ONEDNN
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
@@ -39,7 +40,9 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
     chosen = expert.reshape(-1)
     source = torch.arange(tokens, device="cpu")[:, None].expand(-1, k).reshape(-1)
     kept = None
-    if int(chosen.min()) < 0:
+    lowest, highest = map(int, chosen.aminmax())
+    refuse_beyond(highest, len(parameters.w_in))
+    if lowest < 0:
         kept = (chosen >= 0).nonzero()[:, 0]
         chosen, source = chosen.index_select(0, kept), source.index_select(0, kept)
         weight = weight.masked_fill(expert < 0, 0)

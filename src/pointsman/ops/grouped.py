@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from pointsman.ops import compiled, cpu, cuda, reference
 from pointsman.ops.kernels import Kernels
+from pointsman.ops.linear import transformed
 from pointsman.ops.reference import ExpertParameters
 from pointsman.routing import Routing
 
@@ -22,8 +23,9 @@ def apply_experts(
 ) -> Tensor:
     """`reference.apply_experts` on the fastest path that this device has.
 
-    Under autocast hidden states and weights are cast, and so is the output. With dropout one number is drawn from the
-    default generator, whatever the routing: runs that route differently stay aligned in all other random draws.
+    Under autocast hidden states and weights are cast, and so is the output; float64, as everywhere in torch, is not.
+    With dropout one number is drawn from the default generator, whatever the routing: runs that route differently stay
+    aligned in all other random draws.
 
     Args:
         hidden: [tokens, dim].
@@ -36,7 +38,7 @@ def apply_experts(
         [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
     kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
         return _apply(hidden, routing, parameters, activation, dropout, kernels)
     dtype = torch.get_autocast_dtype(kind)
     hidden = hidden.to(dtype)
@@ -78,7 +80,7 @@ def _apply(
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels: Kernels | None) -> str:
     """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
-    if (kernels is not None and kernels.path == "plain") or not expert.numel():
+    if (kernels is not None and kernels.path == "plain") or not expert.numel() or transformed():
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES.get(kind, set()):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from pointsman.ops.gemm import ONEDNN, choose
@@ -36,8 +37,16 @@ def suits(hidden: Tensor, weight: Tensor) -> bool:
         and hidden.numel() > 0
         and {type(hidden), type(weight)} <= {Tensor, Parameter}  # not one that is sharded over processes
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()  # vmap, torch.func.grad
+        and not transformed()
     )
+
+
+def transformed() -> bool:
+    """Whether derivatives are taken, or tensors batched, in ways that only plain operations know.
+
+    These are `torch.func`'s, and forward mode, whose tangents a fast path would drop without a word.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Linear(torch.autograd.Function):
