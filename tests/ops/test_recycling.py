@@ -55,6 +55,14 @@ def test_whoever_holds_it_keeps_it(parameter: Tensor, hold: Callable[[Tensor], A
     assert taken in (address(parameter), recycling._storages[parameter][0].data_ptr())
 
 
+def test_what_is_forgotten_is_given_back(parameter: Tensor) -> None:
+    first = empty_gradient(parameter)
+    recycling.forget()
+    assert parameter not in recycling._storages
+    assert address(parameter) != first.data_ptr()
+    assert torch.equal(first.fill_(1), torch.ones_like(parameter))  # what is held stays whole
+
+
 def test_resized_and_shared_storage_is_left_alone(parameter: Tensor) -> None:
     gradient = empty_gradient(parameter)
     gradient.untyped_storage().resize_(0)

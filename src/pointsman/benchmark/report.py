@@ -60,7 +60,8 @@ def markdown(benchmark: Benchmark) -> str:
         "Each implementation runs in a process of its own; they take turns on the same new tokens. A time is the "
         "median over rounds, a ratio the median of the ratios round by round. The limit is the same products as one "
         "dense chain at this machine's best rate (forward and backward: three times the forward), in decoding "
-        "reading the chosen experts' weights once. Memory is what one call needs at its peak, beyond the weights.",
+        "reading the chosen experts' weights once. Memory is what one call needs at its peak, beyond the weights and "
+        "the kernels that libraries keep.",
         "",
     ]
     if benchmark.results:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import statistics
 import sys
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
+from pointsman.ops import recycling
 
 AWAKE = 0.02  # seconds of work before a measurement
 SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
@@ -82,7 +85,11 @@ class Worker:
         return {"router": self._now() - start}
 
     def memory(self, seed: int) -> dict[str, float]:
-        """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA."""
+        """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
+
+        On a CPU the call is not the first: kernels that libraries keep for its shapes are there. Nothing else is:
+        freed memory, and storage kept for gradients, are given back before.
+        """
         self.small(seed)
         if self.case.device != "cpu":
             torch.cuda.reset_peak_memory_stats(self.case.device)
@@ -91,6 +98,13 @@ class Worker:
             return {"memory": torch.cuda.max_memory_allocated(self.case.device) - before}
         if not _CLEAR.exists():
             return {}
+        self.once(seed)
+        self.module.zero_grad()
+        recycling.forget()
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
         _CLEAR.write_text("5")  # the peak is counted anew
         before = _status("VmRSS")
         self.once(seed)

@@ -35,6 +35,12 @@ def empty_gradient(parameter: Tensor) -> Tensor:
         return output.set_(storages[index], 0, parameter.shape, parameter.stride())
 
 
+def forget() -> None:
+    """Lets go of all storage that is kept."""
+    with _lock:
+        _storages.clear()
+
+
 def _storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 

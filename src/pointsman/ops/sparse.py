@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import dots
-from pointsman.ops.dispatch import Plan
+from pointsman.ops.dispatch import Part, Plan
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept
 from pointsman.ops.reference import ExpertParameters
 
@@ -59,63 +59,90 @@ def backward(
     weight_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
-    gemm = first.gemm
     factors = plan.split_slots(weight.index_select(0, plan.order))
     hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
     of_hidden = [None] * len(plan.parts) if hidden_rows is None else plan.split(hidden_rows)
     of_rows = plan.split(weight.new_zeros(plan.total).index_copy_(0, plan.position, weight))
-    of_weight = []
+    of_weight = [weight[:0]]
     saved = iter(kept)
     each = zip(
         plan.parts, _experts(plan, parameters), _experts(plan, gradients), factors, of_rows, of_hidden, strict=True
     )
-    for part, tensors, wanted, factor, row_factor, dx in each:
-        result = Gradients(*wanted)
-        if not part.size:
-            for tensor in result:
+    for part, tensors, results, factor, row_factor, dx in each:
+        wanted = Gradients(*results)
+        if part.size:
+            expert = ExpertParameters(*tensors)
+            dw = _part_backward(
+                part, expert, next(saved), first, gradient, hidden, factor, row_factor, dx, wanted, weight_wanted
+            )
+            if dw is not None:
+                of_weight.append(dw)
+        else:
+            for tensor in wanted:
                 if tensor is not None:
                     tensor.zero_()
-            continue
-        expert = ExpertParameters(*tensors)
-        keeping = next(saved)
-        again = first.again(keeping)
-        outer = part.gather(gradient)
-        inner = gemm.product(outer, expert.w_out)
-        if weight_wanted:
-            dw = dots.each(again.units, inner)
-            if expert.b_out is not None:
-                dw += torch.matmul(part.apart(outer), expert.b_out[..., None]).view(-1)
-            of_weight.append(dw)
-        up, gate = first.backward(inner, keeping, again)
-        if result.w_out is not None or result.b_out is not None:
-            outer = part.gather(gradient, factor)
-        if result.w_out is not None:
-            gemm.weight_gradient(result.w_out, outer, again.units)
-        if result.b_out is not None:
-            torch.sum(part.apart(outer), -2, out=result.b_out)
-        if result.w_in is not None or result.w_gate is not None:
-            inputs = part.gather(hidden, factor)
-            if result.w_in is not None:
-                gemm.weight_gradient(result.w_in, up, inputs)
-            if result.w_gate is not None:
-                assert gate is not None
-                gemm.weight_gradient(result.w_gate, gate, inputs)
-        for bias, through in ((result.b_in, up), (result.b_gate, gate)):
-            if bias is not None:
-                assert through is not None
-                line = part.apart(row_factor[:, None]).mT
-                bias.copy_(torch.matmul(line, part.apart(through)).squeeze(-2))
-        if dx is not None:
-            if gate is None:
-                gemm.product_into(dx, up, expert.w_in)
-            else:
-                assert expert.w_gate is not None
-                total = gemm.product(up, expert.w_in)
-                dx.copy_(gemm.accumulate(total, gate, expert.w_gate.mT))
     return (
         None if hidden_rows is None else plan.combine(hidden_rows, weight),
-        torch.cat([weight[:0], *of_weight]).index_select(0, plan.position) if weight_wanted else None,
+        torch.cat(of_weight).index_select(0, plan.position) if weight_wanted else None,
     )
+
+
+def _part_backward(
+    part: Part,
+    expert: ExpertParameters,
+    keeping: Kept,
+    first: HiddenUnits,
+    gradient: Tensor,
+    hidden: Tensor,
+    factor: Tensor,
+    row_factor: Tensor,
+    hidden_rows: Tensor | None,
+    wanted: Gradients,
+    weight_wanted: bool,
+) -> Tensor | None:
+    """One part: writes into `wanted` and `hidden_rows`, returns the gradient of its rows' weights.
+
+    A function of its own, so that what it needs is freed before the next part.
+    """
+    gemm = first.gemm
+    again = first.again(keeping)
+    outer = part.gather(gradient)
+    inner = gemm.product(outer, expert.w_out)
+    weight_gradient = None
+    if weight_wanted:
+        weight_gradient = dots.each(again.units, inner)
+        if expert.b_out is not None:
+            weight_gradient += torch.matmul(part.apart(outer), expert.b_out[..., None]).view(-1)
+    del outer
+    up, gate = first.backward(inner, keeping, again)
+    if wanted.w_out is not None or wanted.b_out is not None:
+        outer = part.gather(gradient, factor)
+        if wanted.w_out is not None:
+            gemm.weight_gradient(wanted.w_out, outer, again.units)
+        if wanted.b_out is not None:
+            torch.sum(part.apart(outer), -2, out=wanted.b_out)
+        del outer
+    if wanted.w_in is not None or wanted.w_gate is not None:
+        inputs = part.gather(hidden, factor)
+        if wanted.w_in is not None:
+            gemm.weight_gradient(wanted.w_in, up, inputs)
+        if wanted.w_gate is not None:
+            assert gate is not None
+            gemm.weight_gradient(wanted.w_gate, gate, inputs)
+        del inputs
+    for bias, through in ((wanted.b_in, up), (wanted.b_gate, gate)):
+        if bias is not None:
+            assert through is not None
+            line = part.apart(row_factor[:, None]).mT
+            bias.copy_(torch.matmul(line, part.apart(through)).squeeze(-2))
+    if hidden_rows is not None:
+        if gate is None:
+            gemm.product_into(hidden_rows, up, expert.w_in)
+        else:
+            assert expert.w_gate is not None
+            total = gemm.product(up, expert.w_in)
+            hidden_rows.copy_(gemm.accumulate(total, gate, expert.w_gate.mT))
+    return weight_gradient
 
 
 def _experts(plan: Plan, tensors: Iterable[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
