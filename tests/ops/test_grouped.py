@@ -99,3 +99,13 @@ def test_an_expert_that_does_not_exist_is_refused(
     case.routing.experts[-1, -1] = chosen
     with torch.set_grad_enabled(training), pytest.raises(ValueError, match=f"expert {chosen}: there are {num_experts}"):
         run(case)
+
+
+@pytest.mark.parametrize("kernels", [None, PLAIN])
+@pytest.mark.parametrize("tokens", [1, 5, 7, 400])
+def test_a_routing_of_other_tokens_is_refused(
+    problem: Callable[..., Any], tokens: int, kernels: Kernels | None
+) -> None:
+    case = problem(6)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"of 6 tokens, the hidden states are of {tokens}"):
+        apply_experts(torch.randn(tokens, 24), case.routing, case.parameters, "relu", 0.0, kernels)

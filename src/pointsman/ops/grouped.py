@@ -59,6 +59,8 @@ def _apply(
     pairs = routing.flat
     if pairs is None:
         weight, token, expert = routing.weights, None, routing.experts
+        if len(expert) != len(hidden):
+            raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
     else:
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
     path = _path(hidden, parameters, expert, kernels)
