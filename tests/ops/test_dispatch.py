@@ -78,3 +78,11 @@ def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
     assert together([1500] * 4, 0, 4, 64) == [(index, 1) for index in range(4)]
     assert together([8, 8, 8, 900], 0, 4, 64) == [(0, 2), (2, 1), (3, 1)]
     assert together([100, 140, 0, 0, 100], 0, 5, 64) == [(0, 2), (2, 1), (3, 1), (4, 1)]
+
+
+def test_any_number_of_experts_keeps_its_order() -> None:
+    for num_experts in (256, 257, 65537):
+        slots = slots_of_tokens(torch.tensor([[num_experts - 1], [0]]))
+        layout = plan(slots, num_experts, spare=0)
+        assert layout.order.tolist() == [1, 0]
+        assert [part.size for part in layout.parts] == [1, *[0] * (num_experts - 2), 1]

@@ -55,3 +55,18 @@ def test_another_torch_may_not_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
         dots.works.cache_clear()
         assert not dots.works()
     dots.works.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("works", [True, False])
+def test_rows_with_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, works: bool) -> None:
+    left, right = torch.randn(2, 7, 33, dtype=torch.float64).to(dtype)
+    taken: list[bool] = []
+    genuine = dots._dots
+    monkeypatch.setattr(dots, "works", lambda: works)
+    monkeypatch.setattr(dots, "_dots", lambda *given: taken.append(True) or genuine(*given))
+    exact = (left.double() * right.double()).sum(-1)
+    output = dots.each(left, right)
+    assert bool(taken) == (works and dtype != torch.float64)
+    assert output.dtype == dtype
+    assert (output.double() - exact).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-6) * exact.norm()

@@ -84,6 +84,8 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ({"tokens": 1}, torch.float32, ["_by_dots"]),
         ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
+        ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_by_dots"]),
+        ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.bfloat16, ["_grouped"]),
         ({"tokens": 30}, torch.float32, ["_batched"]),
         ({"tokens": 30}, torch.bfloat16, ["_batched"]),
         ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
@@ -104,6 +106,23 @@ def test_the_way_follows_from_counts_and_sizes(
     expected: list[str],
 ) -> None:
     assert ways(problem(dtype=dtype, **given), monkeypatch) == expected
+
+
+def test_nothing_chosen_of_experts_beyond_the_cache(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dots, "works", lambda: False)
+    for dim in (520, 521):
+        assert ways(problem(2, dim, 1040, 2, 1, dropped=1.0), monkeypatch) == []
+
+
+def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = problem(1)
+    experts, hidden_dim, dim = case.parameters.w_in.shape
+    apart = hidden_dim * dim + 1
+    w_in = torch.randn(experts * apart).as_strided((experts, hidden_dim, dim), (apart, dim, 1))
+    case.parameters = case.parameters._replace(w_in=w_in)
+    assert ways(case, monkeypatch) == ["_batched"]
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
