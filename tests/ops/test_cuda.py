@@ -63,6 +63,16 @@ def test_undefined_rows_reach_nothing(problem: Callable[..., Any], monkeypatch: 
         case.check(run)
 
 
+def test_a_dropped_weight_is_not_read(problem: Callable[..., Any]) -> None:
+    case = problem()
+    with torch.no_grad():
+        case.routing.experts[:, 0] = -1
+        case.weights[:, 0] = torch.nan
+    output = run(case)
+    assert output.isfinite().all()
+    assert all(value.isfinite().all() for value in torch.autograd.grad(output.sum(), case.leaves))
+
+
 @pytest.mark.parametrize("kind", ["zero-stride", "strided"])
 def test_gradients_of_any_stride(problem: Callable[..., Any], kind: str) -> None:
     gradient = torch.ones(()).expand(40, 24) if kind == "zero-stride" else torch.randn(24, 80).t()[::2]
