@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.ops.dispatch import bucket, plan, rows_at_most, slots_of_pairs, slots_of_tokens, together
+from pointsman.ops.dispatch import Sharing, bucket, plan, rows_at_most, slots_of_pairs, slots_of_tokens, together
 
 
 def test_buckets_are_few_and_tight() -> None:
@@ -23,10 +23,10 @@ def test_buckets_are_few_and_tight() -> None:
     num_experts=st.sampled_from([1, 3, 8, 256, 257]),
     dropped=st.booleans(),
     as_pairs=st.booleans(),
-    spare=st.sampled_from([0, 3, 128]),
+    sharing=st.sampled_from([None, Sharing(3, 2048), Sharing(128, 2048), Sharing(128, 16)]),
 )
 def test_every_slot_has_its_row(
-    tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, spare: int
+    tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, sharing: Sharing | None
 ) -> None:
     torch.manual_seed(tokens)
     experts = torch.randint(num_experts, (tokens, k))
@@ -39,9 +39,9 @@ def test_every_slot_has_its_row(
         slots = slots_of_pairs(token[shuffled], expert[shuffled], tokens)
     else:
         slots = slots_of_tokens(experts)
-    layout = plan(slots, num_experts, spare)
+    layout = plan(slots, num_experts, sharing)
     assert sum(part.number for part in layout.parts) == num_experts
-    assert (len(layout.parts) == num_experts) or spare
+    assert (len(layout.parts) == num_experts) or sharing
     # every (token, expert) assignment once, in rows of that expert
     rows = torch.full((layout.total, 2), -1)
     row = layout.position[layout.order]
@@ -49,13 +49,16 @@ def test_every_slot_has_its_row(
     rows[row] = torch.stack([sorted_tokens, slots.expert[layout.order]], 1)
     assert sorted(rows[rows[:, 0] >= 0].tolist()) == sorted(torch.stack([token, expert], 1).tolist())
     first = 0
+    used = set(expert.tolist())
     for part, mine in zip(layout.parts, layout.split(rows), strict=True):
+        if part.number > 1:
+            assert part.unused == [index for index in range(part.number) if first + index not in used]
         for each in mine.view(part.number, -1, 2):
             size = int((each[:, 0] >= 0).sum())
             assert (each[:size, 1] == first).all()
             assert (each[size:] == -1).all()
             first += 1
-    assert layout.total <= rows_at_most(len(expert), num_experts, spare)
+    assert layout.total <= rows_at_most(len(expert), num_experts, sharing)
     # combining a row's own token gives each token its number of assignments times itself
     values = torch.zeros(layout.total, 1).index_copy_(0, row, sorted_tokens[:, None].float())
     expected = torch.bincount(token, minlength=tokens) * torch.arange(tokens)
@@ -72,17 +75,21 @@ def test_every_slot_has_its_row(
 
 
 def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
-    assert together([8] * 16, 0, 16, 1) == [(0, 16)]
-    assert together([128] * 32, 0, 32, 64) == [(0, 16), (16, 16)]  # 2,048 rows each
-    assert together([1024] * 4, 0, 4, 64) == [(0, 2), (2, 2)]
-    assert together([1500] * 4, 0, 4, 64) == [(index, 1) for index in range(4)]
-    assert together([8, 8, 8, 900], 0, 4, 64) == [(0, 2), (2, 1), (3, 1)]
-    assert together([100, 140, 0, 0, 100], 0, 5, 64) == [(0, 2), (2, 1), (3, 1), (4, 1)]
+    def groups(sizes: list[int], spare: int = 64, most: int = 2048) -> list[tuple[int, int]]:
+        return together(sizes, 0, len(sizes), Sharing(spare, most))
+
+    assert groups([8] * 16, spare=1) == [(0, 16)]
+    assert groups([128] * 32) == [(0, 16), (16, 16)]  # 2,048 rows each
+    assert groups([1024] * 4) == [(0, 2), (2, 2)]
+    assert groups([1500] * 4) == [(index, 1) for index in range(4)]
+    assert groups([8, 8, 8, 900]) == [(0, 2), (2, 1), (3, 1)]
+    assert groups([100, 140, 0, 0, 100]) == [(0, 2), (2, 1), (3, 1), (4, 1)]
+    assert groups([16, 8, 24, 16], most=16) == [(0, 2), (2, 1), (3, 1)]
 
 
 def test_any_number_of_experts_keeps_its_order() -> None:
     for num_experts in (256, 257, 65537):
         slots = slots_of_tokens(torch.tensor([[num_experts - 1], [0]]))
-        layout = plan(slots, num_experts, spare=0)
+        layout = plan(slots, num_experts)
         assert layout.order.tolist() == [1, 0]
         assert [part.size for part in layout.parts] == [1, *[0] * (num_experts - 2), 1]

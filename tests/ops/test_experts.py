@@ -257,3 +257,19 @@ class TestDropout:
         output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 1.0)
         assert float(output.detach().abs().max()) == 0
         assert all(torch.isfinite(value).all() for value in torch.autograd.grad(output.sum(), case.leaves))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [20, 400])
+def test_nan_of_an_unused_expert_stays_where_it_is(
+    problem: Callable[..., Any], dtype: torch.dtype, tokens: int
+) -> None:
+    case = problem(tokens, 16, 24, 6, 2, dtype=dtype, gated=True)
+    case.routing.experts[case.routing.experts == 2] = 3
+    with torch.no_grad():
+        for tensor in case.parameters:
+            tensor[2] = torch.nan
+    output = apply_experts(case.hidden, case.routing, case.parameters, case.activation)
+    hidden, weights, *gradients = torch.autograd.grad(output, case.leaves, torch.randn_like(output))
+    assert all(tensor.isfinite().all() for tensor in (output, hidden, weights, *gradients))
+    assert all(not tensor[2].any() for tensor in gradients)

@@ -99,16 +99,21 @@ def test_evaluation_touches_only_chosen_experts(problem: Callable[..., Any]) -> 
     assert sum(run(many).calls.values()) == sum(run(few).calls.values()) <= 60
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_experts_share_their_calls_in_bfloat16(problem: Callable[..., Any], dtype: torch.dtype) -> None:
-    case = problem(400, 16, 24, 32, 2, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "shared"),
+    [(torch.bfloat16, 400, True), (torch.float32, 100, True), (torch.float32, 800, False)],
+)
+def test_small_experts_share_their_calls(
+    problem: Callable[..., Any], dtype: torch.dtype, tokens: int, shared: bool
+) -> None:
+    case = problem(tokens, 16, 24, 32, 2, dtype=dtype)
 
     def step() -> None:
         output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, Kernels("fast", "onednn"))
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
     work = sum(calls for name, calls in count(step).calls.items() if name not in VIEWS)
-    assert (work <= 100) == (dtype == torch.bfloat16)
+    assert (work <= 100) == shared
 
 
 DECODING = {1: ("_embedding_bag_per_sample_weights_backward", 2, 16), 4: ("bmm", 3, 30), 32: ("bmm", 3, 30)}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops.cpu import Assignments, Options, Work, evaluate, spare_rows
+from pointsman.ops.cpu import Assignments, Options, Work, evaluate, sharing
 from pointsman.ops.dispatch import rows_at_most
 from pointsman.ops.feedforward import Gradients, Kept
 from pointsman.ops.reference import ExpertParameters
@@ -77,7 +77,7 @@ def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *res
 
 def _packed_size(expert: Tensor, parameters: ExpertParameters) -> int:
     count, width, dim = parameters.w_in.shape
-    rows = rows_at_most(expert.numel(), count, spare_rows(parameters.w_in.dtype, width * dim))
+    rows = rows_at_most(expert.numel(), count, sharing(parameters.w_in.dtype, width * dim))
     return rows * width * (1 if parameters.w_gate is None else 2)
 
 

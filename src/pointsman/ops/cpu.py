@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import dense, few, sparse
-from pointsman.ops.dispatch import Plan, Slots, plan, slots_of_pairs, slots_of_tokens
+from pointsman.ops.dispatch import MOST_ROWS, Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import measure_kernels
@@ -18,6 +18,7 @@ from pointsman.ops.recycling import empty_gradient
 from pointsman.ops.reference import ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16}
+FEW_ROWS = 24  # in float32
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Work:
         self.slots: Slots = slots
         self.plan: Plan | None = None
         if slots.per_token != num_experts:
-            self.plan = plan(slots, num_experts, spare_rows(hidden.dtype, parameters.w_in[0].numel()))
+            self.plan = plan(slots, num_experts, sharing(hidden.dtype, parameters.w_in[0].numel()))
 
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
@@ -120,12 +121,15 @@ class Work:
         return gradient.new_zeros(weight.numel()).index_copy_(0, chosen, gradient).view(weight.shape)
 
 
-def spare_rows(dtype: torch.dtype, size: int) -> int:
-    """How many rows of a weight with so many elements cost less than one more expert apart: `plan`'s `spare`.
+def sharing(dtype: torch.dtype, size: int) -> Sharing | None:
+    """Which experts whose weights have so many elements are computed together: through torch.bmm.
 
-    Torch has batched products of oneDNN's quality in bfloat16 only. Large experts gain nothing.
+    In bfloat16 that is oneDNN's, and the better product for all but large experts; in float32 it is BLAS's, which pays
+    for small experts of so few rows that calls take the time.
     """
-    return min(128, (1 << 23) // size) if dtype == torch.bfloat16 and size <= 1 << 19 else 0
+    if dtype == torch.bfloat16:
+        return Sharing(min(128, (1 << 23) // size), MOST_ROWS) if size <= 1 << 19 else None
+    return Sharing(min(128, (1 << 21) // size), FEW_ROWS) if size <= 1 << 17 else None
 
 
 def apply(

@@ -77,12 +77,14 @@ class Part(NamedTuple):
         size: how many slots.
         token: [size], the tokens of its slots.
         starts: [rows], the first of its slots that each row takes; of a padded row where its expert's slots end.
+        unused: which of its experts have no slot.
     """
 
     number: int
     size: int
     token: Tensor
     starts: Tensor
+    unused: list[int]
 
     def gather(self, hidden: Tensor, factor: Tensor | None = None) -> Tensor:
         """The hidden states of its tokens, zeros behind each expert's: [rows, dim], a new tensor.
@@ -102,19 +104,31 @@ class Part(NamedTuple):
 MOST_ROWS = 2048  # of experts computed together: more would leave the cache, and gain little
 
 
-def rows_at_most(slots: int, num_experts: int, spare: int = 0) -> int:
+class Sharing(NamedTuple):
+    """When experts share a part.
+
+    Attributes:
+        spare: how many rows of padding cost less than to compute one more expert apart.
+        most: how many rows an expert has at most.
+    """
+
+    spare: int
+    most: int
+
+
+def rows_at_most(slots: int, num_experts: int, sharing: Sharing | None = None) -> int:
     """A bound on the rows of any plan for so many slots: a bucket adds at most 7 rows, or a sixteenth."""
-    return slots + slots // 16 + (8 + spare) * num_experts
+    return slots + slots // 16 + (8 + (0 if sharing is None else sharing.spare)) * num_experts
 
 
-def together(sizes: list[int], first: int, end: int, spare: int) -> list[tuple[int, int]]:
+def together(sizes: list[int], first: int, end: int, sharing: Sharing) -> list[tuple[int, int]]:
     """The experts from `first` to `end` in parts (first, number), given the rows that each needs alone."""
-    number = end - first
-    rows = number * max(sizes[first:end])
-    if number == 1 or rows <= min(MOST_ROWS, sum(sizes[first:end]) + (number - 1) * spare):
+    number, busiest = end - first, max(sizes[first:end])
+    bound = min(MOST_ROWS, sum(sizes[first:end]) + (number - 1) * sharing.spare)
+    if number == 1 or (busiest <= sharing.most and number * busiest <= bound):
         return [(first, number)]
     middle = first + number // 2
-    return together(sizes, first, middle, spare) + together(sizes, middle, end, spare)
+    return together(sizes, first, middle, sharing) + together(sizes, middle, end, sharing)
 
 
 @dataclass(frozen=True)
@@ -159,13 +173,13 @@ class Plan:
         return [part[0] if len(part) == 1 else part for part in parts]
 
 
-def plan(slots: Slots, num_experts: int, spare: int = 0) -> Plan:
+def plan(slots: Slots, num_experts: int, sharing: Sharing | None = None) -> Plan:
     """The plan for these slots.
 
     numpy sorts short integers by radix: a tenth of torch.argsort's time.
 
     Args:
-        spare: how many rows of padding cost less than to compute one more expert apart; 0: each expert has its part.
+        sharing: when experts share a part; None: each has its own.
     """
     narrow = np.uint8 if num_experts <= 256 else np.uint16 if num_experts <= 65536 else np.int64
     given = slots.expert.numpy()
@@ -174,7 +188,7 @@ def plan(slots: Slots, num_experts: int, spare: int = 0) -> Plan:
     order = np.argsort(ids, kind="stable")
     counts = np.bincount(ids, minlength=num_experts)
     sizes = [bucket(count) for count in counts.tolist()]
-    groups = together(sizes, 0, num_experts, spare) if spare else [(index, 1) for index in range(num_experts)]
+    groups = together(sizes, 0, num_experts, sharing) if sharing else [(index, 1) for index in range(num_experts)]
     firsts = [first for first, _ in groups]
     numbers = [number for _, number in groups]
     padded = np.repeat([max(sizes[first : first + number]) for first, number in groups], numbers)
@@ -190,5 +204,10 @@ def plan(slots: Slots, num_experts: int, spare: int = 0) -> Plan:
     slot_counts, row_counts = (np.add.reduceat(each, firsts).tolist() for each in (counts, padded))
     tokens = torch.from_numpy(token).split_with_sizes(slot_counts)
     row_starts = torch.from_numpy(starts).split_with_sizes(row_counts)
-    parts = [Part(*part) for part in zip(numbers, slot_counts, tokens, row_starts, strict=True)]
+    unused: list[list[int]] = [[] for _ in groups]
+    if len(groups) < num_experts:
+        group = np.repeat(np.arange(len(groups)), numbers)
+        for index in np.flatnonzero(counts == 0).tolist():
+            unused[group[index]].append(index - firsts[group[index]])
+    parts = [Part(*part) for part in zip(numbers, slot_counts, tokens, row_starts, unused, strict=True)]
     return Plan(torch.from_numpy(order), torch.from_numpy(position), slots.bags, parts, total)

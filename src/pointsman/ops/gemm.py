@@ -3,8 +3,8 @@
 oneDNN's float32 kernels, which the same wheel holds, reach twice the rate of MKL on AMD processors; on others they may
 not. `Kernels.gemm` says which one is used; `measure_kernels` chooses by a timing. In bfloat16 both are oneDNN.
 
-Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout. In bfloat16 a weight may be
-those of several experts [E, out, in], which share the rows in equal parts, in their order.
+Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout. A weight may be those of
+several experts [E, out, in], which share the rows in equal parts, in their order.
 """
 
 from __future__ import annotations
@@ -103,11 +103,16 @@ class BlasRelu(Blas):
         return super().linear(rows, weight, bias, relu)
 
 
-class OneDNN:
-    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow."""
+class OneDNN(Blas):
+    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow.
+
+    It has none for several experts.
+    """
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
         count, width = rows.shape
+        if weight.dim() == 3:
+            return super().linear(rows, weight, bias, relu)
         if 2 <= count <= 4 and width <= 1024:
             return _as_columns(rows, weight, bias, relu)
         if count <= 7 and weight.numel() <= 1 << 19:  # in cache: reading the weight is not what takes the time
@@ -115,19 +120,30 @@ class OneDNN:
         return _onednn_linear(rows, weight, bias, relu)
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        output.copy_(self.linear(rows, weight, bias))
+        if weight.dim() == 3:
+            super().linear_into(output, rows, weight, bias)
+        else:
+            output.copy_(self.linear(rows, weight, bias))
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return _onednn_linear(rows, weight.t())
+        return super().product(rows, weight) if weight.dim() == 3 else _onednn_linear(rows, weight.t())
 
     def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        output.copy_(_onednn_linear(rows, weight.t()))
+        if weight.dim() == 3:
+            super().product_into(output, rows, weight)
+        else:
+            output.copy_(_onednn_linear(rows, weight.t()))
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 3:
+            return super().accumulate(total, rows, weight)
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
+        if output.dim() == 3:
+            super().weight_gradient(output, gradient, rows)
+            return
         # What is transposed is copied, on one thread: the first operand, or the second one and the result.
         if gradient.numel() <= rows.numel() + output.numel():
             result = _onednn_linear(gradient.t(), rows.t())

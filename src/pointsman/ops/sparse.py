@@ -77,10 +77,12 @@ def backward(
             )
             if dw is not None:
                 of_weight.append(dw)
-        else:
-            for tensor in wanted:
-                if tensor is not None:
-                    tensor.zero_()
+        for tensor in wanted:
+            if tensor is not None and not part.size:
+                tensor.zero_()
+            elif tensor is not None and part.number > 1:
+                for index in part.unused:  # it saw zeros: 0, or NaN of its own
+                    tensor[index].zero_()
     return (
         None if hidden_rows is None else plan.combine(hidden_rows, weight),
         torch.cat(of_weight).index_select(0, plan.position) if weight_wanted else None,
