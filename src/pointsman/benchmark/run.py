@@ -268,7 +268,7 @@ def run(
     results = []
     for index, case in enumerate(chosen):
         announce(f"{index + 1}/{len(chosen)}  {case.label}")
-        results.append(run_case(case, peers, seconds=5 if quick else 15))
+        results.append(run_case(case, peers, seconds=5 if quick else 6))
     router = {}
     for case in chosen:
         if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
