@@ -103,7 +103,7 @@ def _batched_suits(num_experts: int, most: int, assignments: int) -> bool:
 
 def _batched(rows: Tensor, expert: Tensor, most: int, p: ExpertParameters, activation: str) -> Tensor:
     """All experts, each on as many rows as the busiest has, in one call a weight: used ones and unused ones."""
-    size = -(-most // 4) * 4  # few sizes, for which oneDNN builds its kernels
+    size = most if rows.dtype == torch.float32 else -(-most // 4) * 4  # few sizes, for which oneDNN builds its kernels
     ordered, order = expert.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(len(p.w_in), device="cpu"))
     place = ordered * size + torch.arange(len(expert), device="cpu") - starts.index_select(0, ordered)
