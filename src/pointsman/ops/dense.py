@@ -1,7 +1,7 @@
 """k = E on a CPU: every token visits every expert, so nothing is gathered and nothing is combined.
 
-The combine weight is applied to the hidden units, and the sum over experts happens inside the matrix products:
-y = sum_e W_out,e (w_e h_e) + w b_out. Rows go in chunks that stay in cache.
+y = sum_e w_e (W_out,e h_e) + w b_out. In backward the weight is applied to the hidden units, and the sum over experts
+happens inside the matrix products. Rows go in chunks that stay in cache.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pointsman.ops import dots
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
 from pointsman.ops.reference import ExpertParameters
 
@@ -41,18 +42,16 @@ def forward(
     kept: list[Kept] = []
     each = [one(parameters, index) for index in range(weight.shape[1])]
     for rows in _chunks(hidden.shape[0]):
-        total: Tensor | None = None
-        for expert, factor in zip(each, weight[rows, :, None].unbind(1), strict=True):
+        total = output[rows]
+        for index, (expert, factor) in enumerate(zip(each, weight[rows, :, None].unbind(1), strict=True)):
             units, keeping = first.forward(hidden[rows], expert)
             if keep:
                 kept.append(keeping)
-            weighted = units * factor if units is keeping[0] and keep else units.mul_(factor)
-            if total is None:
-                total = first.gemm.linear(weighted, expert.w_out)
+            results = first.gemm.linear(units, expert.w_out)
+            if index:
+                total.addcmul_(results, factor)
             else:
-                total = first.gemm.accumulate(total, weighted, expert.w_out)
-        assert total is not None
-        output[rows] = total
+                torch.mul(results, factor, out=total)
     if parameters.b_out is not None:
         output.addmm_(weight, parameters.b_out)
     return output, kept
@@ -89,7 +88,7 @@ def backward(
             again = first.again(keeping)
             inner = gemm.product(outer, expert.w_out)
             if weight_gradient is not None:
-                weight_gradient[rows, index] = torch.sum(again.units * inner, -1)
+                weight_gradient[rows, index] = dots.each(again.units, inner)
             up, gate = first.backward(inner, keeping, again)
             up.mul_(factor[:, None])
             if result.w_out is not None:
