@@ -120,7 +120,7 @@ def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeyp
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a weight gradient was computed")
 
-    for backend in ("Blas", "OneDNN"):
+    for backend in ("Blas", "Batched", "OneDNN"):
         monkeypatch.setattr(f"pointsman.ops.gemm.{backend}.weight_gradient", refuse)
     for k in (2, 6):
         case = problem(k=k)

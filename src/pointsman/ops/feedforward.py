@@ -7,13 +7,13 @@ dropout h = mask act(u) / (1 - p). The expert returns W_out h + b_out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pointsman.ops.gemm import Gemm
+from pointsman.ops.gemm import BATCHED, Gemm
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 
@@ -67,6 +67,10 @@ class HiddenUnits:
     dropout: float
     gemm: Gemm
     generator: torch.Generator | None
+
+    def of(self, experts: int) -> HiddenUnits:
+        """The same for so many experts at once."""
+        return self if experts == 1 else replace(self, gemm=BATCHED)
 
     def forward(self, rows: Tensor, expert: ExpertParameters) -> tuple[Tensor, Kept]:
         """Hidden units [n, hidden], and what is to be kept."""

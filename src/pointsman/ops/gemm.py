@@ -3,8 +3,7 @@
 oneDNN's float32 kernels, which the same wheel holds, reach twice the rate of MKL on AMD processors; on others they may
 not. `Kernels.gemm` says which one is used; `measure_kernels` chooses by a timing. In bfloat16 both are oneDNN.
 
-Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout. A weight may be those of
-several experts [E, out, in], which share the rows in equal parts, in their order.
+Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout.
 """
 
 from __future__ import annotations
@@ -46,73 +45,79 @@ class Gemm(Protocol):
 
 
 class Blas:
-    """torch.mm and torch.bmm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
+    """torch.mm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        if weight.dim() == 3:
-            output = rows.new_empty(len(rows), weight.shape[1])
-            self.linear_into(output, rows, weight, bias)
-        else:
-            output = F.linear(rows, weight, bias)
+        output = F.linear(rows, weight, bias)
         return output.relu_() if relu else output
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.dim() == 3:
-            each, inputs = _apart(output, len(weight)), _apart(rows, len(weight))
-            if bias is None:
-                torch.bmm(inputs, weight.mT, out=each)
-            else:
-                torch.baddbmm(bias[:, None], inputs, weight.mT, out=each)
-        elif bias is None:
+        if bias is None:
             torch.mm(rows, weight.t(), out=output)
         else:
             torch.addmm(bias, rows, weight.t(), out=output)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 3:
-            return torch.bmm(_apart(rows, len(weight)), weight).view(len(rows), -1)
         return torch.mm(rows, weight)
 
     def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        if weight.dim() == 3:
-            torch.bmm(_apart(rows, len(weight)), weight, out=_apart(output, len(weight)))
-        else:
-            torch.mm(rows, weight, out=output)
+        torch.mm(rows, weight, out=output)
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 3:
-            _apart(total, len(weight)).baddbmm_(_apart(rows, len(weight)), weight.mT)
-            return total
         return total.addmm_(rows, weight.t())
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
-        if output.dim() == 3:
-            torch.bmm(_apart(gradient, len(output)).mT, _apart(rows, len(output)), out=output)
-        elif add:
+        if add:
             output.addmm_(gradient.t(), rows)
         else:
             torch.mm(gradient.t(), rows, out=output)
 
 
 class BlasRelu(Blas):
-    """The same, with oneDNN's rectified linear product: bfloat16."""
+    """torch.mm, with oneDNN's rectified linear product: bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        if relu and weight.dim() == 2:
-            return _onednn_linear(rows, weight, bias, relu)
-        return super().linear(rows, weight, bias, relu)
+        return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
 
 
-class OneDNN(Blas):
-    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow.
+class Batched:
+    """torch.bmm: weights of several experts [E, out, in], which share the rows in equal parts, in their order."""
 
-    It has none for several experts.
-    """
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        output = rows.new_empty(len(rows), weight.shape[1])
+        self.linear_into(output, rows, weight, bias)
+        return output.relu_() if relu else output
+
+    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        each, inputs = _apart(output, len(weight)), _apart(rows, len(weight))
+        if bias is None:
+            torch.bmm(inputs, weight.mT, out=each)
+        else:
+            torch.baddbmm(bias[:, None], inputs, weight.mT, out=each)
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(_apart(rows, len(weight)), weight).view(len(rows), -1)
+
+    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
+        torch.bmm(_apart(rows, len(weight)), weight, out=_apart(output, len(weight)))
+
+    def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        _apart(total, len(weight)).baddbmm_(_apart(rows, len(weight)), weight.mT)
+        return total
+
+    def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
+        columns, inputs = _apart(gradient, len(output)).mT, _apart(rows, len(output))
+        if add:
+            output.baddbmm_(columns, inputs)
+        else:
+            torch.bmm(columns, inputs, out=output)
+
+
+class OneDNN:
+    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
         count, width = rows.shape
-        if weight.dim() == 3:
-            return super().linear(rows, weight, bias, relu)
         if 2 <= count <= 4 and width <= 1024:
             return _as_columns(rows, weight, bias, relu)
         if count <= 7 and weight.numel() <= 1 << 19:  # in cache: reading the weight is not what takes the time
@@ -120,30 +125,19 @@ class OneDNN(Blas):
         return _onednn_linear(rows, weight, bias, relu)
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.dim() == 3:
-            super().linear_into(output, rows, weight, bias)
-        else:
-            output.copy_(self.linear(rows, weight, bias))
+        output.copy_(self.linear(rows, weight, bias))
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return super().product(rows, weight) if weight.dim() == 3 else _onednn_linear(rows, weight.t())
+        return _onednn_linear(rows, weight.t())
 
     def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        if weight.dim() == 3:
-            super().product_into(output, rows, weight)
-        else:
-            output.copy_(_onednn_linear(rows, weight.t()))
+        output.copy_(_onednn_linear(rows, weight.t()))
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 3:
-            return super().accumulate(total, rows, weight)
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
-        if output.dim() == 3:
-            super().weight_gradient(output, gradient, rows)
-            return
         # What is transposed is copied, on one thread: the first operand, or the second one and the result.
         if gradient.numel() <= rows.numel() + output.numel():
             result = _onednn_linear(gradient.t(), rows.t())
@@ -174,7 +168,7 @@ def _as_columns(rows: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -
     return output.relu_() if relu else output
 
 
-BLAS, BLAS_RELU, ONEDNN = Blas(), BlasRelu(), OneDNN()
+BLAS, BLAS_RELU, ONEDNN, BATCHED = Blas(), BlasRelu(), OneDNN(), Batched()
 
 
 @cache

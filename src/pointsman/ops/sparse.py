@@ -39,8 +39,9 @@ def forward(
         if not part.size:
             continue
         expert = ExpertParameters(*tensors)  # type: ignore[arg-type]
-        units, keeping = first.forward(part.gather(hidden), expert)
-        first.gemm.linear_into(results, units, expert.w_out, expert.b_out)
+        of_part = first.of(part.number)
+        units, keeping = of_part.forward(part.gather(hidden), expert)
+        of_part.gemm.linear_into(results, units, expert.w_out, expert.b_out)
         if keep:
             kept.append(keeping)
     return plan.combine(rows, weight), kept
@@ -73,7 +74,17 @@ def backward(
         if part.size:
             expert = ExpertParameters(*tensors)
             dw = _part_backward(
-                part, expert, next(saved), first, gradient, hidden, factor, row_factor, dx, wanted, weight_wanted
+                part,
+                expert,
+                next(saved),
+                first.of(part.number),
+                gradient,
+                hidden,
+                factor,
+                row_factor,
+                dx,
+                wanted,
+                weight_wanted,
             )
             if dw is not None:
                 of_weight.append(dw)
