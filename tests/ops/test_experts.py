@@ -53,6 +53,27 @@ def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, backend: s
     problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[backend]))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_zero_and_nearly_zero_have_gradients(
+    problem: Callable[..., Any], dtype: torch.dtype, gated: bool
+) -> None:
+    """k = N divides by the weights."""
+    case = problem(tokens=300, k=6, dtype=dtype, gated=gated, activation="silu" if gated else "relu")
+    with torch.no_grad():
+        for start, value in enumerate([0.0, 1e-45, 1e-30, 1e-13, 1e-11, -0.3]):
+            case.weights[start::7, start % 3] = value
+    case.check(run)
+    gradient = torch.randn_like(case.hidden)
+    exact = case.reference(gradient)[2]
+    (got,) = torch.autograd.grad(run(case), case.weights, gradient)
+    strange = (case.weights.abs() < 1e-10) | (case.weights < 0)
+    assert int(strange.sum()) > 200
+    torch.testing.assert_close(
+        got.double()[strange], exact[strange], rtol=0.05, atol=3e-2 if dtype.itemsize == 2 else 1e-5
+    )
+
+
 @pytest.mark.parametrize("k", [2, 6])
 @pytest.mark.parametrize("kind", ["zero-stride", "strided"])
 def test_gradients_of_any_stride(problem: Callable[..., Any], kind: str, k: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops import recycling
+from pointsman.ops.allocator import keep_freed_memory
 
 AWAKE = 0.02  # seconds of work before a measurement
 SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
@@ -149,6 +150,7 @@ def serve() -> None:
     {"measure" | "router" | "memory": seed} asks it.
     """
     warnings.simplefilter("ignore")
+    keep_freed_memory()
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for an answer
     worker: Any = None
     for line in sys.stdin:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman.ops.allocator import keep_freed_memory
 
 COMMANDS = {
     "compare": "train routers on equal footing and compare them (the main job)",
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")
     warnings.formatwarning = one_line
+    keep_freed_memory()
     try:
         return int(importlib.import_module(f"pointsman.cli.{name}").run(words[1:]))
     except KeyboardInterrupt:

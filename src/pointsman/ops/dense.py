@@ -1,7 +1,8 @@
 """k = E on a CPU: every token visits every expert, so nothing is gathered and nothing is combined.
 
-y = sum_e w_e (W_out,e h_e) + w b_out. In backward the weight is applied to the hidden units, and the sum over experts
-happens inside the matrix products. Rows go in chunks that stay in cache.
+y = sum_e w_e (W_out,e h_e) + w b_out. In backward the weight is applied to y's gradient g, which is narrower than the
+hidden units: q = w_e g W_out,e is what their gradient starts from, and h_e . q / w_e the gradient of w_e. The sum over
+experts happens inside the matrix products. Rows go in chunks that stay in cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pointsman.ops import dots
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
 from pointsman.ops.reference import ExpertParameters
 
-CHUNK = 1024  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
+CHUNK = 2048  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
+TINY = 1e-12  # weights below are not divided by
 
 
 def _chunks(tokens: int) -> list[slice]:
@@ -71,34 +73,38 @@ def backward(
     """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
     gemm = first.gemm
     hidden_gradient = torch.empty_like(hidden) if hidden_wanted else None
-    weight_gradient = torch.empty_like(weight) if weight_wanted else None
+    factors = weight.t().contiguous()
+    factor_gradients = torch.empty_like(factors) if weight_wanted else None
     each = [(one(parameters, index), one_gradient(gradients, index)) for index in range(weight.shape[1])]
     for tensor in (gradients.w_out, gradients.b_in, gradients.b_gate):
         if tensor is not None:
             tensor.zero_()
     inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
+    small = factors.abs() < TINY
+    scales, rest = (factors.masked_fill(small, 1), factors.where(small, 1)) if bool(small.any()) else (factors, None)
     saved = iter(kept)
     for rows in _chunks(hidden.shape[0]):
         outer, total = gradient[rows], None
         # transposed once for all experts: a weight gradient's first operand
         inputs_columns, outer_columns = hidden[rows].t().contiguous().t(), outer.t().contiguous().t()
         for index, (expert, result) in enumerate(each):
-            factor = weight[rows, index]
+            factor, scale = factors[index, rows, None], scales[index, rows, None]
             keeping = next(saved)
             again = first.again(keeping)
-            inner = gemm.product(outer, expert.w_out)
-            if weight_gradient is not None:
-                weight_gradient[rows, index] = dots.each(again.units, inner)
+            inner = gemm.product(outer * scale, expert.w_out)
+            if factor_gradients is not None:
+                factor_gradients[index, rows] = dots.each(again.units, inner)
             up, gate = first.backward(inner, keeping, again)
-            up.mul_(factor[:, None])
+            if rest is not None:
+                up.mul_(rest[index, rows, None])
+                gate = None if gate is None else gate.mul_(rest[index, rows, None])
             if result.w_out is not None:
-                gemm.weight_gradient(result.w_out, outer_columns, again.units * factor[:, None], add=True)
+                gemm.weight_gradient(result.w_out, outer_columns * factor, again.units, add=True)
             if inward is not None:
                 gemm.weight_gradient(inward[index], inputs_columns, up, add=True)
             if result.b_in is not None:
                 result.b_in.add_(up.sum(0))
             if gate is not None:
-                gate.mul_(factor[:, None])
                 if gate_inward is not None:
                     gemm.weight_gradient(gate_inward[index], inputs_columns, gate, add=True)
                 if result.b_gate is not None:
@@ -109,6 +115,7 @@ def backward(
                     total = gemm.accumulate(total, gate, expert.w_gate.t())
         if hidden_gradient is not None and total is not None:
             hidden_gradient[rows] = total
+    weight_gradient = None if factor_gradients is None else factor_gradients.div_(scales).t()
     for whole, collected in ((gradients.w_in, inward), (gradients.w_gate, gate_inward)):
         if whole is not None and collected is not None:
             for one_whole, one_collected in zip(whole, collected, strict=True):

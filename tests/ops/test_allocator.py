@@ -1,0 +1,55 @@
+"""Freed memory that stays: counted in page faults, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pointsman.ops.allocator import keep_freed_memory
+
+FAULTS = """
+import resource, sys
+import torch
+from pointsman.ops.allocator import keep_freed_memory
+kept = sys.argv[1] == "keep" and keep_freed_memory()
+def step():
+    return [torch.ones(5 << 20, dtype=torch.float32) for _ in range(4)]  # 20 MiB each, all freed at once
+step(), step()  # the heap takes its shape
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(6):
+    step()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(word: str, **environment: str) -> tuple[bool, int]:
+    words = [sys.executable, "-c", FAULTS, word]
+    done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+    kept, count = done.stdout.split()
+    return bool(int(kept)), int(count)
+
+
+@pytest.fixture(autouse=True)
+def glibc() -> None:
+    if not faults("keep")[0]:
+        pytest.skip("not glibc with its own settings")
+
+
+def test_blocks_are_used_again_without_a_fault() -> None:
+    fresh, kept = faults("leave")[1], faults("keep")[1]
+    assert fresh > 1000  # huge pages could lessen it, not to this
+    assert kept < fresh / 4
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_the_environment_wins(name: str) -> None:
+    value = "glibc.malloc.trim_threshold=131072" if name.startswith("G") else "131072"
+    assert faults("keep", **{name: value})[0] is False
+
+
+def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_freed_memory() is False
