@@ -1,8 +1,7 @@
 """k = E on a CPU: every token visits every expert, so nothing is gathered and nothing is combined.
 
-y = sum_e w_e (W_out,e h_e) + w b_out. In backward the weight is applied to y's gradient g, which is narrower than the
-hidden units: q = w_e g W_out,e is what their gradient starts from, and h_e . q / w_e the gradient of w_e. The sum over
-experts happens inside the matrix products. Rows go in chunks that stay in cache.
+y = sum_e w_e (W_out,e h_e) + w b_out. In backward the sum over experts happens inside the matrix products. Rows go in
+chunks that stay in cache.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import dots
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, one, one_gradient
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
 from pointsman.ops.reference import ExpertParameters
 
 CHUNK = 2048  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
-TINY = 1e-12  # weights below are not divided by
 
 
 def _chunks(tokens: int) -> list[slice]:
@@ -80,8 +78,7 @@ def backward(
         if tensor is not None:
             tensor.zero_()
     inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
-    small = factors.abs() < TINY
-    scales, rest = (factors.masked_fill(small, 1), factors.where(small, 1)) if bool(small.any()) else (factors, None)
+    scales, rest = divisible(factors)
     saved = iter(kept)
     for rows in _chunks(hidden.shape[0]):
         outer, total = gradient[rows], None

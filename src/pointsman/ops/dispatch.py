@@ -149,8 +149,8 @@ class Plan:
     parts: list[Part]
     total: int
 
-    def combine(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Each token's weighted sum over the rows [total, dim] of its slots: [tokens, dim]."""
+    def combine(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Each token's sum over the rows [total, dim] of its slots, weighted or not: [tokens, dim]."""
         if not self.total:
             return rows.new_zeros(self.bags.numel(), rows.shape[1])
         return F.embedding_bag(self.position, rows, self.bags, mode="sum", per_sample_weights=weight)

@@ -126,6 +126,21 @@ class HiddenUnits:
         return mask
 
 
+TINY = 1e-12
+
+
+def divisible(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Combine weights w as a product of s, which can be divided by, and a rest r, None where that is 1 everywhere.
+
+    Backward applies s to the gradient g of the experts' output, which is narrower than the hidden units:
+    q = W_out' (s g) is what the gradient of h starts from, r q its gradient, and h . q / s the gradient of w.
+    """
+    tiny = weight.abs() < TINY
+    if not bool(tiny.any()):
+        return weight, None
+    return weight.masked_fill(tiny, 1), weight.where(tiny, 1)
+
+
 def refuse_second_derivatives() -> None:
     """Called in a backward pass: gradients are on there only under `create_graph=True`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -3,10 +3,12 @@
 With slots s = (token t, expert e, weight w), rows x_s = x_t and hidden units h_s:
 
     y_t = sum_s w_s (W_out h_s + b_out)
-    dw_s = h_s . (W_out' dy_t) + b_out . dy_t        so the experts' outputs are not kept
-    dW_out = sum_s (w_s dy_t) h_s',   dW_in = sum_s du_s (w_s x_s)',   dx_t = sum_s w_s W_in' du_s
+    g_s = w_s dy_t, the gradient of the expert's output; dh_s = W_out' g_s
+    dw_s = (h_s . dh_s + b_out . g_s) / w_s        so the experts' outputs are not kept
+    dW_out = sum_s g_s h_s',   dW_in = sum_s du_s x_s',   dx_t = sum_s W_in' du_s
 
-with du_s the gradient of the pre-activation for w_s = 1: the weight only ever multiplies tensors that are dim wide.
+with du_s the gradient of the pre-activation. The weight only ever multiplies a tensor that is dim wide, while it is
+gathered. (For weights too small to divide by see `feedforward.divisible`.)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from pointsman.ops import dots
 from pointsman.ops.dispatch import Part, Plan
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept
+from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible
 from pointsman.ops.reference import ExpertParameters
 
 
@@ -60,16 +62,17 @@ def backward(
     weight_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
-    factors = plan.split_slots(weight.index_select(0, plan.order))
+    scale, rest = divisible(weight)
+    scales = plan.split_slots(scale.index_select(0, plan.order))
+    rests: Sequence[Tensor | None] = [None] * len(plan.parts)
+    if rest is not None:
+        rests = plan.split(rest.new_ones(plan.total, 1).index_copy_(0, plan.position, rest[:, None]))
     hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
     of_hidden = [None] * len(plan.parts) if hidden_rows is None else plan.split(hidden_rows)
-    of_rows = plan.split(weight.new_zeros(plan.total).index_copy_(0, plan.position, weight))
     of_weight = [weight[:0]]
     saved = iter(kept)
-    each = zip(
-        plan.parts, _experts(plan, parameters), _experts(plan, gradients), factors, of_rows, of_hidden, strict=True
-    )
-    for part, tensors, results, factor, row_factor, dx in each:
+    each = zip(plan.parts, _experts(plan, parameters), _experts(plan, gradients), scales, rests, of_hidden, strict=True)
+    for part, tensors, results, of_scale, of_rest, dx in each:
         wanted = Gradients(*results)
         if part.size:
             expert = ExpertParameters(*tensors)
@@ -80,8 +83,8 @@ def backward(
                 first.of(part.number),
                 gradient,
                 hidden,
-                factor,
-                row_factor,
+                of_scale,
+                of_rest,
                 dx,
                 wanted,
                 weight_wanted,
@@ -95,8 +98,8 @@ def backward(
                 for index in part.unused:  # it saw zeros: 0, or NaN of its own
                     tensor[index].zero_()
     return (
-        None if hidden_rows is None else plan.combine(hidden_rows, weight),
-        torch.cat(of_weight).index_select(0, plan.position) if weight_wanted else None,
+        None if hidden_rows is None else plan.combine(hidden_rows),
+        torch.cat(of_weight).index_select(0, plan.position).div_(scale) if weight_wanted else None,
     )
 
 
@@ -107,36 +110,37 @@ def _part_backward(
     first: HiddenUnits,
     gradient: Tensor,
     hidden: Tensor,
-    factor: Tensor,
-    row_factor: Tensor,
+    scale: Tensor,
+    rest: Tensor | None,
     hidden_rows: Tensor | None,
     wanted: Gradients,
     weight_wanted: bool,
 ) -> Tensor | None:
-    """One part: writes into `wanted` and `hidden_rows`, returns the gradient of its rows' weights.
+    """One part: writes into `wanted` and `hidden_rows`, returns the gradient of its rows' weights times `scale`.
 
     A function of its own, so that what it needs is freed before the next part.
     """
     gemm = first.gemm
     again = first.again(keeping)
-    outer = part.gather(gradient)
+    outer = part.gather(gradient, scale)
     inner = gemm.product(outer, expert.w_out)
     weight_gradient = None
     if weight_wanted:
         weight_gradient = dots.each(again.units, inner)
         if expert.b_out is not None:
             weight_gradient += torch.matmul(part.apart(outer), expert.b_out[..., None]).view(-1)
-    del outer
     up, gate = first.backward(inner, keeping, again)
-    if wanted.w_out is not None or wanted.b_out is not None:
-        outer = part.gather(gradient, factor)
-        if wanted.w_out is not None:
-            gemm.weight_gradient(wanted.w_out, outer, again.units)
-        if wanted.b_out is not None:
-            torch.sum(part.apart(outer), -2, out=wanted.b_out)
-        del outer
+    if rest is not None:
+        outer.mul_(rest)
+        up.mul_(rest)
+        gate = None if gate is None else gate.mul_(rest)
+    if wanted.w_out is not None:
+        gemm.weight_gradient(wanted.w_out, outer, again.units)
+    if wanted.b_out is not None:
+        torch.sum(part.apart(outer), -2, out=wanted.b_out)
+    del outer
     if wanted.w_in is not None or wanted.w_gate is not None:
-        inputs = part.gather(hidden, factor)
+        inputs = part.gather(hidden)
         if wanted.w_in is not None:
             gemm.weight_gradient(wanted.w_in, up, inputs)
         if wanted.w_gate is not None:
@@ -146,8 +150,7 @@ def _part_backward(
     for bias, through in ((wanted.b_in, up), (wanted.b_gate, gate)):
         if bias is not None:
             assert through is not None
-            line = part.apart(row_factor[:, None]).mT
-            bias.copy_(torch.matmul(line, part.apart(through)).squeeze(-2))
+            torch.sum(part.apart(through), -2, out=bias)
     if hidden_rows is not None:
         if gate is None:
             gemm.product_into(hidden_rows, up, expert.w_in)
