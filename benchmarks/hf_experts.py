@@ -10,18 +10,18 @@ ratios round by round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pointsman.benchmark.process import Process
 from pointsman.benchmark.report import machine
-from pointsman.benchmark.run import PAUSE, Process
+from pointsman.benchmark.run import PAUSE
 from pointsman.benchmark.worker import awake
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pointsman")
@@ -84,12 +84,14 @@ class Experts:
         return time.perf_counter() - start
 
 
-def work() -> None:
-    """Answers {"build": [name, shape, dtype, backward]} and {"measure": seed}, a line of JSON each."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+def work(pipe: Connection) -> None:
+    """Answers ("build", [name, shape, dtype, backward]) and ("measure", seed)."""
     experts: Any = None
-    for line in sys.stdin:
-        ((request, value),) = json.loads(line).items()
+    while True:
+        try:
+            request, value = pipe.recv()
+        except EOFError:
+            return
         try:
             if request == "build":
                 experts = Experts(*value)
@@ -98,7 +100,7 @@ def work() -> None:
                 answer = {"seconds": experts.seconds(value)}
         except Exception as error:  # the table says so, and the others go on
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        print(json.dumps(answer), file=answers, flush=True)
+        pipe.send(answer)
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Times:
 
 
 def start(name: str) -> Process:
-    return Process(name, (__file__, "--worker"))
+    return Process(name, work)
 
 
 def run_case(
@@ -149,12 +151,8 @@ def main() -> None:
     flags.add_argument("--seconds", type=float, default=8.0, help="a case, beside at least 5 rounds")
     flags.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "hf-experts.md")
     flags.add_argument("--tiny", action="store_true", help="tiny shapes: only to see that it runs")
-    flags.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     values = flags.parse_args()
-    if values.worker:
-        work()
-    else:
-        measure(values.seconds, values.out, values.tiny)
+    measure(values.seconds, values.out, values.tiny)
 
 
 def measure(seconds: float, out: Path, tiny: bool) -> None:

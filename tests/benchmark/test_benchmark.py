@@ -11,10 +11,10 @@ import torch
 from pointsman.benchmark import report
 from pointsman.benchmark.cases import NAMES, A, Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.benchmark.process import Process
 from pointsman.benchmark.run import (
     Benchmark,
     Point,
-    Process,
     Result,
     StepResult,
     Times,
@@ -134,7 +134,6 @@ def test_a_worker_that_fails_is_reported() -> None:
     with Process("pointsman") as process:
         assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9).to_dict()])
         process._process.kill()
-        process._process.wait()
         assert "error" in process.ask("measure", 0)
     failed = Result(
         TINY,

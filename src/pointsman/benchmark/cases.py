@@ -94,4 +94,4 @@ def growth() -> Iterator[tuple[str, list[Case]]]:
     """Each axis alone around configuration a, in float32."""
     yield "tokens", [replace(A, tokens=1 << power) for power in range(8, 16)]
     yield "experts", [replace(A, num_experts=1 << power) for power in range(2, 9)]
-    yield "k", [replace(A, tokens=2048, k=k) for k in (1, 2, 4, 8, 16)]
+    yield "k", [replace(A, k=k) for k in (1, 2, 4, 8, 16)]

@@ -200,6 +200,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "limit": Implementation(limit, suits=lambda case: case.train),
     "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
 }
+MODULES = (
+    "transformers.models.nemotron_h.modeling_nemotron_h",
+    "st_moe_pytorch.st_moe_pytorch",
+    "mixture_of_experts.mixture_of_experts",
+)
+"""What the peers import on a CPU, where they are installed."""
 LIMITS = ("limit", "limit (reading weights)")
 OWN = ("pointsman", "dense, stock torch", *LIMITS)
 """What is always measured; the others are peers."""

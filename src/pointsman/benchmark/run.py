@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
 
 from pointsman.benchmark.cases import Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.benchmark.process import Process, ask_all
 from pointsman.benchmark.steps import SETTINGS, WAYS, Settings
 
+SECONDS = 4.0  # a case: warming up, and measuring
 WARM_UP = 8  # rounds
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
 STEP_ROUNDS = 15
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
-
-
-class Process:
-    """A worker process: Python with these words, which answers a line of JSON to each line of JSON."""
-
-    def __init__(self, name: str, words: Sequence[str] = ("-m", "pointsman.benchmark.worker")) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def ask(self, request: str, value: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({request: value}) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            return {"error": f"the process ended with code {self._process.wait()}"}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
 
 
 @dataclass
@@ -118,14 +74,11 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
-        for process in processes:
-            name = process.name
-            times[name] = Times()
-            answer = process.ask("build", [name, case.to_dict()])
-            if "error" not in answer and name not in LIMITS:
-                answer = process.ask("memory", 0)
-                times[name].memory = answer.get("memory")
-            times[name].error = answer.get("error")
+        built = ask_all({process: ("build", [process.name, case.to_dict()]) for process in processes})
+        times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
+        asked = [process for process in processes if process.name not in LIMITS and times[process.name].error is None]
+        for process, answer in ask_all(dict.fromkeys(asked, ("memory", 0))).items():
+            times[process.name].memory, times[process.name].error = answer.get("memory"), answer.get("error")
         turn = _warm_up(processes, times, seconds)
         start, first = time.monotonic(), turn
         while turn < first + ROUNDS[case.train]:
@@ -144,7 +97,7 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
 def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> int:
     """Rounds that do not count: libraries build kernels for row counts that they meet. Returns how many."""
     start, turn = time.monotonic(), 0
-    while turn < 2 or (turn < WARM_UP and time.monotonic() - start < seconds):
+    while turn < 1 or (turn < WARM_UP and time.monotonic() - start < seconds):
         for process in processes:
             _measure(process, times[process.name], turn)
         turn += 1
@@ -268,7 +221,7 @@ def run(
     results = []
     for index, case in enumerate(chosen):
         announce(f"{index + 1}/{len(chosen)}  {case.label}")
-        results.append(run_case(case, peers, seconds=5 if quick else 6))
+        results.append(run_case(case, peers, SECONDS))
     router = {}
     for case in chosen:
         if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:

@@ -1,15 +1,13 @@
-"""One implementation in a process of its own: reads a request a line, writes an answer a line (JSON)."""
+"""One implementation in a process of its own: what it can be asked, and how it answers."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops import recycling
-from pointsman.ops.allocator import keep_freed_memory
 
 AWAKE = 0.02  # seconds of work before a measurement
 SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
@@ -143,18 +140,18 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def serve() -> None:
-    """Answers requests until the input ends, a line of JSON to each.
+def serve(pipe: Connection) -> None:
+    """Answers requests until the other end closes, a dictionary to each pair.
 
-    {"build": [name, case]} makes a layer, {"train": [way, device, settings]} a run (`steps.Steps`), and
-    {"measure" | "router" | "memory": seed} asks it.
+    ("build", [name, case]) makes a layer, ("train", [way, device, settings]) a run (`steps.Steps`), and
+    ("measure" | "router" | "memory", seed) asks it.
     """
-    warnings.simplefilter("ignore")
-    keep_freed_memory()
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for an answer
     worker: Any = None
-    for line in sys.stdin:
-        ((request, value),) = json.loads(line).items()
+    while True:
+        try:
+            request, value = pipe.recv()
+        except EOFError:
+            return
         try:
             if request == "build":
                 worker = Worker(value[0], Case(**value[1]))
@@ -169,8 +166,4 @@ def serve() -> None:
             answer, worker = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the other processes need the room
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+        pipe.send(answer)

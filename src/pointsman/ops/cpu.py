@@ -68,7 +68,7 @@ class Work:
     ) -> tuple[Tensor, list[Kept]]:
         first = self.options.hidden_units(hidden.dtype)
         factors = self._factors(weight, hidden.dtype)
-        hidden = hidden.detach()  # embedding_bag does more where a gradient might be wanted
+        hidden = hidden.detach()  # embedding_bag does more for what requires gradients
         if self.plan is None:
             return dense.forward(hidden, factors, parameters, first, keep)
         return sparse.forward(hidden, factors, parameters, self.plan, first, keep)
@@ -86,7 +86,7 @@ class Work:
     ) -> tuple[Tensor | None, Tensor | None]:
         first = self.options.hidden_units(hidden.dtype)
         factors = self._factors(weight, hidden.dtype)
-        gradient = gradient.contiguous()
+        gradient, hidden = gradient.contiguous(), hidden.detach()
         wanted = hidden_wanted, weight_wanted
         if self.plan is None:
             dx, dw = dense.backward(gradient, hidden, factors, parameters, first, kept, gradients, *wanted)
