@@ -132,7 +132,7 @@ def test_on_a_device(text: Path) -> None:
 
 def test_a_worker_that_fails_is_reported() -> None:
     with Process("pointsman") as process:
-        assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9).to_dict()])
+        assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9), None])
         process._process.kill()
         assert "error" in process.ask("measure", 0)
     failed = Result(

@@ -10,9 +10,8 @@ from torch import nn
 from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.models import Memory, TransformerXL, TransformerXLConfig
 from pointsman.models.vocabulary import AdaptiveEmbedding
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.routers.router import Mixer
-from pointsman.training.kernels import use_kernels
 
 VOCABULARY = 31
 

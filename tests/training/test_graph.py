@@ -20,12 +20,11 @@ from pointsman.data import Corpus
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.models.transformer_xl import TransformerXL
 from pointsman.ops import grouped, posterior
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.routers.select import TopK
 from pointsman.training.checkpoint import open_checkpoint, write_checkpoint
 from pointsman.training.config import RunConfig
 from pointsman.training.graph import WARM_UP, Passed, cuda_recorder
-from pointsman.training.kernels import use_kernels
 from pointsman.training.objectives import objective_of
 from pointsman.training.progress import Diverged
 from pointsman.training.state import TrainingState

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.layer import MoE
 from pointsman.ops.gemm import choose
-from pointsman.ops.kernels import measure_kernels
+from pointsman.ops.kernels import Kernels, measure_kernels
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -58,23 +58,32 @@ def dense(case: Case) -> tuple[Layer, nn.Module]:
     return layer, nn.ModuleList([inward, outward])
 
 
-def limit(case: Case) -> tuple[Layer, nn.Module]:
+class Limit(nn.Module):
     """The same products as one dense chain at the best rate: the faster GEMM, chunks that stay in cache."""
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    inward = torch.randn(case.hidden_dim, case.dim, dtype=dtype, device=case.device) / case.dim**0.5
-    outward = torch.randn(case.dim, case.hidden_dim, dtype=dtype, device=case.device) / case.hidden_dim**0.5
-    rows = case.tokens * case.k
-    chunk = rows if case.device != "cpu" else min(rows, 2048)
-    input = torch.randn(chunk, case.dim, dtype=dtype, device=case.device)
-    gemm = choose(measure_kernels().gemm if case.device == "cpu" else "blas", dtype)
 
-    def layer(hidden: Tensor) -> Tensor:
-        for start in range(0, rows, chunk):
-            part = input[: min(chunk, rows - start)]
-            gemm.linear(gemm.linear(part, inward, None, relu=True), outward)
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.kernels: Kernels | None = None
+        self.device, self.dtype = case.device, getattr(torch, case.dtype)
+        self.rows = case.tokens * case.k
+        self.chunk = self.rows if case.device != "cpu" else min(self.rows, 2048)
+        self.inward = torch.randn(case.hidden_dim, case.dim, dtype=self.dtype, device=case.device) / case.dim**0.5
+        self.outward = torch.randn(case.dim, case.hidden_dim, dtype=self.dtype, device=case.device)
+        self.outward /= case.hidden_dim**0.5
+        self.input = torch.randn(self.chunk, case.dim, dtype=self.dtype, device=case.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        name = (self.kernels or measure_kernels()).gemm if self.device == "cpu" else "blas"
+        gemm = choose(name, self.dtype)
+        for start in range(0, self.rows, self.chunk):
+            part = self.input[: min(self.chunk, self.rows - start)]
+            gemm.linear(gemm.linear(part, self.inward, None, relu=True), self.outward)
         return hidden
 
-    return layer, nn.Module()
+
+def limit(case: Case) -> tuple[Layer, nn.Module]:
+    module = Limit(case)
+    return module, module
 
 
 def experts_limit(case: Case) -> tuple[Layer, nn.Module]:

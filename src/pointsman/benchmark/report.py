@@ -15,6 +15,7 @@ from pointsman import __version__
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import LIMITS
 from pointsman.benchmark.run import Benchmark, Result, StepResult, Times
+from pointsman.ops.kernels import measure_kernels
 
 
 def machine() -> dict[str, str]:
@@ -27,6 +28,7 @@ def machine() -> dict[str, str]:
         "processor": _processor(),
         "threads": str(torch.get_num_threads()),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "float32 products": measure_kernels().gemm,
     }
     if torch.cuda.is_available():
         info["GPU"] = torch.cuda.get_device_name()

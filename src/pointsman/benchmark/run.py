@@ -6,13 +6,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pointsman.benchmark.cases import Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 from pointsman.benchmark.process import Process, ask_all
 from pointsman.benchmark.steps import SETTINGS, WAYS, Settings
+from pointsman.ops.kernels import measure_kernels
 
-SECONDS = 4.0  # a case: warming up, and measuring
+SECONDS = 3.0  # a case: warming up, and measuring
 WARM_UP = 8  # rounds
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
 STEP_ROUNDS = 15
@@ -74,7 +76,7 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
-        built = ask_all({process: ("build", [process.name, case.to_dict()]) for process in processes})
+        built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
         asked = [process for process in processes if process.name not in LIMITS and times[process.name].error is None]
         for process, answer in ask_all(dict.fromkeys(asked, ("memory", 0))).items():
@@ -92,6 +94,11 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
         for process in processes:
             process.close()
     return Result(case, times)
+
+
+def _building(name: str, case: Case) -> tuple[str, list[Any]]:
+    """The request for a layer. All compute with what one timing found faster, here, while nothing else runs."""
+    return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
 
 
 def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> int:
@@ -122,7 +129,7 @@ def _measure(process: Process, times: Times, turn: int) -> None:
 def run_router(case: Case, rounds: int = 9) -> float:
     """Our router's share of a layer's forward and backward, the median over rounds."""
     with Process("pointsman") as process:
-        process.ask("build", ["pointsman", case.to_dict()])
+        process.ask(*_building("pointsman", case))
         shares: list[float] = []
         for turn in range(rounds + WARM_UP):
             router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
@@ -180,7 +187,7 @@ def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, li
             for case in axis_cases:
                 pair = {process.name: Times() for process in (ours, limit)}
                 for process in (ours, limit):
-                    process.ask("build", [process.name, case.to_dict()])
+                    process.ask(*_building(process.name, case))
                 before = _warm_up((ours, limit), pair, seconds=1.0)
                 for turn in range(rounds):
                     for process in (ours, limit):

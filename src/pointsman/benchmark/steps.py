@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from pointsman.ops.kernels import use_kernels
 from pointsman.recipes import preset
-from pointsman.training.kernels import choose_kernels, use_kernels
+from pointsman.training.kernels import choose_kernels
 from pointsman.training.run_directory import open_corpus
 from pointsman.training.state import TrainingState
 

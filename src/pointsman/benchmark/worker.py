@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops import recycling
+from pointsman.ops.kernels import Kernels, use_kernels
 
 AWAKE = 0.02  # seconds of work before a measurement
 SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
@@ -24,9 +25,13 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Worker:
-    """A layer, and what can be asked of it."""
+    """A layer, and what can be asked of it.
 
-    def __init__(self, name: str, case: Case) -> None:
+    Args:
+        kernels: what ours and the limit compute with on a CPU; None: what this process finds faster.
+    """
+
+    def __init__(self, name: str, case: Case, kernels: Kernels | None = None) -> None:
         self.name, self.case = name, case
         torch.manual_seed(0)
         dtype = getattr(torch, case.dtype)
@@ -36,6 +41,8 @@ class Worker:
             self.layer, self.module = IMPLEMENTATIONS[name].build(case)
         self.module.to(case.device, dtype)
         self.module.train(case.train)
+        if kernels is not None:
+            use_kernels(self.module, kernels)
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
         generator = torch.Generator(self.case.device).manual_seed(seed)
@@ -143,7 +150,7 @@ def _status(field: str) -> int:
 def serve(pipe: Connection) -> None:
     """Answers requests until the other end closes, a dictionary to each pair.
 
-    ("build", [name, case]) makes a layer, ("train", [way, device, settings]) a run (`steps.Steps`), and
+    ("build", [name, case, kernels]) makes a layer, ("train", [way, device, settings]) a run (`steps.Steps`), and
     ("measure" | "router" | "memory", seed) asks it.
     """
     worker: Any = None
@@ -154,7 +161,7 @@ def serve(pipe: Connection) -> None:
             return
         try:
             if request == "build":
-                worker = Worker(value[0], Case(**value[1]))
+                worker = Worker(*value)
                 answer: dict[str, Any] = {}
             elif request == "train":
                 from pointsman.benchmark.steps import Steps  # a layer's process does without the trainer

@@ -18,10 +18,10 @@ from pointsman.data.tasks import Task, find_task, load_task
 from pointsman.finetuning.settings import Finetuning
 from pointsman.finetuning.work import FineTuningWork
 from pointsman.models.classifier import Classifier
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.training.checkpoint import whole_checkpoint
 from pointsman.training.config import RunConfig
-from pointsman.training.kernels import choose_kernels, use_kernels
+from pointsman.training.kernels import choose_kernels
 from pointsman.training.progress import Monitor, Progress, Quiet, Stop
 from pointsman.training.run import load_run
 from pointsman.training.run_directory import EVALUATION, RunDirectory

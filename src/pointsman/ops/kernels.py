@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman.ops.gemm import Gemm, choose, onednn_works
@@ -81,3 +81,10 @@ def measure_kernels() -> Kernels:
             for name in best:
                 best[name] = min(best[name], seconds(choose(name, torch.float32)))
     return Kernels(gemm=min(best, key=lambda name: best[name]))
+
+
+def use_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Makes all experts, routers and layers of a model use these kernels."""
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = kernels  # type: ignore[assignment]

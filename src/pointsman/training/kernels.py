@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
@@ -29,13 +28,6 @@ def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given:
     if config.deterministic:
         return PLAIN
     return given or measure_kernels()
-
-
-def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Makes all experts, routers and layers of a model use these kernels."""
-    for module in model.modules():
-        if hasattr(module, "kernels"):
-            module.kernels = kernels  # type: ignore[assignment]
 
 
 @contextmanager

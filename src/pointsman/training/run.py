@@ -13,9 +13,10 @@ from pointsman.data import Corpus, Vocabulary
 from pointsman.data.download import Progress as DownloadProgress
 from pointsman.evaluation.language_model import Watch, evaluate
 from pointsman.models.transformer_xl import TransformerXL
+from pointsman.ops.kernels import use_kernels
 from pointsman.training.checkpoint import open_checkpoint, whole_checkpoint
 from pointsman.training.config import RunConfig
-from pointsman.training.kernels import choose_kernels, use_kernels
+from pointsman.training.kernels import choose_kernels
 from pointsman.training.record import eval_protocol
 from pointsman.training.run_directory import RunDirectory, open_corpus
 from pointsman.training.state import autocast, load_weights

@@ -14,10 +14,10 @@ from torch import nn
 from pointsman._files import alone, write_whole
 from pointsman.data import Corpus
 from pointsman.evaluation.language_model import Stopped
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint
 from pointsman.training.config import RunConfig
-from pointsman.training.kernels import choose_kernels, deterministic_algorithms, use_kernels
+from pointsman.training.kernels import choose_kernels, deterministic_algorithms
 from pointsman.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
 from pointsman.training.run_directory import (
     DECIDES_BITS,
