@@ -17,7 +17,8 @@ from pointsman.ops.allocator import keep_freed_memory
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():
     return [torch.ones(5 << 20, dtype=torch.float32) for _ in range(4)]  # 20 MiB each, all freed at once
-step(), step()  # the heap takes its shape
+for _ in range(12):
+    step()  # the heap takes its shape
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(6):
     step()

@@ -100,13 +100,18 @@ def test_evaluation_touches_only_chosen_experts(problem: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "shared"),
-    [(torch.bfloat16, 400, True), (torch.float32, 100, True), (torch.float32, 800, False)],
+    ("dtype", "tokens", "dims", "shared"),
+    [
+        (torch.bfloat16, 400, (16, 24), True),
+        (torch.float32, 800, (16, 24), True),
+        (torch.float32, 100, (256, 320), True),
+        (torch.float32, 800, (256, 320), False),
+    ],
 )
 def test_small_experts_share_their_calls(
-    problem: Callable[..., Any], dtype: torch.dtype, tokens: int, shared: bool
+    problem: Callable[..., Any], dtype: torch.dtype, tokens: int, dims: tuple[int, int], shared: bool
 ) -> None:
-    case = problem(tokens, 16, 24, 32, 2, dtype=dtype)
+    case = problem(tokens, *dims, 32, 2, dtype=dtype)
 
     def step() -> None:
         output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, Kernels("fast", "onednn"))

@@ -125,11 +125,12 @@ def sharing(dtype: torch.dtype, size: int) -> Sharing | None:
     """Which experts whose weights have so many elements are computed together: through torch.bmm.
 
     In bfloat16 that is oneDNN's, and the better product for all but large experts; in float32 it is BLAS's, which pays
-    for small experts of so few rows that calls take the time.
+    for small experts, or of so few rows, that calls take the time.
     """
     if dtype == torch.bfloat16:
         return Sharing(min(128, (1 << 23) // size), MOST_ROWS) if size <= 1 << 19 else None
-    return Sharing(min(128, (1 << 21) // size), FEW_ROWS) if size <= 1 << 17 else None
+    most = (1 << 22) // size if size <= 1 << 16 else FEW_ROWS
+    return Sharing(min(128, (1 << 21) // size), most) if size <= 1 << 17 else None
 
 
 def apply(
