@@ -1,7 +1,6 @@
 """Worker processes: forked from one that has imported everything and computed nothing, so that each is clean and quick.
 
-An import of torch and of the peers takes several seconds; a benchmark starts more than a hundred processes. All of them
-keep the memory that they free, as a training process should (`ops.allocator`).
+An import of torch and of the peers takes several seconds; a benchmark starts more than a hundred processes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 from pointsman.benchmark.implementations import MODULES
 from pointsman.benchmark.worker import serve
-from pointsman.ops.allocator import keep_freed_memory
 
 Request = tuple[str, Any]
 
@@ -38,7 +36,6 @@ def _work(target: Callable[[Connection], None], pipe: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what libraries print
         os.dup2(nowhere, stream)
-    keep_freed_memory()
     target(pipe)
 
 
