@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pointsman.benchmark.run import (
     Result,
     StepResult,
     Times,
+    _in_question,
     names_for,
     run_case,
     run_router,
@@ -128,6 +130,15 @@ def test_on_a_device(text: Path) -> None:
         assert times.error is None, f"{name}: {times.error}"
         assert times.total
         assert name in LIMITS or times.memory
+
+
+def test_hopeless_peers_are_left_out() -> None:
+    processes = [SimpleNamespace(name=name) for name in ("pointsman", "near", "far", "fast", "new", "limit")]
+    totals = {"pointsman": [9.0], "near": [1.9], "far": [2.1, 9.0, 2.1], "fast": [1.0], "new": [], "limit": [0.1]}
+    left = _in_question(processes, {name: Times([], total) for name, total in totals.items()})  # type: ignore[arg-type]
+    assert [process.name for process in left] == ["pointsman", "near", "fast", "new", "limit"]
+    left = _in_question(processes, {process.name: Times() for process in processes})  # type: ignore[arg-type]
+    assert left == processes
 
 
 def test_a_worker_that_fails_is_reported() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from pointsman.benchmark.steps import SETTINGS, WAYS, Settings
 from pointsman.ops.kernels import measure_kernels
 
 SECONDS = 3.0  # a case: warming up, and measuring
+LEAST = 5  # rounds
 WARM_UP = 8  # rounds
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
 STEP_ROUNDS = 15
@@ -72,7 +73,10 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 
 
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
-    """Measures a case in as many rounds as fit into `seconds`: from 3 (1 if they take very long) to `ROUNDS`."""
+    """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
+
+    A peer that takes twice the best peer's time is out after 3 of them.
+    """
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
@@ -85,9 +89,9 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
         start, first = time.monotonic(), turn
         while turn < first + ROUNDS[case.train]:
             passed, rounds = time.monotonic() - start, turn - first
-            if (rounds >= 3 and passed > seconds) or (rounds and passed > 4 * seconds):
+            if (rounds >= LEAST and passed > seconds) or (rounds and passed > 4 * seconds):
                 break
-            for process in processes:
+            for process in _in_question(processes, times) if rounds >= 3 else processes:
                 _measure(process, times[process.name], turn)
             turn += 1
     finally:
@@ -105,13 +109,20 @@ def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: flo
     """Rounds that do not count: libraries build kernels for row counts that they meet. Returns how many."""
     start, turn = time.monotonic(), 0
     while turn < 1 or (turn < WARM_UP and time.monotonic() - start < seconds):
-        for process in processes:
+        for process in _in_question(processes, times):
             _measure(process, times[process.name], turn)
         turn += 1
     for one in times.values():
         one.forward.clear()
         one.total.clear()
     return turn
+
+
+def _in_question(processes: Sequence[Process], times: Mapping[str, Times]) -> list[Process]:
+    """Those that are always measured, and the peers that may still be the best."""
+    peers = {name: statistics.median(one.total) for name, one in times.items() if name not in OWN and one.total}
+    fastest = min(peers.values(), default=0.0)
+    return [process for process in processes if peers.get(process.name, 0.0) <= 2 * fastest]
 
 
 def _measure(process: Process, times: Times, turn: int) -> None:
