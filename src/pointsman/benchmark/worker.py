@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops import recycling
-from pointsman.ops.allocator import keep_freed_memory
 from pointsman.ops.kernels import Kernels, use_kernels
 
 AWAKE = 0.02  # seconds of work before a measurement
@@ -137,10 +136,7 @@ class Worker:
 
 
 def awake() -> None:
-    """Before a time is taken: keeps every thread busy for a moment, since a core that has slept takes up to 10 ms to
-    come back, now and then. From here on the process keeps the memory that it frees, as a training process should.
-    """
-    keep_freed_memory()
+    """Keeps every thread busy for a moment: a core that has slept takes up to 10 ms to come back, now and then."""
     square, end = torch.ones(512, 512), time.perf_counter() + AWAKE
     while time.perf_counter() < end:
         torch.mm(square, square)

@@ -1,8 +1,8 @@
 """Freed memory stays with the process, for programs that allocate the same again, step after step.
 
-glibc gives large freed blocks back to the system, whose fresh pages then cost a fault every 4 KB. The command line and
-every process of the benchmark keep theirs; a library must not choose that for the program it is part of, so that
-training loops of one's own call this themselves, once at their start.
+glibc gives large freed blocks back to the system, whose fresh pages then cost a fault every 4 KB. The command line
+keeps its own; a library must not choose that for the program it is part of, so that training loops of one's own call
+this themselves, once at their start.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pointsman.ops import dots
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
 from pointsman.ops.reference import ExpertParameters
 
-CHUNK = 2048  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
+CHUNK = 1024  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
 
 
 def _chunks(tokens: int) -> list[slice]:
