@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
 from pointsman.ops.reference import ExpertParameters
 
-KERNELS = {gemm: Kernels("fast", gemm) for gemm in ("blas", "onednn")}
+KERNELS = {name: Kernels("fast", name) for name in ("blas", "onednn")}
 
 
 def run(case: Any, kernels: Kernels | None = None) -> Tensor:
@@ -42,7 +43,9 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
         favourite=draw(st.sampled_from([0.0, 20.0]), "favourite"),
         seed=draw(st.integers(0, 1000), "seed"),
     )
-    case.check(lambda c: run(c, KERNELS[draw(st.sampled_from(["blas", "onednn"]), "gemm")]))
+    small = draw(st.sampled_from([0, gemm.SMALL]), "small")  # 0: oneDNN takes every product
+    with mock.patch.object(gemm, "SMALL", small):
+        case.check(lambda c: run(c, KERNELS[draw(st.sampled_from(["blas", "onednn"]), "gemm")]))
 
 
 @pytest.mark.parametrize("k", [2, 4])
@@ -50,7 +53,8 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, backend: str, k: int) -> None:
     # several chunks where k = E, several bucket sizes where not
-    problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[backend]))
+    with mock.patch.object(gemm, "SMALL", 0):
+        problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[backend]))
 
 
 @pytest.mark.parametrize("gated", [False, True])

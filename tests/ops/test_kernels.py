@@ -31,7 +31,9 @@ def test_unknown_fields_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["blas", "onednn"])
 @pytest.mark.parametrize("rows", [1, 3, 50])
-def test_products(backend: str, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("small", [0, gemm.SMALL])  # 0: nothing is left to BLAS
+def test_products(backend: str, dtype: torch.dtype, rows: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "SMALL", small)
     products = gemm.choose(backend, dtype)
     if backend == "onednn" and gemm.onednn_works(dtype):
         assert products is not gemm.BLAS
@@ -83,6 +85,11 @@ class TestGuard:
     def test_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         right = gemm._onednn_linear
         monkeypatch.setattr(gemm, "_onednn_linear", lambda *args: right(*args) * 1.001)
+        assert gemm.choose("onednn", torch.float32) is gemm.BLAS
+
+    def test_wrong_weight_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = gemm._onednn_weight_gradient
+        monkeypatch.setattr(gemm, "_onednn_weight_gradient", lambda *args: right(*args) * 1.001)
         assert gemm.choose("onednn", torch.float32) is gemm.BLAS
 
     def test_refusing(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from pointsman.ops.gemm import onednn_works
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 
+pytestmark = pytest.mark.usefixtures("onednn_takes_all")
+
 
 @pytest.mark.parametrize("gemm", ["blas", "onednn"])
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from pointsman.ops.kernels import PLAIN, Kernels
 from pointsman.ops.scoring import FEW, linear, score, score_backward
 
+pytestmark = pytest.mark.usefixtures("onednn_takes_all")
+
 
 def inputs(rows, bias=True, dtype=torch.float32):
     torch.manual_seed(0)
