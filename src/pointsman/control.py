@@ -1,4 +1,4 @@
-"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing."""
+"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing, packing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
+from pointsman.experts import Experts
 from pointsman.layer import MoE
+from pointsman.ops import packing
+from pointsman.ops.kernels import Kernels
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
@@ -75,8 +78,11 @@ class set_top_k:  # noqa: N801 - used like a function
 
 def _is_huggingface(module: nn.Module) -> bool:
     """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel)."""
-    gates = any(type(part).__module__.startswith("transformers.models.") for part in module.modules())
-    return gates and not any(isinstance(part, MoE) for part in module.modules())
+    return _has_huggingface_parts(module) and not any(isinstance(part, MoE) for part in module.modules())
+
+
+def _has_huggingface_parts(module: nn.Module) -> bool:
+    return any(type(part).__module__.startswith("transformers.models.") for part in module.modules())
 
 
 class record_routing:  # noqa: N801 - used like a function
@@ -131,6 +137,45 @@ def freeze(model: nn.Module, *roles: str) -> None:
             module.requires_grad_(False)
             if isinstance(module, Router):
                 module.frozen = True
+
+
+def pack_experts(model: nn.Module, packed: bool = True) -> int:
+    """Keeps the weights of large experts a second time, as oneDNN multiplies them: faster evaluation on a CPU.
+
+    For models that are only evaluated from now on. The copies are made by the next forward without gradients; any
+    optimizer's step drops them, and the evaluation after it makes new ones. Under autocast, which casts the weights at
+    every call, they are not used. Results may differ in the last bits.
+
+    Args:
+        model: any model with MoE layers, or a Hugging Face MoE with `experts_implementation="pointsman"`.
+        packed: False lets go of the copies and makes no more.
+
+    Returns:
+        How many bytes the copies take: as many as the weights that are packed. Matrices of at most 2^19 elements are
+        not, nor types other than float32 and bfloat16, nor float32 where BLAS is the faster.
+
+    Raises:
+        ValueError: there are no experts in it.
+    """
+    weights: list[tuple[Tensor, int, Kernels | None]] = []
+    for module in model.modules():
+        if isinstance(module, Experts):
+            each = (module.w_in, module.w_gate, module.w_out)
+            weights += [(weight, 1, module.kernels) for weight in each if weight is not None]
+    if _has_huggingface_parts(model):
+        from pointsman.hf.experts import fast_weights
+
+        weights += [(weight, parts, None) for weight, parts in fast_weights(model)]
+    if not weights:
+        raise ValueError(
+            f"pack_experts: {type(model).__name__} has no experts that pointsman computes; a Hugging Face MoE needs "
+            'experts_implementation="pointsman"'
+        )
+    if packed:
+        return sum(packing.pack(*one) for one in weights)
+    for weight, *_ in weights:
+        packing.unpack(weight)
+    return 0
 
 
 def step_end(model: nn.Module) -> None:

@@ -92,8 +92,10 @@ class MoE(nn.Module):
 
     def forward_with_routing(self, hidden: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, Routing]:
         """The output, and the routing that made it (whose carry a model keeps beside its memory)."""
-        routing: Routing = self.router(hidden, context)
-        output = self.experts(hidden.reshape(-1, hidden.shape[-1]), routing).view(hidden.shape)
+        # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
+        rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+        routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
+        output = self.experts(rows, routing).view(hidden.shape)
         if self.attach_losses and (routing.losses or routing.statistics or self.last_losses):
             output = self._attach(output, routing)
         return output, routing

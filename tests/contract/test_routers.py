@@ -150,6 +150,26 @@ def test_computes_in_at_least_float32(spec: str, hidden: Tensor, dtype: torch.dt
         assert all(buffer.dtype == torch.float32 for buffer in router.buffers() if buffer.is_floating_point())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_only_raised(spec: str, dtype: torch.dtype) -> None:
+    router = build(spec)
+    low = torch.randn(2, 150, DIM).to(dtype).requires_grad_()
+    high = low.detach().float().requires_grad_()
+    context = context_for(router, high.detach())
+    results = []
+    for hidden in (low, high):
+        torch.manual_seed(3)
+        logits = router(hidden, context).logits
+        wanted = [hidden, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
+        gradient = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+        gradients = torch.autograd.grad(logits, wanted, gradient, allow_unused=True) if logits.requires_grad else ()
+        results.append([logits.detach(), *gradients])
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-2 if one.dtype == dtype else 1e-5, atol=1e-4)
+
+
 def test_autocast_leaves_the_routing_alone(spec: str, hidden: Tensor) -> None:
     router = build(spec).eval()
     context = context_for(router, hidden)

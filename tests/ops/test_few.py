@@ -86,6 +86,9 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
         ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_by_dots"]),
         ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.bfloat16, ["_grouped"]),
+        ({"tokens": 4}, torch.float32, ["_by_dots"]),
+        ({"tokens": 4}, torch.bfloat16, ["_batched"]),
+        ({"tokens": 40, "num_experts": 40, "k": 1}, torch.float32, ["_by_dots"]),  # enough to be sorted
         ({"tokens": 30}, torch.float32, ["_batched"]),
         ({"tokens": 30}, torch.bfloat16, ["_batched"]),
         ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),

@@ -83,8 +83,8 @@ class TestGuard:
         assert measure_kernels() == Kernels("fast", "blas")
 
     def test_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = gemm._onednn_linear
-        monkeypatch.setattr(gemm, "_onednn_linear", lambda *args: right(*args) * 1.001)
+        right = gemm.onednn_linear
+        monkeypatch.setattr(gemm, "onednn_linear", lambda *args: right(*args) * 1.001)
         assert gemm.choose("onednn", torch.float32) is gemm.BLAS
 
     def test_wrong_weight_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,18 +96,18 @@ class TestGuard:
         def refuse(*_: object) -> None:
             raise RuntimeError("not supported")
 
-        monkeypatch.setattr(gemm, "_onednn_linear", refuse)
+        monkeypatch.setattr(gemm, "onednn_linear", refuse)
         assert gemm.choose("onednn", torch.float32) is gemm.BLAS
 
     def test_slower(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if not gemm.onednn_works(torch.float32):
             pytest.skip("no oneDNN here")
-        right = gemm._onednn_linear
+        right = gemm.onednn_linear
 
         def slow(*args: object) -> torch.Tensor:
             for _ in range(20):
                 right(*args)
             return right(*args)
 
-        monkeypatch.setattr(gemm, "_onednn_linear", slow)
+        monkeypatch.setattr(gemm, "onednn_linear", slow)
         assert measure_kernels() == Kernels("fast", "blas")

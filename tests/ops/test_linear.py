@@ -4,11 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pointsman.ops import linear as module
 from pointsman.ops.gemm import onednn_works
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.linear import linear
+from pointsman.ops.linear import linear, raised
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Of 300 rows, 20 wide."""
+    monkeypatch.setattr(module, "BLOCK", 300 * 20)
 
 
 @pytest.mark.parametrize("gemm", ["blas", "onednn"])
@@ -28,6 +35,47 @@ def test_forward_and_gradients_equal_torch(shape, with_bias, gemm):
         torch.autograd.grad(got, inputs, upper), torch.autograd.grad(expected, inputs, upper), strict=True
     ):
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [5, 603])
+def test_half_precision_meets_a_float32_weight(small_blocks, dtype, rows, gemm):
+    hidden = torch.randn(rows, 20).to(dtype).requires_grad_()
+    weight, bias = torch.randn(27, 20, requires_grad=True), torch.randn(27, requires_grad=True)
+    upper = torch.randn(rows, 27)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    expected = F.linear(*exact)
+    got = linear(hidden, weight, bias, Kernels(gemm=gemm))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    results = torch.autograd.grad(got, (hidden, weight, bias), upper)
+    assert results[0].dtype == dtype
+    right = torch.autograd.grad(expected, exact, upper.double())
+    for mine, other, bound in zip(results, right, (4e-3, 1e-5, 1e-5), strict=True):
+        assert (mine.double() - other).norm() <= bound * other.norm()
+
+
+def test_half_precision_is_raised_block_by_block(small_blocks, monkeypatch):
+    if not onednn_works(torch.float32):
+        pytest.skip("oneDNN's products do not work here")
+    sizes = []
+    products = module.ONEDNN
+    monkeypatch.setattr(
+        type(products), "linear_into", lambda self, output, rows, *rest: sizes.append(len(rows)), raising=True
+    )
+    linear(torch.randn(603, 20).bfloat16(), torch.randn(5, 20), None, Kernels(gemm="onednn"))
+    linear(torch.randn(600, 100).bfloat16(), torch.randn(5, 100), None, Kernels(gemm="onednn"))
+    assert sizes == [300, 300, 3, 256, 256, 88]
+
+
+def test_second_derivatives_in_half_precision():
+    hidden, weight = torch.randn(6, 4).bfloat16().requires_grad_(), torch.randn(5, 4, requires_grad=True)
+    second = []
+    for output in (linear(hidden, weight, None, Kernels(gemm="onednn")), F.linear(raised(hidden), weight)):
+        (first,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+        second.append(torch.autograd.grad(first.float().square().sum(), weight)[0])
+    torch.testing.assert_close(*second, rtol=1e-2, atol=1e-1)
 
 
 def test_only_what_is_wanted_is_computed():

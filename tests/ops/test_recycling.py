@@ -1,4 +1,4 @@
-"""Recycled storage of weight gradients: only when nobody holds it."""
+"""Memory that is used again: only when nobody holds it."""
 
 import gc
 from collections.abc import Callable
@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import recycling
+from pointsman.ops.cpu import sharing
+from pointsman.ops.dispatch import rows_at_most
+from pointsman.ops.feedforward import HiddenUnits
+from pointsman.ops.gemm import Blas
 from pointsman.ops.grouped import apply_experts
-from pointsman.ops.recycling import empty_gradient
+from pointsman.ops.recycling import empty_gradient, empty_rows, spend, spent
+from pointsman.ops.reference import ExpertParameters
 
 
 def address(parameter: Tensor) -> int:
@@ -140,3 +145,103 @@ def test_a_parameter_used_twice_in_one_graph(problem: Callable[..., Any]) -> Non
     total = sum(apply_experts(case.hidden, case.routing, case.parameters, case.activation) for _ in range(3))
     total.backward(gradient)
     torch.testing.assert_close(case.parameters.w_in.grad.double(), 3 * once[3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def empty() -> None:
+    recycling.forget()
+
+
+ROWS = recycling.LEAST // 4  # of one float32
+
+
+def test_rows_are_shared_by_all_parameters(empty: None, parameter: Tensor) -> None:
+    other = torch.randn(2, dtype=torch.bfloat16)
+    rows = empty_rows(parameter, ROWS, 1)
+    assert (rows.shape, rows.dtype, rows.is_contiguous()) == ((ROWS, 1), torch.float32, True)
+    taken = rows.data_ptr()
+    assert empty_rows(other, ROWS, 2).data_ptr() != taken  # held
+    view = rows[3:4]
+    del rows
+    assert empty_rows(parameter, ROWS // 2, 2).data_ptr() != taken
+    del view
+    recycling._rows.pop(other)
+    assert empty_rows(other, ROWS, 2).dtype == torch.bfloat16
+    assert empty_rows(other, ROWS, 2).data_ptr() == taken
+
+
+def test_rows_that_have_become_too_few_are_given_back(empty: None, parameter: Tensor) -> None:
+    held = empty_rows(parameter, ROWS, 1)
+    empty_rows(parameter, 2 * ROWS, 1)
+    other = torch.randn(2)
+    empty_rows(other, 4 * ROWS, 1)
+    sizes = [storage.nbytes() for storages in recycling._rows.values() for storage in storages]
+    assert sorted(sizes) == [size + size // 8 for size in (held.nbytes, 4 * held.nbytes)]
+    assert empty_rows(parameter, 4 * ROWS + ROWS // 4, 1).nbytes <= sizes[-1]
+    assert len(recycling._rows[parameter]) == 1
+
+
+def test_few_rows_are_fresh(empty: None, parameter: Tensor) -> None:
+    assert empty_rows(parameter, ROWS - 1, 1).shape == (ROWS - 1, 1)
+    assert not recycling._rows
+
+
+def test_spent_units_come_back_in_their_order(empty: None, parameter: Tensor) -> None:
+    units = [torch.randn(index) for index in range(4)]
+    spend(parameter, units)
+    assert [len(one) for one in reversed(spent(parameter))] == [0, 1, 2, 3]
+    assert spent(parameter) == []
+
+
+def test_spent_units_of_another_parameter(empty: None, parameter: Tensor) -> None:
+    other = torch.randn(2)
+    spend(parameter, [torch.randn(1)])
+    assert len(spent(other)) == 1
+    assert spent(parameter) == []
+    spend(other, [torch.randn(1)])
+    del other
+    gc.collect()
+    assert spent(parameter) == []
+
+
+class Counting(Blas):
+    """Products that note how many spent units there are when they are called."""
+
+    def __init__(self, spent: list[Tensor]) -> None:
+        self.spent, self.counts = spent, []
+
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+        self.counts.append(len(self.spent))
+        return super().linear(rows, weight, bias, relu)
+
+
+@pytest.mark.parametrize(("activation", "gated"), [("relu", False), ("gelu", False), ("silu", True)])
+def test_each_is_let_go_of_before_its_successor_is_made(activation: str, gated: bool) -> None:
+    old = [torch.randn(1) for _ in range(5)]
+    gemm = Counting(old)
+    first = HiddenUnits(activation, 0.0, gemm, None, old)
+    gate = torch.randn(6, 5) if gated else None
+    expert = ExpertParameters(torch.randn(6, 5), torch.randn(5, 6), None, None, gate, None)
+    kept = [first.forward(torch.randn(3, 5), expert)[1] for _ in range(3)]
+    assert gemm.counts == ([4, 3, 2, 1, 0, 0] if gated else [4, 3, 2])
+    assert sum(map(len, kept)) == len(gemm.counts)
+
+
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize("gated", [False, True])
+def test_units_stay_until_the_next_call(empty: None, problem: Callable[..., Any], k: int, gated: bool) -> None:
+    case = problem(k=k, gated=gated)
+
+    def run() -> Tensor:
+        return apply_experts(case.hidden, case.routing, case.parameters, case.activation)
+
+    w_in = case.parameters.w_in
+    for _ in range(2):
+        output = run()
+        assert w_in not in recycling._spent
+        output.sum().backward()
+        rows = sum(unit.numel() for unit in recycling._spent[w_in]) / w_in.shape[1] / (1 + gated)
+        assert 40 * k <= rows <= rows_at_most(40 * k, 6, sharing(w_in.dtype, w_in[0].numel()))
+    with torch.no_grad():
+        run()
+    assert w_in not in recycling._spent  # evaluation gives them back

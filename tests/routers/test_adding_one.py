@@ -1,12 +1,14 @@
-"""The example of docs/routers/index.md is a router, as it stands."""
+"""A router of one's own: the example of docs/routers/index.md, as it stands, and what a scorer is given."""
 
 import re
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from pointsman import MoE
+from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers import registry
+from pointsman.routers.topk import LinearScorer
 
 
 def test_the_example_of_the_page_runs() -> None:
@@ -21,3 +23,29 @@ def test_the_example_of_the_page_runs() -> None:
         assert registry.entry("mine").summary.startswith("One line that")
     finally:
         registry._ROUTERS.pop("mine", None)
+
+
+def test_a_scorer_with_a_forward_of_its_own_gets_raised_hidden_states() -> None:
+    class Halved(LinearScorer):
+        def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+            assert hidden.dtype == torch.float32
+            return nn.functional.linear(hidden, self.weight.to(hidden.dtype)) / 2
+
+    class Renamed(LinearScorer):
+        """Keeps the forward, and with it what that says."""
+
+    assert (LinearScorer.raises, Renamed.raises, Halved.raises) == (True, True, False)
+    router = build_router("smoe", dim=8, num_experts=4, top_k=2).bfloat16()
+    for scorer in (Halved(8, 4).bfloat16(), NoPromises()):
+        router.score = scorer
+        assert router(torch.randn(5, 8).bfloat16()).logits.dtype == torch.float32
+
+
+class NoPromises(nn.Module):
+    """A stage that is no Scorer."""
+
+    causal = batch_invariant = True
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        assert hidden.dtype == torch.float32
+        return hidden[..., :4]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pointsman.ops import dense, few, sparse
+from pointsman.ops import dense, few, packing, recycling, sparse
 from pointsman.ops.dispatch import MOST_ROWS, Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
-from pointsman.ops.gemm import choose
+from pointsman.ops.gemm import IN_CACHE, choose
 from pointsman.ops.kernels import measure_kernels
-from pointsman.ops.recycling import empty_gradient
 from pointsman.ops.reference import ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16}
@@ -30,9 +29,12 @@ class Options:
     seed: int
     gemm: str
 
-    def hidden_units(self, dtype: torch.dtype) -> HiddenUnits:
+    def hidden_units(self, dtype: torch.dtype, evaluated: ExpertParameters | None = None) -> HiddenUnits:
+        """`evaluated`: the experts, where no backward follows; their weights may be packed."""
         generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
         gemm = choose(self.gemm or measure_kernels().gemm, dtype)
+        if evaluated is not None:
+            gemm = packing.products(gemm, evaluated)
         return HiddenUnits(self.activation, self.dropout, gemm, generator)
 
 
@@ -53,7 +55,7 @@ class Work:
     def __init__(
         self, hidden: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
     ) -> None:
-        num_experts = len(parameters.w_in)
+        num_experts, self.hidden_dim, _ = parameters.w_in.shape
         token, expert = assignments.token, assignments.expert
         self.options = options
         self.num_experts = num_experts
@@ -66,7 +68,9 @@ class Work:
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
     ) -> tuple[Tensor, list[Kept]]:
-        first = self.options.hidden_units(hidden.dtype)
+        first = self.options.hidden_units(hidden.dtype, None if keep else parameters)
+        if keep:
+            first = replace(first, spent=recycling.spent(parameters.w_in))
         factors = self._factors(weight, hidden.dtype)
         hidden = hidden.detach()  # embedding_bag does more for what requires gradients
         if self.plan is None:
@@ -97,7 +101,7 @@ class Work:
     def kept_rows(self, tokens: int) -> list[int]:
         """How many rows each item of what `forward` keeps has, in its order."""
         if self.plan is None:
-            return dense.kept_rows(tokens, self.num_experts)
+            return dense.kept_rows(tokens, self.num_experts, self.hidden_dim)
         return [len(part.starts) for part in self.plan.parts if part.size]
 
     def _by_expert(self) -> Tensor:
@@ -128,7 +132,7 @@ def sharing(dtype: torch.dtype, size: int) -> Sharing | None:
     for small experts, or of so few rows, that calls take the time.
     """
     if dtype == torch.bfloat16:
-        return Sharing(min(128, (1 << 23) // size), MOST_ROWS) if size <= 1 << 19 else None
+        return Sharing(min(128, (1 << 23) // size), MOST_ROWS) if size <= IN_CACHE else None
     most = (1 << 22) // size if size <= 1 << 16 else FEW_ROWS
     return Sharing(min(128, (1 << 21) // size), most) if size <= 1 << 17 else None
 
@@ -148,10 +152,11 @@ def apply(
 def evaluate(
     hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
 ) -> Tensor:
-    """`apply` where no backward follows."""
+    """`apply` where no backward follows. Lets go of hidden units that a backward before it has left."""
+    recycling.spent(parameters.w_in).clear()
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= few.MOST and not options.dropout:
-        return few.forward(hidden, weight, expert, parameters, options.hidden_units(hidden.dtype))
+        return few.forward(hidden, weight, expert, parameters, options.hidden_units(hidden.dtype, parameters))
     return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 
 
@@ -163,7 +168,7 @@ class _Experts(torch.autograd.Function):
         parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
         work = Work(hidden, assignments, parameters, options)
         output, kept = work.forward(hidden, weight, parameters, keep=True)
-        ctx.work = work
+        ctx.work, ctx.owner = work, recycling.owner(parameters.w_in)
         ctx.width = len(kept[0]) if kept else 1
         ctx.save_for_backward(hidden, weight, *tensors, *(tensor for item in kept for tensor in item))
         return output
@@ -177,9 +182,10 @@ class _Experts(torch.autograd.Function):
         hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
         gradients = Gradients(
             *(
-                empty_gradient(tensor) if needed and tensor is not None else None
+                recycling.empty_gradient(tensor) if needed and tensor is not None else None
                 for tensor, needed in zip(parameters, wanted, strict=True)
             )
         )
         pair = ctx.work.backward(gradient, hidden, weight, parameters, kept, gradients, hidden_wanted, weight_wanted)
+        recycling.spend(ctx.owner, flat)
         return *pair, None, None, *gradients

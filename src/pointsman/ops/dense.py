@@ -15,16 +15,16 @@ from pointsman.ops import dots
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
 from pointsman.ops.reference import ExpertParameters
 
-CHUNK = 1024  # rows; a power of two, so that a chunk is a shape that oneDNN has seen
+
+def _chunks(tokens: int, hidden_dim: int) -> list[slice]:
+    # powers of two, so that a chunk is a shape that oneDNN has seen
+    size = 2048 if hidden_dim <= 2048 else 1024
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _chunks(tokens: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, tokens)) for start in range(0, tokens, CHUNK)]
-
-
-def kept_rows(tokens: int, num_experts: int) -> list[int]:
+def kept_rows(tokens: int, num_experts: int, hidden_dim: int) -> list[int]:
     """How many rows each item of what `forward` keeps has, in its order."""
-    return [rows.stop - rows.start for rows in _chunks(tokens) for _ in range(num_experts)]
+    return [rows.stop - rows.start for rows in _chunks(tokens, hidden_dim) for _ in range(num_experts)]
 
 
 def forward(
@@ -41,10 +41,10 @@ def forward(
     output = torch.empty_like(hidden)
     kept: list[Kept] = []
     each = [one(parameters, index) for index in range(weight.shape[1])]
-    for rows in _chunks(hidden.shape[0]):
-        total = output[rows]
+    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1]):
+        inputs, total = hidden[rows], output[rows]
         for index, (expert, factor) in enumerate(zip(each, weight[rows, :, None].unbind(1), strict=True)):
-            units, keeping = first.forward(hidden[rows], expert)
+            units, keeping = first.forward(inputs, expert)
             if keep:
                 kept.append(keeping)
             results = first.gemm.linear(units, expert.w_out)
@@ -80,12 +80,12 @@ def backward(
     inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
     scales, rest = divisible(factors)
     saved = iter(kept)
-    for rows in _chunks(hidden.shape[0]):
+    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1]):
         outer, total = gradient[rows], None
         # transposed once for all experts: a weight gradient's first operand
         inputs_columns, outer_columns = hidden[rows].t().contiguous().t(), outer.t().contiguous().t()
-        for index, (expert, result) in enumerate(each):
-            factor, scale = factors[index, rows, None], scales[index, rows, None]
+        columns = (part[:, rows, None].unbind(0) for part in (factors, scales))
+        for index, ((expert, result), factor, scale) in enumerate(zip(each, *columns, strict=True)):
             keeping = next(saved)
             again = first.again(keeping)
             inner = gemm.product(outer * scale, expert.w_out)

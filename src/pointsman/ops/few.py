@@ -6,8 +6,8 @@ as few calls as can be. Which way depends on how many rows an expert has, and on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pointsman.ops import dots
 from pointsman.ops.dispatch import refuse_beyond
-from pointsman.ops.feedforward import HiddenUnits, one
-from pointsman.ops.gemm import ONEDNN
+from pointsman.ops.feedforward import HiddenUnits
+from pointsman.ops.gemm import IN_CACHE, ONEDNN
+from pointsman.ops.packing import Packed
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
-IN_CACHE = 1 << 19  # elements of a weight so small that calls take the time
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Rows, all experts' weights [E, out, in], and biases [E, out], to each row's product with its expert's."""
@@ -57,20 +57,17 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
 def _rows(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, first: HiddenUnits) -> Tensor:
     """Expert `expert` [S] on the hidden states `source` [S]: [S, dim]."""
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    # inner products win where a weight is read for one row; in float32 for a second one, too, if it lies in cache
-    single = 2 if small and hidden.dtype == torch.float32 else 1
-    if not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
-        single = 0
-    if single and len(hidden) == 1:
+    with_dots = all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out))
+    if with_dots and len(hidden) == 1:
         return _by_dots(hidden, source, expert, p, first.activation)
     counts = expert.bincount(minlength=len(p.w_in))
     most = int(counts.max())
-    if most <= single:
+    if with_dots and (_few_rows_each(counts, len(expert), hidden.dtype) if small else most == 1):
         return _by_dots(hidden, source, expert, p, first.activation)
     if small and _batched_suits(len(p.w_in), most, len(expert)):
         return _batched(hidden.index_select(0, source), expert, most, p, first.activation)
     rows = hidden.new_empty(len(expert), hidden.shape[1])
-    alone = counts.index_select(0, expert) <= single
+    alone = counts.index_select(0, expert) <= int(with_dots)
     left = alone.nonzero()[:, 0]
     if len(left):
         rows[left] = _by_dots(hidden, source[left], expert[left], p, first.activation)
@@ -86,8 +83,22 @@ def _rows(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, f
     return rows
 
 
+def _few_rows_each(counts: Tensor, assignments: int, dtype: torch.dtype) -> bool:
+    """Whether inner products are fastest for weights in cache: measured, by the mean over the experts in use."""
+    most = 2.5 if dtype == torch.float32 else 1.25
+    return assignments <= most * int(counts.count_nonzero())
+
+
 def _by_dots(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, activation: str) -> Tensor:
-    """All rows in one call a weight."""
+    """All rows in one call a weight; many of them expert by expert, so that each weight is read once."""
+    if len(expert) >= 32:
+        order = expert.argsort(stable=True)
+        results = _each_by_dots(hidden, source[order], expert[order], p, activation)
+        return torch.empty_like(results).index_copy_(0, order, results)
+    return _each_by_dots(hidden, source, expert, p, activation)
+
+
+def _each_by_dots(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, activation: str) -> Tensor:
     rows = torch.arange(len(expert), device="cpu")
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,7 +137,7 @@ def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUn
     """
     _, width, dim = parameters.w_in.shape
     whole = not (width | dim) * hidden.element_size() % 16
-    return whole and (first.gemm is not ONEDNN or small)
+    return whole and (small or not (first.gemm is ONEDNN or isinstance(first.gemm, Packed)))
 
 
 def _grouped(rows: Tensor, expert: Tensor, ends: Tensor, p: ExpertParameters, activation: str) -> Tensor:
@@ -141,9 +152,10 @@ def _grouped(rows: Tensor, expert: Tensor, ends: Tensor, p: ExpertParameters, ac
 
 def _one_by_one(rows: Tensor, ends: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
     results = []
-    for index, (start, end) in enumerate(pairwise([0, *ends])):
+    experts = (itertools.repeat(None) if tensor is None else tensor.unbind(0) for tensor in parameters)
+    for (start, end), tensors in zip(itertools.pairwise([0, *ends]), zip(*experts, strict=False), strict=False):
         if start < end:
-            expert = one(parameters, index)
+            expert = ExpertParameters(*tensors)
             units, _ = first.forward(rows[start:end], expert)
             results.append(first.gemm.linear(units, expert.w_out, expert.b_out))
     return torch.cat(results)

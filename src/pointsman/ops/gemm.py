@@ -77,7 +77,7 @@ class BlasRelu(Blas):
     """torch.mm, with oneDNN's rectified linear product: bfloat16."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        return _onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
+        return onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
 
 
 class Batched:
@@ -123,10 +123,9 @@ class OneDNN:
         count, width = rows.shape
         if 2 <= count <= 4 and width <= 1024:
             return _as_columns(rows, weight, bias, relu)
-        # the second: a weight in cache, so that reading it is not what takes the time
-        if _small(rows, weight) or (count <= 7 and weight.numel() <= 1 << 19):
+        if _small(rows, weight) or (count <= 7 and weight.numel() <= IN_CACHE):
             return BLAS.linear(rows, weight, bias, relu)
-        return _onednn_linear(rows, weight, bias, relu)
+        return onednn_linear(rows, weight, bias, relu)
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if _small(rows, weight):
@@ -135,13 +134,13 @@ class OneDNN:
             output.copy_(self.linear(rows, weight, bias))
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return BLAS.product(rows, weight) if _small(rows, weight) else _onednn_linear(rows, weight.t())
+        return BLAS.product(rows, weight) if _small(rows, weight) else onednn_linear(rows, weight.t())
 
     def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
         if _small(rows, weight):
             BLAS.product_into(output, rows, weight)
         else:
-            output.copy_(_onednn_linear(rows, weight.t()))
+            output.copy_(onednn_linear(rows, weight.t()))
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
@@ -158,6 +157,8 @@ class OneDNN:
             output.copy_(result)
 
 
+IN_CACHE = 1 << 19
+"""Elements of a weight so small that calls, and not reading it, take the time."""
 SMALL = 1 << 21
 """Multiply-accumulates up to which BLAS is done before oneDNN."""
 
@@ -171,7 +172,8 @@ def _apart(rows: Tensor, experts: int) -> Tensor:
     return rows.view(experts, -1, rows.shape[1])
 
 
-def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    """rows weight' + bias, rectified if asked: oneDNN's. The weight may be packed (`ops.packing`)."""
     bias = None if bias is None else bias.contiguous()  # its strides would be ignored
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "relu" if relu else "none", [], "")
     return output
@@ -180,8 +182,8 @@ def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, rel
 def _onednn_weight_gradient(gradient: Tensor, rows: Tensor) -> Tensor:
     """gradient' rows. What is transposed is copied, on one thread: the first operand, or the second and the result."""
     if gradient.numel() <= rows.numel() + gradient.shape[1] * rows.shape[1]:
-        return _onednn_linear(gradient.t(), rows.t())
-    return _onednn_linear(rows.t(), gradient.t()).t()
+        return onednn_linear(gradient.t(), rows.t())
+    return onednn_linear(rows.t(), gradient.t()).t()
 
 
 def _as_columns(rows: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
@@ -215,10 +217,10 @@ def onednn_works(dtype: torch.dtype) -> bool:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             kept = rows.clone()
-            right = close(_onednn_linear(rows, weight, bias, True), (exact[0] @ exact[1].t() + exact[2]).relu())
+            right = close(onednn_linear(rows, weight, bias, True), (exact[0] @ exact[1].t() + exact[2]).relu())
             if dtype == torch.float32:
                 # not through ONEDNN, which leaves products as small as these to BLAS
-                right &= close(_onednn_linear(gradient, weight.t()), exact[4] @ exact[1])
+                right &= close(onednn_linear(gradient, weight.t()), exact[4] @ exact[1])
                 right &= close(_onednn_weight_gradient(gradient, rows), exact[4].t() @ exact[0])
                 right &= close(_onednn_weight_gradient(rows, gradient), exact[0].t() @ exact[4])
                 right &= close(ONEDNN.accumulate(total, rows, weight), exact[3] + exact[0] @ exact[1].t())

@@ -1,7 +1,11 @@
-"""A linear map through the run's matrix products: on a CPU in float32 twice as fast where oneDNN's are."""
+"""A linear map through the run's matrix products: on a CPU in float32 twice as fast where oneDNN's are.
+
+Half-precision rows meet float32 weights (a router's) block by block: each is raised where it stays in cache.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,30 +14,46 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from pointsman.ops.gemm import ONEDNN, choose
+from pointsman.ops.gemm import ONEDNN, Gemm, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
+
+HALF = (torch.bfloat16, torch.float16)
+BLOCK = 1 << 19  # elements that are raised at a time, if they are rows enough for a product
+
+
+def raised(tensor: Tensor) -> Tensor:
+    """bf16 and half become float32; float32 and float64 stay."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
     """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out].
 
     Args:
+        hidden: in the dtype of `weight`; or in half precision, with a float32 weight, and then raised.
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling() or not suits(hidden, weight):
-        return F.linear(hidden, weight, bias)
+        return _plain(hidden, weight, bias)
     if choose((kernels or measure_kernels()).gemm, torch.float32) is not ONEDNN:
-        return F.linear(hidden, weight, bias)
+        return _plain(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     output: Tensor = _Linear.apply(rows.contiguous(), weight.contiguous(), bias)  # type: ignore[no-untyped-call]
     return output.view(*hidden.shape[:-1], -1)
 
 
+def _plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        hidden = raised(hidden)
+    return F.linear(hidden, weight, bias)
+
+
 def suits(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the products of `ops.gemm` can take these: plain float32 tensors on a CPU, at least one row."""
+    """Whether the products of `ops.gemm` can take these: plain tensors on a CPU, a float32 weight, at least one row."""
     return (
         hidden.device.type == "cpu"
-        and hidden.dtype == weight.dtype == torch.float32
+        and weight.dtype == torch.float32
+        and hidden.dtype in (torch.float32, *HALF)
         and hidden.numel() > 0
         and {type(hidden), type(weight)} <= {Tensor, Parameter}  # not one that is sharded over processes
         and not torch.is_autocast_enabled("cpu")
@@ -49,24 +69,55 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, products: Gemm) -> Tensor:
+    """rows [n, in] times weight [out, in] transposed, plus bias."""
+    if rows.dtype == weight.dtype:
+        return products.linear(rows, weight, bias)
+    output = weight.new_empty(len(rows), len(weight))
+    for some in _blocks(rows):
+        products.linear_into(output[some], rows[some].to(weight.dtype), weight, bias)
+    return output
+
+
+def backward(
+    gradient: Tensor, rows: Tensor, weight: Tensor, wanted: Sequence[bool], products: Gemm
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of rows and weight, as far as `wanted`, from that of the output (contiguous, of the weight's dtype)."""
+    d_weight = torch.empty_like(weight) if wanted[1] else None
+    if rows.dtype == weight.dtype:
+        d_rows = products.product(gradient, weight) if wanted[0] else None
+        if d_weight is not None:
+            products.weight_gradient(d_weight, gradient, rows)
+        return d_rows, d_weight
+    d_rows = torch.empty_like(rows) if wanted[0] else None
+    for some in _blocks(rows):
+        if d_rows is not None:
+            d_rows[some] = products.product(gradient[some], weight)
+        if d_weight is not None:
+            products.weight_gradient(d_weight, gradient[some], rows[some].to(weight.dtype), add=some.start > 0)
+    return d_rows, d_weight
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    size = max(256, BLOCK // rows.shape[1])
+    return [slice(start, start + size) for start in range(0, len(rows), size)]
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.bias = bias is not None
-        return ONEDNN.linear(rows, weight, bias)
+        return forward(rows, weight, bias, ONEDNN)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
-        d_rows = d_weight = None
-        twice = torch.is_grad_enabled()  # create_graph=True: through products that have derivatives themselves
-        if ctx.needs_input_grad[0]:
-            d_rows = gradient @ weight if twice else ONEDNN.product(gradient, weight)
-        if ctx.needs_input_grad[1] and twice:
-            d_weight = gradient.t() @ rows
-        elif ctx.needs_input_grad[1]:
-            d_weight = torch.empty_like(weight)
-            ONEDNN.weight_gradient(d_weight, gradient, rows)
+        wanted = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # create_graph=True: through products that have derivatives themselves
+            d_rows = (gradient @ weight).to(rows.dtype) if wanted[0] else None
+            d_weight = gradient.t() @ rows.to(weight.dtype) if wanted[1] else None
+        else:
+            d_rows, d_weight = backward(gradient, rows, weight, wanted, ONEDNN)
         return d_rows, d_weight, gradient.sum(0) if ctx.bias else None

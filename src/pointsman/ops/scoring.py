@@ -12,20 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops import linear as plain
-from pointsman.ops.gemm import choose
+from pointsman.ops.gemm import Gemm, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 
 FEW = 256  # rows, with which the faster product gains less than its call costs
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
-    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E].
+    """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], in at least float32.
 
     Args:
+        hidden: of any precision; weight and bias take its own, raised.
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
+    dtype = torch.float32 if hidden.dtype in plain.HALF else hidden.dtype
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     if hidden.numel() < FEW * hidden.shape[-1]:
-        return F.linear(hidden, weight, bias)
+        return F.linear(hidden.to(dtype), weight, bias)
     if torch.compiler.is_compiling() and plain.suits(hidden, weight):
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         scores: Tensor = score(rows, weight.contiguous(), bias, "" if kernels is None else kernels.gemm)
@@ -33,29 +36,28 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
     return plain.linear(hidden, weight, bias, kernels)
 
 
-def _products(gemm: str, dtype: torch.dtype) -> Any:
+def _products(gemm: str, dtype: torch.dtype) -> Gemm:
     return choose(gemm or measure_kernels().gemm, dtype)
 
 
 @torch.library.custom_op("pointsman::score", mutates_args=())
 def score(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
     """rows [n, dim], contiguous, times weight [E, dim] transposed, plus bias; `gemm` as of `Kernels`, "" measured."""
-    output: Tensor = _products(gemm, rows.dtype).linear(rows, weight, bias)
-    return output
+    return plain.forward(rows, weight, bias, _products(gemm, weight.dtype))
 
 
 @score.register_fake
 def _(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[0])
+    return weight.new_empty(rows.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("pointsman::score_backward", mutates_args=())
 def score_backward(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weight."""
-    products, gradient = _products(gemm, rows.dtype), gradient.contiguous()
-    weight_gradient = torch.empty_like(weight)
-    products.weight_gradient(weight_gradient, gradient, rows)
-    return products.product(gradient, weight), weight_gradient
+    d_rows, d_weight = plain.backward(gradient.contiguous(), rows, weight, (True, True), _products(gemm, weight.dtype))
+    assert d_rows is not None
+    assert d_weight is not None
+    return d_rows, d_weight
 
 
 @score_backward.register_fake

@@ -21,6 +21,7 @@ from torch import Tensor
 from pointsman.ops import dots
 from pointsman.ops.dispatch import Part, Plan
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible
+from pointsman.ops.recycling import empty_rows
 from pointsman.ops.reference import ExpertParameters
 
 
@@ -35,7 +36,7 @@ def forward(
         first: the experts' first half.
         keep: whether backward will follow.
     """
-    rows = hidden.new_empty(plan.total, hidden.shape[1])
+    rows = empty_rows(parameters.w_in, plan.total, hidden.shape[1])
     kept: list[Kept] = []
     for part, tensors, results in zip(plan.parts, _experts(plan, parameters), plan.split(rows), strict=True):
         if not part.size:
@@ -67,7 +68,7 @@ def backward(
     rests: Sequence[Tensor | None] = [None] * len(plan.parts)
     if rest is not None:
         rests = plan.split(rest.new_ones(plan.total, 1).index_copy_(0, plan.position, rest[:, None]))
-    hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
+    hidden_rows = empty_rows(parameters.w_in, plan.total, hidden.shape[1]) if hidden_wanted else None
     of_hidden = [None] * len(plan.parts) if hidden_rows is None else plan.split(hidden_rows)
     of_weight = [weight[:0]]
     saved = iter(kept)

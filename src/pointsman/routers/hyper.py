@@ -36,6 +36,8 @@ class HyperScorer(Scorer):
     kept until e changes (its version counts on), a training forward, `train`, `eval`, `step_end` or a loaded state.
     """
 
+    raises = True
+
     def __init__(self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module) -> None:
         super().__init__()
         self.shape = (num_experts, dim + 1)
@@ -62,7 +64,7 @@ class HyperScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self.plain_linear()
-        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype), self.kernels)
+        return linear(hidden, weight, bias, self.kernels)
 
     def train(self, mode: bool = True) -> HyperScorer:
         self._cache = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ops.kernels import Kernels
+from pointsman.ops.linear import raised
 from pointsman.routing import Carry, Routing, RoutingContext
 
 PLAIN_CONTEXT = RoutingContext()
@@ -74,9 +75,20 @@ def _own_buffers(stage: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
 
 
 class Scorer(FrozenStage):
-    """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones)."""
+    """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones).
+
+    Attributes:
+        raises: whether `forward` takes half precision and raises it (`ops.scoring.linear`); otherwise it gets float32.
+            True only where the class that says so has the `forward`.
+    """
 
     kernels: Kernels | None = None
+    raises = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__ and "raises" not in cls.__dict__:
+            cls.raises = False
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         raise NotImplementedError
@@ -203,11 +215,13 @@ class Router(nn.Module):
 
             allow_a_graph_for_each_k(self.num_experts)
         if not torch.is_autocast_enabled(hidden.device.type):
-            return self._route(raised(hidden), context)
+            return self._route(hidden, context)
         with torch.autocast(hidden.device.type, enabled=False):
-            return self._route(raised(hidden), context)
+            return self._route(hidden, context)
 
     def _route(self, hidden: Tensor, context: RoutingContext) -> Routing:
+        if self.mix is not None or not getattr(self.score, "raises", False):
+            hidden = raised(hidden)
         logits = self.score(hidden, context)
         unmixed = self.normalize(logits)
         probs, carry, statistics = unmixed, None, {}
@@ -299,11 +313,6 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
-
-
-def raised(tensor: Tensor) -> Tensor:
-    """bf16 and half become float32; float32 and float64 stay."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def check_top_k(top_k: int, num_experts: int) -> int:

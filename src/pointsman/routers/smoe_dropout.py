@@ -17,6 +17,8 @@ from pointsman.routing import RoutingContext
 class FrozenLinearScorer(Scorer):
     """z = (W h + b) / t: W ~ N(0, std^2) and b = 0 never train; t is 1, or a learnable scalar that starts at 1."""
 
+    raises = True
+
     def __init__(self, dim: int, num_experts: int, *, std: float = INIT_STD, learn_temperature: bool = False) -> None:
         super().__init__()
         self.weight: Tensor
@@ -33,7 +35,7 @@ class FrozenLinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self._plain()
-        return linear(hidden, weight.to(hidden.dtype), bias.to(hidden.dtype), self.kernels)
+        return linear(hidden, weight, bias, self.kernels)
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         return self._plain()

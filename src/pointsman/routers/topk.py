@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.linear import raised
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
 from pointsman.routers.router import Scorer, Sigmoid, Softmax, Stages
@@ -23,6 +24,8 @@ class LinearScorer(Scorer):
         jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter); experts see the clean one.
     """
 
+    raises = True
+
     def __init__(
         self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
     ) -> None:
@@ -35,9 +38,9 @@ class LinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         if self.training and self.jitter:
+            hidden = raised(hidden)
             hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
-        bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        logits = linear(hidden, self.weight.to(hidden.dtype), bias, self.kernels)
+        logits = linear(hidden, self.weight, self.bias, self.kernels)
         if self.training and self.noise:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.ops.linear import raised
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
-from pointsman.routers.router import Normalizer, Scorer, Stages, raised
+from pointsman.routers.router import Normalizer, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
@@ -29,6 +30,8 @@ class CosineScorer(Scorer):
         normalize_tokens, normalize_experts: False leaves that side's norm in the score.
         orthogonal: the rows start as those of an orthogonal matrix.
     """
+
+    raises = True
 
     def __init__(
         self,
@@ -52,12 +55,13 @@ class CosineScorer(Scorer):
         self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        experts = self.expert_embeddings.to(hidden.dtype)
+        if self.projection is None:
+            tokens = raised(hidden)
+        else:
+            tokens = linear(hidden, self.projection.weight, None, self.kernels)
+        experts = self.expert_embeddings.to(tokens.dtype)
         if self.normalize_experts:
             experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
-        tokens = hidden
-        if self.projection is not None:
-            tokens = linear(hidden, self.projection.weight.to(hidden.dtype), None, self.kernels)
         scores = linear(tokens, experts, None, self.kernels)
         if self.normalize_tokens:
             scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)

@@ -17,7 +17,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.data.streams import IGNORE
 from pointsman.models.transformer_xl import Memory, TransformerXL
-from pointsman.routers.router import raised
+from pointsman.ops.linear import raised
 
 
 @dataclass(frozen=True)
