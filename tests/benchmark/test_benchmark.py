@@ -1,6 +1,7 @@
 """The benchmark on a layer small enough for a test: every implementation answers, and the report is whole."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pointsman.benchmark import report
-from pointsman.benchmark.cases import NAMES, A, Case, cases, growth, steps
-from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.benchmark import implementations, report
+from pointsman.benchmark.cases import DECODING, NAMES, A, Case, cases, growth, steps
+from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN, PACKED
 from pointsman.benchmark.process import Process
 from pointsman.benchmark.run import (
     Benchmark,
@@ -29,6 +30,8 @@ from pointsman.benchmark.steps import Steps
 from pointsman.benchmark.worker import Worker
 from pointsman.cli.main import main
 from pointsman.control import named_routers
+from pointsman.ops import packing
+from pointsman.ops.kernels import Kernels
 
 
 @pytest.fixture
@@ -77,12 +80,12 @@ def test_peers_and_ours_agree_on_the_same_weights() -> None:
 @pytest.mark.slow
 def test_a_case_in_processes_of_their_own(tmp_path: Path) -> None:
     result = run_case(TINY, [], seconds=0.1)
-    assert set(result.times) == set(OWN) - {"limit (reading weights)"}
+    assert set(result.times) == set(OWN) - {"limit (reading weights)", "pointsman, packed"}
     for times in result.times.values():
         assert times.error is None
         assert len(times.total) >= 1
     share = run_router(TINY, rounds=3)
-    assert 0 < share < 2
+    assert share > 0
     benchmark = Benchmark([result], {"float32": share}, {"k": [Point(1, 2.0, 1.5), Point(2, 4.0, 1.4)]})
     pytest.importorskip("matplotlib")
     page, data, figure = report.write(benchmark, tmp_path)
@@ -135,9 +138,11 @@ def test_on_a_device(text: Path) -> None:
 def test_hopeless_peers_are_left_out() -> None:
     processes = [SimpleNamespace(name=name) for name in ("pointsman", "near", "far", "fast", "new", "limit")]
     totals = {"pointsman": [9.0], "near": [1.9], "far": [2.1, 9.0, 2.1], "fast": [1.0], "new": [], "limit": [0.1]}
-    left = _in_question(processes, {name: Times([], total) for name, total in totals.items()})  # type: ignore[arg-type]
+    left = _in_question(processes, {name: Times([], total) for name, total in totals.items()}, 2)  # type: ignore[arg-type]
     assert [process.name for process in left] == ["pointsman", "near", "fast", "new", "limit"]
-    left = _in_question(processes, {process.name: Times() for process in processes})  # type: ignore[arg-type]
+    left = _in_question(processes, {process.name: Times() for process in processes}, 2)  # type: ignore[arg-type]
+    assert left == processes
+    left = _in_question(processes, {process.name: Times() for process in processes}, math.inf)  # type: ignore[arg-type]
     assert left == processes
 
 
@@ -156,6 +161,29 @@ def test_a_worker_that_fails_is_reported() -> None:
     broken = Result(TINY, {"pointsman": Times(error="out of memory"), "peer": Times([1.0], [1.0]), "limit": Times()})
     assert broken.best_peer() is None
     assert "| out of memory | - |" in report.markdown(Benchmark([broken], {}, {}))
+
+
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+def test_what_is_packed(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "measure_kernels", lambda: Kernels(gemm=gemm))
+    large = next(case for case in DECODING if case.name == "decode")
+    assert PACKED in names_for(replace(large, dtype="bfloat16"), [])
+    assert (PACKED in names_for(replace(large, dtype="float32"), [])) == (gemm == "onednn")
+    assert PACKED not in names_for(replace(large, dtype="bfloat16", dim=256, hidden_dim=512), [])
+
+
+def test_packed_weights_are_those_of_the_case() -> None:
+    case = Case("small", 4, 520, 1040, 4, 2, "bfloat16", train=False)
+    worker = Worker(PACKED, case)
+    assert (worker.module.experts.w_in in packing._packs) == packing.works(torch.bfloat16)
+
+
+def test_packed_weights_have_a_line_of_their_own() -> None:
+    large = next(case for case in DECODING if case.name == "decode")
+    seconds = {"pointsman": 4.0, PACKED: 2.5, "peer": 5.0, "limit (reading weights)": 2.0}
+    result = Result(large, {name: Times([time], [time]) for name, time in seconds.items()})
+    text = report.markdown(Benchmark([result], {}, {}))
+    assert f"| {large.label} | 2.00 | peer | 1.25 |\n| {large.label}; packed weights | 1.25 | peer | 2.00 |" in text
 
 
 def test_cases() -> None:

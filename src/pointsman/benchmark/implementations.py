@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.benchmark.cases import Case
+from pointsman.control import pack_experts
 from pointsman.layer import MoE
-from pointsman.ops.gemm import choose
+from pointsman.ops.gemm import IN_CACHE, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 
 Layer = Callable[[Tensor], Tensor]
@@ -31,11 +32,13 @@ class Implementation:
         build: the layer, and the module that holds its parameters.
         package: what must be installed, or None.
         suits: whether it can do a case in reasonable time and memory.
+        prepare: what is done to that module once it has its dtype and its kernels.
     """
 
     build: Callable[[Case], tuple[Layer, nn.Module]]
     package: str | None = None
     suits: Callable[[Case], bool] = lambda case: True
+    prepare: Callable[[nn.Module], object] = lambda module: None
 
     @property
     def installed(self) -> bool:
@@ -191,8 +194,16 @@ def _pairs_fit(case: Case) -> bool:
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
 
 
+def _packs(case: Case) -> bool:
+    """Whether there is a difference: see `pack_experts`."""
+    large = case.device == "cpu" and not case.train and case.dim * case.hidden_dim > IN_CACHE
+    return large and (case.dtype == "bfloat16" or measure_kernels().gemm == "onednn")
+
+
+PACKED = "pointsman, packed"
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pointsman": Implementation(pointsman),
+    PACKED: Implementation(pointsman, suits=_packs, prepare=pack_experts),
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
@@ -216,5 +227,5 @@ MODULES = (
 )
 """What the peers import on a CPU, where they are installed."""
 LIMITS = ("limit", "limit (reading weights)")
-OWN = ("pointsman", "dense, stock torch", *LIMITS)
+OWN = ("pointsman", PACKED, "dense, stock torch", *LIMITS)
 """What is always measured; the others are peers."""

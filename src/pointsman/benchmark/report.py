@@ -13,7 +13,7 @@ import torch
 
 from pointsman import __version__
 from pointsman.benchmark.cases import Case
-from pointsman.benchmark.implementations import LIMITS
+from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, PACKED
 from pointsman.benchmark.run import Benchmark, Result, StepResult, Times
 from pointsman.ops.kernels import measure_kernels
 
@@ -69,9 +69,11 @@ def markdown(benchmark: Benchmark) -> str:
     if benchmark.results:
         lines += ["## Summary", "", "| case | over the limit | best peer | speed over it |", "|---|---|---|---|"]
     for result in benchmark.results:
-        best = result.best_peer()
-        peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
-        lines.append(f"| {result.case.label} | {_ratio(result.times['pointsman'], result)} | {peer} |")
+        for name, label in (("pointsman", result.case.label), (PACKED, f"{result.case.label}; packed weights")):
+            if name in result.times:
+                best = result.best_peer(name)
+                peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
+                lines.append(f"| {label} | {_ratio(result.times[name], result)} | {peer} |")
     for dtype, share in benchmark.router.items():
         lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
     for result in benchmark.results:
@@ -179,7 +181,8 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
         axes_count, 1, figsize=(11, 3 + 2.4 * axes_count), squeeze=False, layout="constrained"
     )
     bars = axes[0, 0]
-    names = list(dict.fromkeys(name for result in benchmark.results for name in result.times if name not in LIMITS))
+    seen = {name for result in benchmark.results for name in result.times if name not in LIMITS}
+    names = [name for name in IMPLEMENTATIONS if name in seen]
     width = 0.8 / len(names)
     for offset, name in enumerate(names):
         heights = []

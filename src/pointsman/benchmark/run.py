@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +57,9 @@ class Result:
     def peers(self) -> dict[str, Times]:
         return {name: times for name, times in self.times.items() if name not in OWN and times.total}
 
-    def best_peer(self) -> tuple[str, float] | None:
-        """The best peer, and its time over ours; None without a peer or a time of ours."""
-        ours = self.times["pointsman"]
+    def best_peer(self, name: str = "pointsman") -> tuple[str, float] | None:
+        """The best peer, and its time over that of ours; None without a peer or a time of ours."""
+        ours = self.times[name]
         ratios = {name: times.ratio(ours) for name, times in self.peers().items()} if ours.total else {}
         return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
@@ -75,7 +76,7 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
 
-    A peer that takes twice the best peer's time is out after 3 of them.
+    A peer that takes 4 times the best peer's time is out after one of them, one that takes twice as long after 3.
     """
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
@@ -91,7 +92,8 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
             passed, rounds = time.monotonic() - start, turn - first
             if (rounds >= LEAST and passed > seconds) or (rounds and passed > 4 * seconds):
                 break
-            for process in _in_question(processes, times) if rounds >= 3 else processes:
+            factor = 2 if rounds >= 3 else 4 if rounds else math.inf
+            for process in _in_question(processes, times, factor):
                 _measure(process, times[process.name], turn)
             turn += 1
     finally:
@@ -109,7 +111,7 @@ def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: flo
     """Rounds that do not count: libraries build kernels for row counts that they meet. Returns how many."""
     start, turn = time.monotonic(), 0
     while turn < 1 or (turn < WARM_UP and time.monotonic() - start < seconds):
-        for process in _in_question(processes, times):
+        for process in _in_question(processes, times, 2):
             _measure(process, times[process.name], turn)
         turn += 1
     for one in times.values():
@@ -118,11 +120,13 @@ def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: flo
     return turn
 
 
-def _in_question(processes: Sequence[Process], times: Mapping[str, Times]) -> list[Process]:
-    """Those that are always measured, and the peers that may still be the best."""
+def _in_question(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
+    """Those that are always measured, and the peers that take at most `factor` times the best one's time."""
     peers = {name: statistics.median(one.total) for name, one in times.items() if name not in OWN and one.total}
-    fastest = min(peers.values(), default=0.0)
-    return [process for process in processes if peers.get(process.name, 0.0) <= 2 * fastest]
+    if not peers:
+        return list(processes)
+    fastest = min(peers.values())
+    return [process for process in processes if peers.get(process.name, 0.0) <= factor * fastest]
 
 
 def _measure(process: Process, times: Times, turn: int) -> None:
@@ -137,7 +141,7 @@ def _measure(process: Process, times: Times, turn: int) -> None:
             times.forward.append(answer["forward"])
 
 
-def run_router(case: Case, rounds: int = 9) -> float:
+def run_router(case: Case, rounds: int = 15) -> float:
     """Our router's share of a layer's forward and backward, the median over rounds."""
     with Process("pointsman") as process:
         process.ask(*_building("pointsman", case))

@@ -43,6 +43,7 @@ class Worker:
         self.module.train(case.train)
         if kernels is not None:
             use_kernels(self.module, kernels)
+        IMPLEMENTATIONS[name].prepare(self.module)
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
         generator = torch.Generator(self.case.device).manual_seed(seed)
@@ -93,7 +94,7 @@ class Worker:
         """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
 
         On a CPU the call is not the first: kernels that libraries keep for its shapes are there. Nothing else is:
-        freed memory, and storage kept for gradients, are given back before.
+        freed memory, and what layers keep between steps, are given back before.
         """
         self.small(seed)
         if self.case.device != "cpu":
