@@ -10,6 +10,7 @@ from torch import Tensor
 from pointsman import MoE, set_top_k
 from pointsman.ops import compiled, reference
 from pointsman.ops.grouped import apply_experts
+from pointsman.ops.kernels import Kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
 
@@ -49,7 +50,7 @@ def test_operators_are_well_formed(problem: Callable[..., Any]) -> None:
     case = problem(gated=True, dropped=0.2)
     seed = torch.zeros((), dtype=torch.int64)
     for expert in (case.routing.experts, torch.zeros_like(case.routing.experts)):
-        arguments = (case.hidden, case.weights, None, expert, *case.parameters, seed, "silu", 0.0, "blas", True)
+        arguments = (case.hidden, case.weights, None, expert, *case.parameters, seed, "silu", 0.0, Kernels().code, True)
         # without its comparison of outputs: the end of what is kept is not initialised
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(compiled.experts_forward, arguments, test_utils=checks)
@@ -63,7 +64,7 @@ def test_what_is_kept_fits_its_bound(problem: Callable[..., Any], chosen: int) -
         expert = torch.zeros(tokens, 1, dtype=torch.int64) if chosen else torch.arange(tokens)[:, None] % num_experts
         seed = torch.zeros((), dtype=torch.int64)
         output, _ = compiled.experts_forward(
-            case.hidden, case.weights, None, expert, *case.parameters, seed, "relu", 0.0, "blas", True
+            case.hidden, case.weights, None, expert, *case.parameters, seed, "relu", 0.0, Kernels().code, True
         )
         routing = type(case.routing)(expert, case.weights, case.routing.probs, case.routing.logits)
         plain = reference.apply_experts(case.hidden, routing, case.parameters, "relu")

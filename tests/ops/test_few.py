@@ -13,10 +13,13 @@ from pointsman.ops import dots, few, reference
 from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import Kernels
 
+DOTS = Kernels("fast", "onednn")
+MV = Kernels("fast", "blas", "mv", "columns", "mv", "columns")
 
-def check(case: Any, gemm: str = "onednn") -> None:
+
+def check(case: Any, kernels: Kernels = DOTS) -> None:
     with torch.no_grad():
-        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, Kernels("fast", gemm))
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
         exact = case.exact()
         expected = reference.apply_experts(exact.hidden, exact.routing, exact.parameters, exact.activation)
     assert output.dtype == case.hidden.dtype
@@ -49,25 +52,34 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
         if draw(st.booleans(), "grouped"):  # what few experts never come to
             patch.setattr(few, "_batched_suits", lambda *given: False)
             patch.setattr(dots, "works", lambda: False)
-        check(case, draw(st.sampled_from(["blas", "onednn"]), "gemm"))
+        if draw(st.booleans(), "large"):
+            patch.setattr(few, "IN_CACHE", 0)
+        row, several = draw(st.sampled_from(["dots", "mv"]), "row"), draw(st.sampled_from(["rows", "columns"]), "few")
+        check(case, Kernels("fast", draw(st.sampled_from(["blas", "onednn"]), "gemm"), row, several, row, several))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 6, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", [DOTS, MV])
 @pytest.mark.parametrize("dotted", [True, False])
 def test_weights_beyond_the_cache(
-    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, dotted: bool
+    problem: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tokens: int,
+    kernels: Kernels,
+    dotted: bool,
 ) -> None:
     monkeypatch.setattr(dots, "works", lambda: dotted)
     case = problem(tokens, 520, 1040, 3, 2, dtype=dtype, dropped=0.2 if tokens > 6 else 0.0)
     assert case.parameters.w_in[0].numel() > few.IN_CACHE
-    check(case)
+    check(case, kernels)
 
 
-def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ways(case: Any, monkeypatch: pytest.MonkeyPatch, kernels: Kernels = DOTS) -> list[str]:
     """How the rows of a case come about."""
     taken: list[str] = []
-    for name in ("_by_dots", "_batched", "_grouped", "_one_by_one"):
+    for name in ("_by_dots", "_one_by_one_row", "_batched", "_grouped", "_one_by_one"):
         genuine = getattr(few, name)
 
         def spy(*given: Any, name: str = name, genuine: Callable[..., Any] = genuine) -> Any:
@@ -75,8 +87,11 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return genuine(*given)
 
         monkeypatch.setattr(few, name, spy)
-    check(case)
+    check(case, kernels)
     return taken
+
+
+LARGE = {"dim": 520, "hidden_dim": 1040, "num_experts": 9, "k": 1}
 
 
 @pytest.mark.parametrize(
@@ -94,11 +109,8 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
         ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.float32, ["_one_by_one"]),
         ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.bfloat16, ["_grouped"]),
-        (
-            {"tokens": 7, "dim": 520, "hidden_dim": 1040, "num_experts": 9, "k": 1},
-            torch.float32,
-            ["_by_dots", "_one_by_one"],
-        ),
+        ({"tokens": 7, **LARGE}, torch.float32, ["_by_dots", "_one_by_one"]),
+        ({"tokens": 7, **LARGE}, torch.bfloat16, ["_by_dots", "_grouped"]),
     ],
 )
 def test_the_way_follows_from_counts_and_sizes(
@@ -109,6 +121,36 @@ def test_the_way_follows_from_counts_and_sizes(
     expected: list[str],
 ) -> None:
     assert ways(problem(dtype=dtype, **given), monkeypatch) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"tokens": 1}, ["_one_by_one_row"]),
+        ({"tokens": 4}, ["_batched"]),
+        ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, ["_grouped"]),
+        ({"tokens": 2, "seed": 1, **LARGE}, ["_one_by_one_row"]),
+        ({"tokens": 7, **LARGE}, ["_one_by_one_row", "_one_by_one"]),
+        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, ["_one_by_one"]),
+    ],
+)
+def test_the_way_where_a_call_for_each_row_is_faster(
+    problem: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    expected: list[str],
+) -> None:
+    assert ways(problem(dtype=dtype, **given), monkeypatch, MV) == expected
+
+
+def test_small_float32_experts_share_no_call_where_blas_is_the_faster(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"dim": 192, "hidden_dim": 256}
+    assert ways(problem(20, **sizes), monkeypatch, MV) == ["_grouped"]
+    assert ways(problem(20, dtype=torch.bfloat16, **sizes), monkeypatch, MV) == ["_batched"]
 
 
 def test_nothing_chosen_of_experts_beyond_the_cache(
@@ -125,7 +167,7 @@ def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any], mon
     apart = hidden_dim * dim + 1
     w_in = torch.randn(experts * apart).as_strided((experts, hidden_dim, dim), (apart, dim, 1))
     case.parameters = case.parameters._replace(w_in=w_in)
-    assert ways(case, monkeypatch) == ["_batched"]
+    assert ways(case, monkeypatch) == ["_one_by_one_row"]
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

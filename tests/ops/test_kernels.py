@@ -1,11 +1,13 @@
 """Choosing, recording and falling back."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pointsman.ops import gemm
+from pointsman.ops import kernels as kernels_module
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
 
 
@@ -17,7 +19,37 @@ def test_measured_once_and_recorded() -> None:
     assert Kernels.from_dict(PLAIN.to_dict()) == PLAIN
 
 
-@pytest.mark.parametrize("values", [{"path": "fats"}, {"gemm": "one-dnn"}])
+def test_as_a_word() -> None:
+    kernels = Kernels("fast", "onednn", "mv", "rows", "dots", "columns")
+    assert Kernels.decoded(kernels.code) == kernels
+    assert Kernels.decoded("") == measure_kernels()
+    assert kernels.decoding(torch.float32) == ("mv", "rows")
+    assert kernels.decoding(torch.bfloat16) == ("dots", "columns")
+
+
+def test_records_from_before_the_choice_of_rows() -> None:
+    assert Kernels.from_dict({"path": "fast", "gemm": "onednn"}).decoding(torch.float32) == ("dots", "rows")
+
+
+@pytest.mark.parametrize("name", ["dots", "mv"])
+def test_the_faster_row_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = {"dots": (torch, "mv"), "mv": (kernels_module.dots, "linear")}[name]
+    right = getattr(*slower)
+
+    def slow(*args: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return right(*args)
+
+    monkeypatch.setattr(*slower, slow)
+    assert kernels_module._measure_decoding(torch.float32, gemm.BLAS).row == name
+
+
+def test_without_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_module.dots, "works", lambda: False)
+    assert kernels_module._measure_decoding(torch.float32, gemm.BLAS).row == "mv"
+
+
+@pytest.mark.parametrize("values", [{"path": "fats"}, {"gemm": "one-dnn"}, {"row": "dot"}, {"few_bf16": "column"}])
 def test_unknown_values_are_named(values: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))}=.*did you mean"):
         Kernels(**values)
@@ -80,7 +112,7 @@ class TestGuard:
         monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
         assert not gemm.onednn_works(torch.float32)
         assert gemm.choose("onednn", torch.float32) is gemm.BLAS
-        assert measure_kernels() == Kernels("fast", "blas")
+        assert measure_kernels().gemm == "blas"
 
     def test_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         right = gemm.onednn_linear
@@ -110,4 +142,4 @@ class TestGuard:
             return right(*args)
 
         monkeypatch.setattr(gemm, "onednn_linear", slow)
-        assert measure_kernels() == Kernels("fast", "blas")
+        assert measure_kernels().gemm == "blas"

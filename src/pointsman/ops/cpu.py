@@ -13,7 +13,7 @@ from pointsman.ops import dense, few, packing, recycling, sparse
 from pointsman.ops.dispatch import MOST_ROWS, Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.ops.gemm import IN_CACHE, choose
-from pointsman.ops.kernels import measure_kernels
+from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16}
@@ -22,17 +22,21 @@ FEW_ROWS = 24  # in float32
 
 @dataclass(frozen=True)
 class Options:
-    """How experts compute: activation, dropout probability and the seed of its mask, the GEMM ("": measured)."""
+    """How experts compute: activation, dropout probability and the seed of its mask, `Kernels.code`."""
 
     activation: str
     dropout: float
     seed: int
-    gemm: str
+    code: str
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels.decoded(self.code)
 
     def hidden_units(self, dtype: torch.dtype, evaluated: ExpertParameters | None = None) -> HiddenUnits:
         """`evaluated`: the experts, where no backward follows; their weights may be packed."""
         generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
-        gemm = choose(self.gemm or measure_kernels().gemm, dtype)
+        gemm = choose(self.kernels.gemm, dtype)
         if evaluated is not None:
             gemm = packing.products(gemm, evaluated)
         return HiddenUnits(self.activation, self.dropout, gemm, generator)
@@ -156,7 +160,8 @@ def evaluate(
     recycling.spent(parameters.w_in).clear()
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= few.MOST and not options.dropout:
-        return few.forward(hidden, weight, expert, parameters, options.hidden_units(hidden.dtype, parameters))
+        first, decoding = options.hidden_units(hidden.dtype, parameters), options.kernels.decoding(hidden.dtype)
+        return few.forward(hidden, weight, expert, parameters, first, decoding)
     return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 
 

@@ -6,27 +6,42 @@ as few calls as can be. Which way depends on how many rows an expert has, and on
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman.ops import dots
 from pointsman.ops.dispatch import refuse_beyond
-from pointsman.ops.feedforward import HiddenUnits
-from pointsman.ops.gemm import IN_CACHE, ONEDNN
+from pointsman.ops.feedforward import HiddenUnits, one
+from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
+from pointsman.ops.kernels import Decoding
 from pointsman.ops.packing import Packed
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
 
+COLUMNS = {torch.float32: range(4, 33), torch.bfloat16: range(2, 65)}
+"""For how many rows a large weight times them as columns is faster, where it is for some."""
+
+Indices = NDArray[np.int64]
+
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Rows, all experts' weights [E, out, in], and biases [E, out], to each row's product with its expert's."""
+"""Inputs, weights and biases, of all experts [E, out, in] or of one, to the products of each row with its expert's."""
 
 
-def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    parameters: ExpertParameters,
+    first: HiddenUnits,
+    decoding: Decoding,
+) -> Tensor:
     """The combined output [tokens, dim].
 
     Args:
@@ -34,71 +49,116 @@ def forward(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertPa
         weight: [tokens, k], at least float32.
         expert: [tokens, k], -1 for none.
         first: the experts' first half, without dropout.
+        decoding: what the timings of `measure_kernels` chose.
     """
     tokens, k = expert.shape
-    weight = weight.to(hidden.dtype)
-    chosen = expert.reshape(-1)
-    source = torch.arange(tokens, device="cpu")[:, None].expand(-1, k).reshape(-1)
-    kept = None
-    lowest, highest = map(int, chosen.aminmax())
-    refuse_beyond(highest, len(parameters.w_in))
-    if lowest < 0:
-        kept = (chosen >= 0).nonzero()[:, 0]
-        chosen, source = chosen.index_select(0, kept), source.index_select(0, kept)
-        weight = weight.masked_fill(expert < 0, 0)
-        if not len(kept):
+    experts = expert.reshape(-1).numpy()  # so few that numpy sorts and counts them in a fraction of torch's time
+    indices = experts.tolist()
+    refuse_beyond(max(indices), len(parameters.w_in))
+    place = np.arange(len(indices))
+    if min(indices) < 0:
+        place = np.flatnonzero(experts >= 0)
+        if not len(place):
             return torch.zeros_like(hidden)
-    rows = _rows(hidden, source, chosen, parameters, first)
-    if kept is not None:
-        rows = rows.new_zeros(tokens * k, rows.shape[1]).index_copy_(0, kept, rows)
-    return torch.bmm(weight[:, None], rows.view(tokens, k, -1))[:, 0]
-
-
-def _rows(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, first: HiddenUnits) -> Tensor:
-    """Expert `expert` [S] on the hidden states `source` [S]: [S, dim]."""
-    small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    with_dots = all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out))
-    if with_dots and len(hidden) == 1:
-        return _by_dots(hidden, source, expert, p, first.activation)
-    counts = expert.bincount(minlength=len(p.w_in))
-    most = int(counts.max())
-    if with_dots and (_few_rows_each(counts, len(expert), hidden.dtype) if small else most == 1):
-        return _by_dots(hidden, source, expert, p, first.activation)
-    if small and _batched_suits(len(p.w_in), most, len(expert)):
-        return _batched(hidden.index_select(0, source), expert, most, p, first.activation)
-    rows = hidden.new_empty(len(expert), hidden.shape[1])
-    alone = counts.index_select(0, expert) <= int(with_dots)
-    left = alone.nonzero()[:, 0]
-    if len(left):
-        rows[left] = _by_dots(hidden, source[left], expert[left], p, first.activation)
-    rest = alone.logical_not().nonzero()[:, 0]
-    rest = rest.index_select(0, expert.index_select(0, rest).argsort(stable=True))
-    inputs, sharing = hidden.index_select(0, source.index_select(0, rest)), expert.index_select(0, rest)
-    experts = torch.arange(len(p.w_in), device="cpu")
-    ends = torch.searchsorted(sharing, experts, right=True, out_int32=True)
-    if _grouped_suits(hidden, p, first, small):
-        rows[rest] = _grouped(inputs, sharing, ends, p, first.activation)
+    source = place // k
+    results = _results(hidden, Chosen(source, experts[place]), parameters, first, decoding)
+    factor = weight.to(hidden.dtype).reshape(-1)
+    if len(place) == len(indices):
+        bags = np.arange(0, len(place), k)
     else:
-        rows[rest] = _one_by_one(inputs, ends.tolist(), p, first)
-    return rows
+        factor = factor[torch.from_numpy(place)]
+        bags = source.searchsorted(np.arange(tokens))
+    return F.embedding_bag(results.place, results.rows, torch.from_numpy(bags), mode="sum", per_sample_weights=factor)
 
 
-def _few_rows_each(counts: Tensor, assignments: int, dtype: torch.dtype) -> bool:
-    """Whether inner products are fastest for weights in cache: measured, by the mean over the experts in use."""
-    most = 2.5 if dtype == torch.float32 else 1.25
-    return assignments <= most * int(counts.count_nonzero())
+class Chosen(NamedTuple):
+    """Assignments in any order: expert `expert[i]` works on the hidden states of token `source[i]`."""
+
+    source: Indices
+    expert: Indices
+
+    def take(self, places: Indices) -> Chosen:
+        return Chosen(self.source[places], self.expert[places])
+
+    def by_expert(self) -> Indices:
+        """The places in the order of their experts."""
+        return self.expert.argsort(kind="stable")
 
 
-def _by_dots(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, activation: str) -> Tensor:
-    """All rows in one call a weight; many of them expert by expert, so that each weight is read once."""
-    if len(expert) >= 32:
-        order = expert.argsort(stable=True)
-        results = _each_by_dots(hidden, source[order], expert[order], p, activation)
-        return torch.empty_like(results).index_copy_(0, order, results)
-    return _each_by_dots(hidden, source, expert, p, activation)
+class Results(NamedTuple):
+    """What experts gave: row `place[i]` [S] of `rows` [n, dim] is assignment i's."""
+
+    rows: Tensor
+    place: Tensor
 
 
-def _each_by_dots(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParameters, activation: str) -> Tensor:
+def _ordered(rows: Tensor, order: Indices | None = None) -> Results:
+    """Row i is of assignment `order[i]`; None: of assignment i."""
+    index = np.arange(len(rows))
+    if order is not None:
+        index[order] = index.copy()
+    return Results(rows, torch.from_numpy(index))
+
+
+def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
+    """What the chosen experts [S] give for their tokens."""
+    small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
+    with_dots = decoding.row == "dots" and all(weight is None or dots.suits(weight) for weight in _weights(p))
+    single = _by_dots if with_dots else _one_by_one_row
+    if len(hidden) == 1:
+        return _ordered(single(hidden, chosen, p, first.activation))
+    counts = np.bincount(chosen.expert, minlength=len(p.w_in))
+    most = int(counts.max())
+    if small:
+        if with_dots and len(chosen.expert) <= _few_rows(first.gemm) * np.count_nonzero(counts):
+            order = chosen.by_expert()  # so that each weight is read once
+            return _ordered(_by_dots(hidden, chosen.take(order), p, first.activation), order)
+        if _batched_suits(p, most, len(chosen.expert), first.gemm):
+            return _batched(hidden, chosen, counts, p, first.activation)
+    elif most == 1:
+        return _ordered(single(hidden, chosen, p, first.activation))
+    order = shared = chosen.by_expert()
+    results = []
+    if with_dots or not small:
+        alone = counts[chosen.expert[order]] == 1
+        left, shared = order[alone], order[~alone]
+        order = np.concatenate((left, shared))
+        if len(left):
+            counts[chosen.expert[left]] = 0
+            results.append(single(hidden, chosen.take(left), p, first.activation))
+    if len(shared):
+        rows = hidden.index_select(0, torch.from_numpy(chosen.source[shared]))
+        in_columns = decoding.few == "columns" and not small and not isinstance(first.gemm, Packed)
+        if not in_columns and _grouped_suits(hidden, p, first, small):
+            results.append(_grouped(rows, counts, p, first.activation))
+        else:
+            columns = COLUMNS[hidden.dtype] if in_columns else range(0)
+            results.append(_one_by_one(rows, counts, p, first, columns))
+    return _ordered(torch.cat(results) if len(results) > 1 else results[0], order)
+
+
+def _weights(p: ExpertParameters) -> tuple[Tensor | None, ...]:
+    return p.w_in, p.w_gate, p.w_out
+
+
+def _few_rows(gemm: Gemm) -> float:
+    """Up to how many rows inner products are fastest for weights in cache: measured, a mean over the experts in use."""
+    return 2.5 if gemm is ONEDNN else 1.25
+
+
+def _one_by_one_row(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: str) -> Tensor:
+    """A call a row and weight."""
+
+    def linear(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+
+    pairs = zip(chosen.source.tolist(), chosen.expert.tolist(), strict=True)
+    return torch.stack([_feed_forward(hidden[row], one(p, index), activation, linear) for row, index in pairs])
+
+
+def _by_dots(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: str) -> Tensor:
+    """All rows in one call a weight."""
+    source, expert = map(torch.from_numpy, chosen)
     rows = torch.arange(len(expert), device="cpu")
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,27 +167,34 @@ def _each_by_dots(hidden: Tensor, source: Tensor, expert: Tensor, p: ExpertParam
     return _feed_forward(hidden, p, activation, linear)
 
 
-def _batched_suits(num_experts: int, most: int, assignments: int) -> bool:
-    """Whether the rows of padding and of unused experts are few enough."""
+def _batched_suits(p: ExpertParameters, most: int, assignments: int, gemm: Gemm) -> bool:
+    """Whether the rows of padding and of unused experts are few enough, and a call for each expert not as fast."""
+    num_experts, width, dim = p.w_in.shape
+    if gemm is BLAS and p.w_in.dtype == torch.float32 and width * dim > 1 << 15:
+        return False
     return num_experts * most <= 4 * assignments + 32
 
 
-def _batched(rows: Tensor, expert: Tensor, most: int, p: ExpertParameters, activation: str) -> Tensor:
+def _batched(hidden: Tensor, chosen: Chosen, counts: Indices, p: ExpertParameters, activation: str) -> Results:
     """All experts, each on as many rows as the busiest has, in one call a weight: used ones and unused ones."""
-    size = most if rows.dtype == torch.float32 else -(-most // 4) * 4  # few sizes, for which oneDNN builds its kernels
-    ordered, order = expert.sort(stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(len(p.w_in), device="cpu"))
-    place = ordered * size + torch.arange(len(expert), device="cpu") - starts.index_select(0, ordered)
-    slot = torch.empty_like(place).index_copy_(0, order, place)
+    size = int(counts.max())
+    if hidden.dtype == torch.bfloat16:
+        size = -(-size // 4) * 4  # few sizes, for which oneDNN builds its kernels
+    order, starts = chosen.by_expert(), counts.cumsum() - counts
+    ordered = chosen.expert[order]
+    slots = np.empty_like(order)
+    slots[order] = ordered * size + np.arange(len(order)) - starts[ordered]
+    slot = torch.from_numpy(slots)
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None:
             return torch.bmm(inputs, weight.mT)
         return torch.baddbmm(bias[:, None], inputs, weight.mT)
 
-    padded = rows.new_zeros(len(p.w_in) * size, rows.shape[1]).index_copy_(0, slot, rows)
+    rows = hidden.index_select(0, torch.from_numpy(chosen.source))
+    padded = hidden.new_zeros(len(p.w_in) * size, hidden.shape[1]).index_copy_(0, slot, rows)
     output = _feed_forward(padded.view(len(p.w_in), size, -1), p, activation, linear)
-    return output.view(-1, rows.shape[1]).index_select(0, slot)
+    return Results(output.view(-1, hidden.shape[1]), slot)
 
 
 def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUnits, small: bool) -> bool:
@@ -140,24 +207,35 @@ def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUn
     return whole and (small or not (first.gemm is ONEDNN or isinstance(first.gemm, Packed)))
 
 
-def _grouped(rows: Tensor, expert: Tensor, ends: Tensor, p: ExpertParameters, activation: str) -> Tensor:
-    """`expert` [rows], ascending, and `ends` [E] int32, where each expert's rows end."""
+def _grouped(rows: Tensor, counts: Indices, p: ExpertParameters, activation: str) -> Tensor:
+    """Rows in the order of their experts, of which each has `counts` [E]."""
+    ends = torch.from_numpy(counts.cumsum(dtype=np.int32))
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = F.grouped_mm(rows, weight.mT, offs=ends)
-        return output if bias is None else output.add_(bias.index_select(0, expert))
+        return output if bias is None else output.add_(bias.repeat_interleave(torch.from_numpy(counts), 0))
 
     return _feed_forward(rows, p, activation, linear)
 
 
-def _one_by_one(rows: Tensor, ends: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
-    results = []
-    experts = (itertools.repeat(None) if tensor is None else tensor.unbind(0) for tensor in parameters)
-    for (start, end), tensors in zip(itertools.pairwise([0, *ends]), zip(*experts, strict=False), strict=False):
-        if start < end:
-            expert = ExpertParameters(*tensors)
-            units, _ = first.forward(rows[start:end], expert)
+def _one_by_one(
+    rows: Tensor, counts: Indices, parameters: ExpertParameters, first: HiddenUnits, columns: range
+) -> Tensor:
+    """The same, an expert after the other; those of so many rows as are in `columns` take them as columns."""
+
+    def of_columns(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.mm(weight, inputs) if bias is None else torch.addmm(bias[:, None], weight, inputs)
+
+    results, start = [], 0
+    for index in np.flatnonzero(counts).tolist():
+        end = start + int(counts[index])
+        expert, inputs = one(parameters, index), rows[start:end]
+        if end - start in columns:
+            results.append(_feed_forward(inputs.t(), expert, first.activation, of_columns).t())
+        else:
+            units, _ = first.forward(inputs, expert)
             results.append(first.gemm.linear(units, expert.w_out, expert.b_out))
+        start = end
     return torch.cat(results)
 
 

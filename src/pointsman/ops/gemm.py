@@ -231,6 +231,6 @@ def onednn_works(dtype: torch.dtype) -> bool:
 
 def choose(name: str, dtype: torch.dtype) -> Gemm:
     """The products of the backend `name` ("blas" or "onednn") for a dtype; BLAS where oneDNN does not work."""
-    if name == "onednn" and onednn_works(dtype):
+    if (name == "onednn" or dtype == torch.bfloat16) and onednn_works(dtype):
         return ONEDNN if dtype == torch.float32 else BLAS_RELU
     return BLAS

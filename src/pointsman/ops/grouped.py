@@ -72,11 +72,11 @@ def _apply(
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
     hidden = hidden.contiguous()
-    gemm = "" if kernels is None else kernels.gemm
+    code = "" if kernels is None else kernels.code
     if torch.compiler.is_compiling():
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
-        return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, gemm)
-    options = cpu.Options(activation, dropout, 0 if seed is None else int(seed), gemm)
+        return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, code)
+    options = cpu.Options(activation, dropout, 0 if seed is None else int(seed), code)
     return cpu.apply(hidden, weight, cpu.Assignments(token, expert), parameters, options)
 
 

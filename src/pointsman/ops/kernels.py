@@ -1,23 +1,40 @@
 """Which kernels a run uses: chosen once by a timing, recorded, and reused.
 
-oneDNN and BLAS differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore
+They differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore
 keeps its choice: `Kernels.to_dict` goes into the run's record, `Kernels.from_dict` brings it back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
+from pointsman.ops import dots
 from pointsman.ops.gemm import Gemm, choose, onednn_works
 
-_ALLOWED = {"path": ("fast", "plain"), "gemm": ("blas", "onednn")}
+_ROW, _FEW = ("dots", "mv"), ("rows", "columns")
+_ALLOWED = {
+    "path": ("fast", "plain"),
+    "gemm": ("blas", "onednn"),
+    "row": _ROW,
+    "few": _FEW,
+    "row_bf16": _ROW,
+    "few_bf16": _FEW,
+}
+
+
+class Decoding(NamedTuple):
+    """How few rows meet the weights of experts, where no backward follows: `row` and `few` of `Kernels`."""
+
+    row: str
+    few: str
 
 
 @dataclass(frozen=True)
@@ -27,10 +44,18 @@ class Kernels:
     Attributes:
         path: "fast", or "plain": the reference, one expert after the other through autograd.
         gemm: on a CPU in float32, matrix products of the fast path through "blas" or "onednn".
+        row: without gradients in float32, an expert's only row through "dots" (`ops.dots`) or through "mv" (torch.mv).
+        few: the same for few rows and a large weight: "rows", as `gemm` does, or "columns", the weight times them.
+        row_bf16: `row` for bfloat16.
+        few_bf16: `few` for bfloat16.
     """
 
     path: str = "fast"
     gemm: str = "blas"
+    row: str = "dots"
+    few: str = "rows"
+    row_bf16: str = "dots"
+    few_bf16: str = "rows"
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -38,6 +63,22 @@ class Kernels:
                 raise ValueError(
                     f"kernels: {name}={getattr(self, name)!r}: {did_you_mean(getattr(self, name), allowed)}"
                 )
+
+    @property
+    def code(self) -> str:
+        """All of it in a word, for operators that take no objects."""
+        return ",".join((self.path, self.gemm, self.row, self.few, self.row_bf16, self.few_bf16))
+
+    @staticmethod
+    def decoded(code: str) -> Kernels:
+        """Back from `code`; "": what `measure_kernels` chooses for this process."""
+        return _decoded(code) if code else measure_kernels()
+
+    def decoding(self, dtype: torch.dtype) -> Decoding:
+        """Those for few rows of a dtype."""
+        if dtype == torch.bfloat16:
+            return Decoding(self.row_bf16, self.few_bf16)
+        return Decoding(self.row, self.few)
 
     def to_dict(self) -> dict[str, str]:
         """For environment.json and checkpoints."""
@@ -52,15 +93,28 @@ class Kernels:
         return cls(**values)
 
 
+@cache
+def _decoded(code: str) -> Kernels:
+    return Kernels(*code.split(","))
+
+
 PLAIN = Kernels("plain", "blas")
 """The reference path: what deterministic runs take."""
 
 
 @cache
 def measure_kernels() -> Kernels:
-    """The faster kernels of this process, timed at the first call (about 0.1 s) and remembered."""
+    """The faster kernels of this process, timed at the first call (about 0.2 s) and remembered."""
+    gemm = _measure_products()
+    row, few = _measure_decoding(torch.float32, choose(gemm, torch.float32))
+    row_bf16, few_bf16 = _measure_decoding(torch.bfloat16, choose(gemm, torch.bfloat16))
+    return Kernels("fast", gemm, row, few, row_bf16, few_bf16)
+
+
+def _measure_products() -> str:
+    """The faster float32 products, forward and backward, of as many rows as an expert has in training."""
     if not onednn_works(torch.float32):
-        return Kernels(gemm="blas")
+        return "blas"
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -68,19 +122,45 @@ def measure_kernels() -> Kernels:
 
     rows, weight, gradient, output = draw(1024, 256), draw(512, 256), draw(1024, 512), draw(512, 256)
 
-    def seconds(gemm: Gemm) -> float:
-        start = time.perf_counter()
-        gemm.linear(rows, weight, None, relu=True)
-        gemm.product(gradient, weight)
-        gemm.weight_gradient(output, gradient, rows)
-        return time.perf_counter() - start
+    def with_products(gemm: Gemm) -> Callable[[], None]:
+        def run() -> None:
+            gemm.linear(rows, weight, None, relu=True)
+            gemm.product(gradient, weight)
+            gemm.weight_gradient(output, gradient, rows)
 
-    best = {"blas": float("inf"), "onednn": float("inf")}
+        return run
+
+    return _fastest({name: with_products(choose(name, torch.float32)) for name in ("blas", "onednn")}, 9)
+
+
+def _measure_decoding(dtype: torch.dtype, gemm: Gemm) -> Decoding:
+    """The faster way for one row, and for few rows, of each of some experts, whose weights fill more than a cache."""
+    experts, width, several = 8, 1024, 6
+    weight = torch.full((experts, width, width), 0.5, dtype=dtype, device="cpu")
+    rows = torch.full((experts * several, width), 0.5, dtype=dtype, device="cpu")
+    index, each = torch.arange(experts, device="cpu"), rows.view(experts, several, width).unbind(0)
+    ways: dict[str, Callable[[], object]] = {
+        "dots": lambda: dots.linear(rows, index, weight, index),
+        "mv": lambda: [torch.mv(*pair) for pair in zip(weight, rows, strict=False)],
+    }
+    row = _fastest(ways, 5) if dots.suits(weight) else "mv"
+    ways = {
+        "rows": lambda: [gemm.linear(*pair) for pair in zip(each, weight, strict=True)],
+        "columns": lambda: [torch.mm(one, inputs.t()) for inputs, one in zip(each, weight, strict=True)],
+    }
+    return Decoding(row, _fastest(ways, 5))
+
+
+def _fastest(ways: Mapping[str, Callable[[], object]], rounds: int) -> str:
+    """The name of the way that has the fastest of `rounds` calls."""
+    best = dict.fromkeys(ways, float("inf"))
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for _ in range(9):  # interleaved: another program's burst meets both
-            for name in best:
-                best[name] = min(best[name], seconds(choose(name, torch.float32)))
-    return Kernels(gemm=min(best, key=lambda name: best[name]))
+        for _ in range(rounds):  # interleaved: another program's burst meets all
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                best[name] = min(best[name], time.perf_counter() - start)
+    return min(best, key=lambda name: best[name])
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
