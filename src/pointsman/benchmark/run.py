@@ -83,9 +83,6 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     try:
         built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
-        asked = [process for process in processes if process.name not in LIMITS and times[process.name].error is None]
-        for process, answer in ask_all(dict.fromkeys(asked, ("memory", 0))).items():
-            times[process.name].memory, times[process.name].error = answer.get("memory"), answer.get("error")
         turn = _warm_up(processes, times, seconds)
         start, first = time.monotonic(), turn
         while turn < first + ROUNDS[case.train]:
@@ -96,6 +93,7 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
             for process in _in_question(processes, times, factor):
                 _measure(process, times[process.name], turn)
             turn += 1
+        _measure_memory([process for process in processes if process.name not in LIMITS], times, turn)
     finally:
         for process in processes:
             process.close()
@@ -141,6 +139,15 @@ def _measure(process: Process, times: Times, turn: int) -> None:
             times.forward.append(answer["forward"])
 
 
+def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times], turn: int) -> None:
+    """After all else: it takes away what a process keeps from call to call."""
+    for process in processes:
+        one = times[process.name]
+        if one.error is None:
+            answer = process.ask("memory", turn)
+            one.memory, one.error = answer.get("memory"), answer.get("error")
+
+
 def run_router(case: Case, rounds: int = 15) -> float:
     """Our router's share of a layer's forward and backward, the median over rounds."""
     with Process("pointsman") as process:
@@ -174,9 +181,7 @@ def run_steps(
         for turn in range(rounds):
             for process in processes:
                 _measure(process, times[process.name], turn)
-        for process in processes:
-            if times[process.name].error is None:
-                times[process.name].memory = process.ask("memory", 0).get("memory")
+        _measure_memory(processes, times, rounds)
     finally:
         for process in processes:
             process.close()

@@ -93,10 +93,9 @@ class Worker:
     def memory(self, seed: int) -> dict[str, float]:
         """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
 
-        On a CPU the call is not the first: kernels that libraries keep for its shapes are there. Nothing else is:
-        freed memory, and what layers keep between steps, are given back before.
+        To be asked after measurements: kernels that libraries keep for a shape are there then. Nothing else is: freed
+        memory, and what layers keep between steps, are given back before.
         """
-        self.small(seed)
         if self.case.device != "cpu":
             torch.cuda.reset_peak_memory_stats(self.case.device)
             before = torch.cuda.memory_allocated(self.case.device)
@@ -104,7 +103,6 @@ class Worker:
             return {"memory": torch.cuda.max_memory_allocated(self.case.device) - before}
         if not _CLEAR.exists():
             return {}
-        self.once(seed)
         self.module.zero_grad()
         recycling.forget()
         gc.collect()
@@ -115,14 +113,6 @@ class Worker:
         before = _status("VmRSS")
         self.once(seed)
         return {"memory": _status("VmHWM") - before}
-
-    def small(self, seed: int) -> None:
-        """A call on few tokens: what libraries set up at first use."""
-        whole, self.case = self.case, Case(**{**self.case.to_dict(), "tokens": min(64, self.case.tokens)})
-        if self.name not in LIMITS:
-            self.once(seed)
-        self.case = whole
-        self.module.zero_grad()
 
     def _awake(self, seed: int) -> None:
         """Wakes what is to be measured: a GPU by a call on other tokens, which also gets back the memory it gave up."""
