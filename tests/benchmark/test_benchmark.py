@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from pointsman.benchmark.run import (
     StepResult,
     Times,
     _in_question,
+    _warm_up,
     names_for,
     run_case,
     run_router,
@@ -144,6 +146,29 @@ def test_hopeless_peers_are_left_out() -> None:
     assert left == processes
     left = _in_question(processes, {process.name: Times() for process in processes}, math.inf)  # type: ignore[arg-type]
     assert left == processes
+
+
+def test_a_peer_far_behind_keeps_its_first_time() -> None:
+    asked: list[str] = []
+
+    def stub(name: str, seconds: float) -> Any:
+        def ask(request: str, turn: int) -> dict[str, float]:
+            asked.append(name)
+            return {"forward": seconds, "total": seconds}
+
+        return SimpleNamespace(name=name, ask=ask)
+
+    processes = [stub("pointsman", 9.0), stub("fast", 1.0), stub("slow", 3.0), stub("hopeless", 8.5)]
+    times = {process.name: Times() for process in processes}
+    turns, contenders = _warm_up(processes, times, seconds=10.0)
+    assert [process.name for process in contenders] == ["pointsman", "fast", "slow"]
+    assert {name: len(one.total) for name, one in times.items()} == {
+        "pointsman": 0,
+        "fast": 0,
+        "slow": 0,
+        "hopeless": 1,
+    }
+    assert (asked.count("pointsman"), asked.count("slow"), asked.count("hopeless")) == (turns, 1, 1)
 
 
 def test_a_worker_that_fails_is_reported() -> None:

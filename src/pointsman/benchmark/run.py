@@ -19,6 +19,7 @@ SECONDS = 3.0  # a case: warming up, and measuring
 LEAST = 5  # rounds
 WARM_UP = 8  # rounds
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
+HOPELESS = 8
 STEP_ROUNDS = 15
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
 
@@ -76,21 +77,22 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
 
-    A peer that takes 4 times the best peer's time is out after one of them, one that takes twice as long after 3.
+    A peer that takes `HOPELESS` times the best peer's time in the first round of warming up keeps that time; one that
+    takes 4 times as long is out after the first round that counts, one that takes twice as long after 3.
     """
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
         built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
-        turn = _warm_up(processes, times, seconds)
+        turn, contenders = _warm_up(processes, times, seconds)
         start, first = time.monotonic(), turn
         while turn < first + ROUNDS[case.train]:
             passed, rounds = time.monotonic() - start, turn - first
             if (rounds >= LEAST and passed > seconds) or (rounds and passed > 4 * seconds):
                 break
             factor = 2 if rounds >= 3 else 4 if rounds else math.inf
-            for process in _in_question(processes, times, factor):
+            for process in _in_question(contenders, times, factor):
                 _measure(process, times[process.name], turn)
             turn += 1
         _measure_memory([process for process in processes if process.name not in LIMITS], times, turn)
@@ -105,17 +107,19 @@ def _building(name: str, case: Case) -> tuple[str, list[Any]]:
     return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
 
 
-def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> int:
-    """Rounds that do not count: libraries build kernels for row counts that they meet. Returns how many."""
-    start, turn = time.monotonic(), 0
+def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> tuple[int, Sequence[Process]]:
+    """Rounds that do not count: libraries build kernels for row counts that they meet. How many, and who goes on."""
+    start, turn, contenders = time.monotonic(), 0, processes
     while turn < 1 or (turn < WARM_UP and time.monotonic() - start < seconds):
         for process in _in_question(processes, times, 2):
             _measure(process, times[process.name], turn)
+        if not turn:
+            contenders = _in_question(processes, times, HOPELESS)
         turn += 1
-    for one in times.values():
-        one.forward.clear()
-        one.total.clear()
-    return turn
+    for process in contenders:
+        times[process.name].forward.clear()
+        times[process.name].total.clear()
+    return turn, contenders
 
 
 def _in_question(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
@@ -208,7 +212,7 @@ def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, li
                 pair = {process.name: Times() for process in (ours, limit)}
                 for process in (ours, limit):
                     process.ask(*_building(process.name, case))
-                before = _warm_up((ours, limit), pair, seconds=1.0)
+                before, _ = _warm_up((ours, limit), pair, seconds=1.0)
                 for turn in range(rounds):
                     for process in (ours, limit):
                         _measure(process, pair[process.name], before + turn)
