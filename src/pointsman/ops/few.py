@@ -55,19 +55,25 @@ def forward(
     experts = expert.reshape(-1).numpy()  # so few that numpy sorts and counts them in a fraction of torch's time
     indices = experts.tolist()
     refuse_beyond(max(indices), len(parameters.w_in))
+    dropped = min(indices) < 0
+    if tokens == 1 and not dropped:
+        rows = _single(parameters, decoding)(
+            hidden, Chosen(np.zeros_like(experts), experts), parameters, first.activation
+        )
+        return torch.mm(weight.to(hidden.dtype), rows)
     place = np.arange(len(indices))
-    if min(indices) < 0:
+    if dropped:
         place = np.flatnonzero(experts >= 0)
         if not len(place):
             return torch.zeros_like(hidden)
     source = place // k
     results = _results(hidden, Chosen(source, experts[place]), parameters, first, decoding)
     factor = weight.to(hidden.dtype).reshape(-1)
-    if len(place) == len(indices):
-        bags = np.arange(0, len(place), k)
-    else:
+    if dropped:
         factor = factor[torch.from_numpy(place)]
         bags = source.searchsorted(np.arange(tokens))
+    else:
+        bags = np.arange(0, len(place), k)
     return F.embedding_bag(results.place, results.rows, torch.from_numpy(bags), mode="sum", per_sample_weights=factor)
 
 
@@ -103,10 +109,8 @@ def _ordered(rows: Tensor, order: Indices | None = None) -> Results:
 def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
     """What the chosen experts [S] give for their tokens."""
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    with_dots = decoding.row == "dots" and all(weight is None or dots.suits(weight) for weight in _weights(p))
-    single = _by_dots if with_dots else _one_by_one_row
-    if len(hidden) == 1:
-        return _ordered(single(hidden, chosen, p, first.activation))
+    single = _single(p, decoding)
+    with_dots = single is _by_dots
     counts = np.bincount(chosen.expert, minlength=len(p.w_in))
     most = int(counts.max())
     if small:
@@ -137,8 +141,11 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
     return _ordered(torch.cat(results) if len(results) > 1 else results[0], order)
 
 
-def _weights(p: ExpertParameters) -> tuple[Tensor | None, ...]:
-    return p.w_in, p.w_gate, p.w_out
+def _single(p: ExpertParameters, decoding: Decoding) -> Callable[[Tensor, Chosen, ExpertParameters, str], Tensor]:
+    """How the rows of experts that have only one come about: [S, dim]."""
+    if decoding.row == "mv" or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
+        return _one_by_one_row
+    return _by_dots
 
 
 def _few_rows(gemm: Gemm) -> float:
