@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu, "sharing", lambda dtype, size: None)
     monkeypatch.setattr(gemm, "SMALL", 0)
     monkeypatch.setattr(packing, "measure_kernels", lambda: ONEDNN)
+    monkeypatch.setattr(packing, "beats_columns", lambda dtype: True)
     yield
     packing._packs.clear()
 
@@ -99,6 +101,38 @@ def test_single_rows_and_dropped_assignments(problem: Callable[..., Any], produc
     check(case)
     assert products
     assert min(products) > 1
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_columns_where_they_are_faster(
+    problem: Callable[..., Any], products: list[int], monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    monkeypatch.setattr(packing, "beats_columns", lambda dtype: not faster)
+    monkeypatch.setattr(few, "COLUMNS", {torch.float32: range(2, 100)})
+    case = problem(12, k=2)
+    pack(case)
+    kernels = Kernels(gemm="onednn", few="columns")
+    with torch.no_grad():
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, kernels=kernels)
+    expected = case.reference(torch.zeros_like(case.hidden))[0]
+    assert (output.double() - expected).norm() <= 1e-5 * expected.norm()
+    assert bool(products) != faster
+
+
+def test_the_timing_against_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    genuine = packing.onednn_linear
+
+    def slow(*args: Any) -> Tensor:
+        time.sleep(0.05)
+        return genuine(*args)
+
+    monkeypatch.setattr(packing, "onednn_linear", slow)
+    try:
+        packing.beats_columns.cache_clear()
+        assert not packing.beats_columns(torch.bfloat16)
+    finally:
+        packing.beats_columns.cache_clear()
 
 
 def test_halves_of_a_fused_weight(problem: Callable[..., Any], products: list[int]) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pointsman.ops import dots
+from pointsman.ops import dots, packing
 from pointsman.ops.dispatch import refuse_beyond
 from pointsman.ops.feedforward import HiddenUnits, one
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
@@ -132,7 +132,9 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
             results.append(single(hidden, chosen.take(left), p, first.activation))
     if len(shared):
         rows = hidden.index_select(0, torch.from_numpy(chosen.source[shared]))
-        in_columns = decoding.few == "columns" and not small and not isinstance(first.gemm, Packed)
+        in_columns = decoding.few == "columns" and not small
+        if in_columns and isinstance(first.gemm, Packed):
+            in_columns = not packing.beats_columns(hidden.dtype)
         if not in_columns and _grouped_suits(hidden, p, first, small):
             results.append(_grouped(rows, counts, p, first.activation))
         else:

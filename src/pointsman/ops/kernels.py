@@ -130,28 +130,38 @@ def _measure_products() -> str:
 
         return run
 
-    return _fastest({name: with_products(choose(name, torch.float32)) for name in ("blas", "onednn")}, 9)
+    return fastest({name: with_products(choose(name, torch.float32)) for name in ("blas", "onednn")}, 9)
 
 
 def _measure_decoding(dtype: torch.dtype, gemm: Gemm) -> Decoding:
     """The faster way for one row, and for few rows, of each of some experts, whose weights fill more than a cache."""
-    experts, width, several = 8, 1024, 6
-    weight = torch.full((experts, width, width), 0.5, dtype=dtype, device="cpu")
-    rows = torch.full((experts * several, width), 0.5, dtype=dtype, device="cpu")
-    index, each = torch.arange(experts, device="cpu"), rows.view(experts, several, width).unbind(0)
+    rows, weight = few_and_large(dtype)
+    single, index = rows[:, 0].contiguous(), torch.arange(len(rows), device="cpu")
     ways: dict[str, Callable[[], object]] = {
-        "dots": lambda: dots.linear(rows, index, weight, index),
-        "mv": lambda: [torch.mv(*pair) for pair in zip(weight, rows, strict=False)],
+        "dots": lambda: dots.linear(single, index, weight, index),
+        "mv": lambda: [torch.mv(*pair) for pair in zip(weight, single, strict=True)],
     }
-    row = _fastest(ways, 5) if dots.suits(weight) else "mv"
+    row = fastest(ways, 5) if dots.suits(weight) else "mv"
     ways = {
-        "rows": lambda: [gemm.linear(*pair) for pair in zip(each, weight, strict=True)],
-        "columns": lambda: [torch.mm(one, inputs.t()) for inputs, one in zip(each, weight, strict=True)],
+        "rows": lambda: [gemm.linear(*pair) for pair in zip(rows, weight, strict=True)],
+        "columns": lambda: in_columns(rows, weight),
     }
-    return Decoding(row, _fastest(ways, 5))
+    return Decoding(row, fastest(ways, 5))
 
 
-def _fastest(ways: Mapping[str, Callable[[], object]], rounds: int) -> str:
+def few_and_large(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What decoding is timed on: a few rows [8, 6, 1024] for each of some weights [8, 1024, 1024]."""
+    experts, several, width = 8, 6, 1024
+    weight = torch.full((experts, width, width), 0.5, dtype=dtype, device="cpu")
+    return torch.full((experts, several, width), 0.5, dtype=dtype, device="cpu"), weight
+
+
+def in_columns(rows: Tensor, weight: Tensor) -> list[Tensor]:
+    """Each weight times its rows as columns: [out, rows]."""
+    return [torch.mm(one, inputs.t()) for inputs, one in zip(rows, weight, strict=True)]
+
+
+def fastest(ways: Mapping[str, Callable[[], object]], rounds: int) -> str:
     """The name of the way that has the fastest of `rounds` calls."""
     best = dict.fromkeys(ways, float("inf"))
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

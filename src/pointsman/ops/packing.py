@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pointsman.ops.gemm import IN_CACHE, ONEDNN, Gemm, onednn_linear, onednn_works
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.kernels import Kernels, fastest, few_and_large, in_columns, measure_kernels
 from pointsman.ops.recycling import owner
 from pointsman.ops.reference import ExpertParameters
 
@@ -134,6 +134,18 @@ class Packed:
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
         self._gemm.weight_gradient(output, gradient, rows, add)
+
+
+@cache
+def beats_columns(dtype: torch.dtype) -> bool:
+    """Whether few rows are faster with a packed weight than as columns with a plain one (`Kernels.few`): a timing."""
+    rows, weight = few_and_large(dtype)
+    packs = [_packed(one) for one in weight]
+    ways = {
+        "packed": lambda: [onednn_linear(*pair) for pair in zip(rows, packs, strict=True)],
+        "columns": lambda: in_columns(rows, weight),
+    }
+    return fastest(ways, 5) == "packed"
 
 
 def _sample(whole: Tensor) -> Tensor:
