@@ -148,27 +148,34 @@ def test_hopeless_peers_are_left_out() -> None:
     assert left == processes
 
 
-def test_a_peer_far_behind_keeps_its_first_time() -> None:
-    asked: list[str] = []
-
+def test_a_peer_far_behind_keeps_its_time_when_warm() -> None:
     def stub(name: str, seconds: float) -> Any:
-        def ask(request: str, turn: int) -> dict[str, float]:
-            asked.append(name)
-            return {"forward": seconds, "total": seconds}
-
-        return SimpleNamespace(name=name, ask=ask)
+        return SimpleNamespace(name=name, ask=lambda request, value: {"forward": seconds, "total": seconds})
 
     processes = [stub("pointsman", 9.0), stub("fast", 1.0), stub("slow", 3.0), stub("hopeless", 8.5)]
-    times = {process.name: Times() for process in processes}
-    turns, contenders = _warm_up(processes, times, seconds=10.0)
-    assert [process.name for process in contenders] == ["pointsman", "fast", "slow"]
-    assert {name: len(one.total) for name, one in times.items()} == {
-        "pointsman": 0,
-        "fast": 0,
-        "slow": 0,
-        "hopeless": 1,
-    }
-    assert (asked.count("pointsman"), asked.count("slow"), asked.count("hopeless")) == (turns, 1, 1)
+    times = {process.name: Times() for process in [*processes, SimpleNamespace(name="broken")]}
+    times["broken"].error = "it broke"
+    processes.append(SimpleNamespace(name="broken", ask=lambda *_: pytest.fail("asked again")))
+    contenders = _warm_up(processes, times, seconds=10.0)
+    assert [process.name for process in contenders] == ["pointsman", "fast", "slow", "broken"]
+    assert {name: len(one.total) for name, one in times.items() if one.total} == {"hopeless": 1}
+
+
+def test_warm_when_calls_get_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("pointsman", TINY)
+    seconds = [9.0] * 4 + [5.0] * 4 + [3.0] * 4 + [2.9] * 4 + [1.0] * 4
+    seeds: list[int] = []
+
+    def once(seed: int) -> dict[str, float]:
+        seeds.append(seed)
+        return {"forward": 0.5, "total": seconds[len(seeds) - 1]}
+
+    monkeypatch.setattr(worker, "once", once)
+    assert worker.warm(100.0) == {"forward": 0.5, "total": 2.9}
+    assert len(seeds) == len(set(seeds)) == 16
+    seeds.clear()
+    assert worker.warm(0.0)["total"] == 9.0
+    assert len(seeds) == 1
 
 
 def test_a_worker_that_fails_is_reported() -> None:

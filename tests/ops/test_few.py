@@ -1,6 +1,7 @@
 """Decoding: few tokens on a CPU without gradients, against the float64 reference."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
             patch.setattr(dots, "works", lambda: False)
         if draw(st.booleans(), "large"):
             patch.setattr(few, "IN_CACHE", 0)
+            patch.setattr(few, "TINY", 0)
         row, several = draw(st.sampled_from(["dots", "mv"]), "row"), draw(st.sampled_from(["rows", "columns"]), "few")
         check(case, Kernels("fast", draw(st.sampled_from(["blas", "onednn"]), "gemm"), row, several, row, several))
 
@@ -127,7 +129,8 @@ def test_the_way_follows_from_counts_and_sizes(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"tokens": 1}, ["_one_by_one_row"]),
+        ({"tokens": 1}, ["_by_dots"]),  # so small that one call is faster
+        ({"tokens": 1, "dim": 192, "hidden_dim": 256}, ["_one_by_one_row"]),
         ({"tokens": 4}, ["_batched"]),
         ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, ["_grouped"]),
         ({"tokens": 2, "seed": 1, **LARGE}, ["_one_by_one_row"]),
@@ -168,6 +171,17 @@ def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any], mon
     w_in = torch.randn(experts * apart).as_strided((experts, hidden_dim, dim), (apart, dim, 1))
     case.parameters = case.parameters._replace(w_in=w_in)
     assert ways(case, monkeypatch) == ["_one_by_one_row"]
+
+
+@pytest.mark.parametrize("kernels", [DOTS, MV])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_in_narrow_integers(problem: Callable[..., Any], tokens: int, kernels: Kernels) -> None:
+    case = problem(tokens)
+    case.routing = replace(case.routing, experts=case.routing.experts.int())
+    with torch.no_grad():
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+    expected = case.reference(torch.zeros_like(case.hidden))[0]
+    assert (output.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman import MoE
+from pointsman.ops import few
 from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import PLAIN, Kernels
 
@@ -132,7 +133,8 @@ DECODING = {
 
 
 @pytest.mark.parametrize(("tokens", "row"), DECODING)
-def test_decoding_experts(problem: Callable[..., Any], tokens: int, row: str) -> None:
+def test_decoding_experts(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, row: str) -> None:
+    monkeypatch.setattr(few, "TINY", 0)
     case = problem(tokens, 16, 24, 4, 2, bias=False)
 
     def decode() -> None:

@@ -15,11 +15,11 @@ from pointsman.benchmark.process import Process, ask_all
 from pointsman.benchmark.steps import SETTINGS, WAYS, Settings
 from pointsman.ops.kernels import measure_kernels
 
-SECONDS = 3.0  # a case: warming up, and measuring
+SECONDS = 3.0  # a case, if it takes no more
 LEAST = 5  # rounds
-WARM_UP = 8  # rounds
+WARM_UP = {"float32": 1.0, "bfloat16": 8.0}  # seconds at most for each; in bf16 torch builds kernels for row counts
 ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
-HOPELESS = 8
+HOPELESS = 8  # times as long as the best peer: not worth a round
 STEP_ROUNDS = 15
 PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
 
@@ -38,7 +38,7 @@ class Times:
         return 1e3 * statistics.median(self.total)
 
     def ratio(self, other: Times, name: str = "total") -> float:
-        """The median over rounds of this time to the other's in the same round."""
+        """The median over rounds of this time to the other's in the same round (what it has, if it left earlier)."""
         mine: list[float] = getattr(self, name)
         theirs: list[float] = getattr(other, name)
         return statistics.median([one / two for one, two in zip(mine, theirs, strict=False)])
@@ -77,25 +77,24 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
 
-    A peer that takes `HOPELESS` times the best peer's time in the first round of warming up keeps that time; one that
-    takes 4 times as long is out after the first round that counts, one that takes twice as long after 3.
+    A peer that takes `HOPELESS` times the best peer's time when all are warm keeps that time; one that takes 4 times
+    as long is out after the first round, one that takes twice as long after 3.
     """
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
         built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
-        turn, contenders = _warm_up(processes, times, seconds)
-        start, first = time.monotonic(), turn
-        while turn < first + ROUNDS[case.train]:
-            passed, rounds = time.monotonic() - start, turn - first
-            if (rounds >= LEAST and passed > seconds) or (rounds and passed > 4 * seconds):
+        contenders = _warm_up(processes, times, WARM_UP[case.dtype if case.train else "float32"])
+        start = time.monotonic()
+        for turn in range(ROUNDS[case.train]):
+            passed = time.monotonic() - start
+            if (turn >= LEAST and passed > seconds) or (turn and passed > 4 * seconds):
                 break
-            factor = 2 if rounds >= 3 else 4 if rounds else math.inf
-            for process in _in_question(contenders, times, factor):
+            contenders = _in_question(contenders, times, 2 if turn >= 3 else 4 if turn else math.inf)
+            for process in contenders:
                 _measure(process, times[process.name], turn)
-            turn += 1
-        _measure_memory([process for process in processes if process.name not in LIMITS], times, turn)
+        _measure_memory([process for process in contenders if process.name not in LIMITS], times)
     finally:
         for process in processes:
             process.close()
@@ -107,19 +106,16 @@ def _building(name: str, case: Case) -> tuple[str, list[Any]]:
     return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
 
 
-def _warm_up(processes: Sequence[Process], times: dict[str, Times], seconds: float) -> tuple[int, Sequence[Process]]:
-    """Rounds that do not count: libraries build kernels for row counts that they meet. How many, and who goes on."""
-    start, turn, contenders = time.monotonic(), 0, processes
-    while turn < 1 or (turn < WARM_UP and time.monotonic() - start < seconds):
-        for process in _in_question(processes, times, 2):
-            _measure(process, times[process.name], turn)
-        if not turn:
-            contenders = _in_question(processes, times, HOPELESS)
-        turn += 1
+def _warm_up(processes: Sequence[Process], times: Mapping[str, Times], seconds: float) -> Sequence[Process]:
+    """Calls that do not count, until they get no faster (`Worker.warm`). Returns who goes on."""
+    for process in processes:
+        if times[process.name].error is None:
+            _note(times[process.name], process.ask("warm", seconds))
+    contenders = _in_question(processes, times, HOPELESS)
     for process in contenders:
         times[process.name].forward.clear()
         times[process.name].total.clear()
-    return turn, contenders
+    return contenders
 
 
 def _in_question(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
@@ -135,7 +131,10 @@ def _measure(process: Process, times: Times, turn: int) -> None:
     if times.error is not None:
         return
     time.sleep(PAUSE)
-    answer = process.ask("measure", 10 * turn)
+    _note(times, process.ask("measure", 10 * turn))
+
+
+def _note(times: Times, answer: Mapping[str, Any]) -> None:
     times.error = answer.get("error")
     if times.error is None:
         times.total.append(answer["total"])
@@ -143,13 +142,11 @@ def _measure(process: Process, times: Times, turn: int) -> None:
             times.forward.append(answer["forward"])
 
 
-def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times], turn: int) -> None:
+def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times]) -> None:
     """After all else: it takes away what a process keeps from call to call."""
     for process in processes:
-        one = times[process.name]
-        if one.error is None:
-            answer = process.ask("memory", turn)
-            one.memory, one.error = answer.get("memory"), answer.get("error")
+        if times[process.name].error is None:
+            times[process.name].memory = process.ask("memory", 0).get("memory")
 
 
 def run_router(case: Case, rounds: int = 15) -> float:
@@ -157,10 +154,10 @@ def run_router(case: Case, rounds: int = 15) -> float:
     with Process("pointsman") as process:
         process.ask(*_building("pointsman", case))
         shares: list[float] = []
-        for turn in range(rounds + WARM_UP):
+        process.ask("warm", WARM_UP[case.dtype])
+        for turn in range(rounds):
             router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
-            if turn >= WARM_UP:
-                shares.append(router["router"] / whole["total"])
+            shares.append(router["router"] / whole["total"])
     return statistics.median(shares)
 
 
@@ -185,7 +182,7 @@ def run_steps(
         for turn in range(rounds):
             for process in processes:
                 _measure(process, times[process.name], turn)
-        _measure_memory(processes, times, rounds)
+        _measure_memory(processes, times)
     finally:
         for process in processes:
             process.close()
@@ -212,10 +209,10 @@ def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, li
                 pair = {process.name: Times() for process in (ours, limit)}
                 for process in (ours, limit):
                     process.ask(*_building(process.name, case))
-                before, _ = _warm_up((ours, limit), pair, seconds=1.0)
+                _warm_up((ours, limit), pair, seconds=1.0)
                 for turn in range(rounds):
                     for process in (ours, limit):
-                        _measure(process, pair[process.name], before + turn)
+                        _measure(process, pair[process.name], turn)
                 value = {"tokens": case.tokens, "experts": case.num_experts, "k": case.k}[axis]
                 mine = pair["pointsman"]
                 curves[axis].append(Point(value, mine.milliseconds, mine.ratio(pair["limit"])))

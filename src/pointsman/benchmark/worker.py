@@ -20,6 +20,7 @@ from pointsman.ops import recycling
 from pointsman.ops.kernels import Kernels, use_kernels
 
 AWAKE = 0.02  # seconds of work before a measurement
+WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # the first seed, and how many calls at most; compared four by four
 SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -60,6 +61,24 @@ class Worker:
             self.module.zero_grad()  # the room that gradients take is the others' until the next turn
         return {name: statistics.median(call[name] for call in calls) for name in calls[0]}
 
+    def warm(self, seconds: float) -> dict[str, float]:
+        """Calls on new tokens until they get no faster, at most so many seconds; what the last ones took.
+
+        In bf16 libraries build a kernel for each row count of an expert that they have not seen, of which there may be
+        hundreds: whoever uses a layer for long pays for them only at first.
+        """
+        start, calls, before = time.perf_counter(), [], float("inf")
+        for seed in range(WARM, WARM + MOST_WARM):
+            calls.append(self.once(seed))
+            if time.perf_counter() - start > seconds:
+                break
+            if not len(calls) % BLOCK:
+                last = statistics.median(call["total"] for call in calls[-BLOCK:])
+                if last > 0.95 * before:
+                    break
+                before = last
+        return {name: statistics.median(call[name] for call in calls[-BLOCK:]) for name in calls[0]}
+
     def once(self, seed: int) -> dict[str, float]:
         """Seconds of one call on new tokens."""
         hidden = self.hidden(seed)
@@ -93,8 +112,8 @@ class Worker:
     def memory(self, seed: int) -> dict[str, float]:
         """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
 
-        To be asked after measurements: kernels that libraries keep for a shape are there then. Nothing else is: freed
-        memory, and what layers keep between steps, are given back before.
+        On a CPU the call is not the first on these tokens: kernels that libraries keep for their row counts are there.
+        Nothing else is: freed memory, and what layers keep between steps, are given back before.
         """
         if self.case.device != "cpu":
             torch.cuda.reset_peak_memory_stats(self.case.device)
@@ -103,6 +122,7 @@ class Worker:
             return {"memory": torch.cuda.max_memory_allocated(self.case.device) - before}
         if not _CLEAR.exists():
             return {}
+        self.once(seed)
         self.module.zero_grad()
         recycling.forget()
         gc.collect()

@@ -26,13 +26,13 @@ def apply(
     activation: str,
     dropout: float,
     seed: Tensor,
-    kernels: str,
+    code: str,
 ) -> Tensor:
     """`cpu.apply` for graphs: the seed is a tensor."""
     keep = torch.is_grad_enabled()
-    output: Tensor = experts_forward(
-        hidden, weight, token, expert, *parameters, seed, activation, dropout, kernels, keep
-    )[0]
+    output: Tensor = experts_forward(hidden, weight, token, expert, *parameters, seed, activation, dropout, code, keep)[
+        0
+    ]
     return output
 
 
@@ -51,12 +51,12 @@ def experts_forward(
     seed: Tensor,
     activation: str,
     dropout: float,
-    kernels: str,
+    code: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output [tokens, dim], and what `experts_backward` needs (empty without `keep`)."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    options = Options(activation, dropout, int(seed), kernels)
+    options = Options(activation, dropout, int(seed), code)
     assignments = Assignments(token, expert)
     if not keep:
         return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
@@ -98,12 +98,12 @@ def experts_backward(
     seed: Tensor,
     activation: str,
     dropout: float,
-    kernels: str,
+    code: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    work = Work(hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), kernels))
+    work = Work(hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), code))
     gradients = Gradients(
         *(
             torch.empty_like(tensor) if needed and tensor is not None else None
@@ -137,8 +137,8 @@ def _(gradient: Tensor, packed: Tensor, *inputs: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, activation, dropout, kernels, _ = inputs
-    ctx.options = activation, dropout, kernels
+    *tensors, activation, dropout, code, _ = inputs
+    ctx.options = activation, dropout, code
     ctx.save_for_backward(output[1], *tensors)
 
 

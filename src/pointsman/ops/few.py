@@ -26,7 +26,8 @@ from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
 
 COLUMNS = {torch.float32: range(4, 33), torch.bfloat16: range(2, 65)}
-"""For how many rows a large weight times them as columns is faster, where it is for some."""
+"""For how many rows a large weight takes them as columns, where `Decoding.few` says so: measured with Intel's AMX."""
+TINY = 1 << 15  # elements of a weight that is read in less time than a call takes
 
 Indices = NDArray[np.int64]
 
@@ -52,7 +53,9 @@ def forward(
         decoding: what the timings of `measure_kernels` chose.
     """
     tokens, k = expert.shape
-    experts = expert.reshape(-1).numpy()  # so few that numpy sorts and counts them in a fraction of torch's time
+    experts: Indices = (
+        expert.reshape(-1).long().numpy()
+    )  # so few that numpy sorts and counts them in a fraction of torch's time
     indices = experts.tolist()
     refuse_beyond(max(indices), len(parameters.w_in))
     dropped = min(indices) < 0
@@ -100,10 +103,11 @@ class Results(NamedTuple):
 
 def _ordered(rows: Tensor, order: Indices | None = None) -> Results:
     """Row i is of assignment `order[i]`; None: of assignment i."""
-    index = np.arange(len(rows))
+    place = np.arange(len(rows))
     if order is not None:
-        index[order] = index.copy()
-    return Results(rows, torch.from_numpy(index))
+        place = np.empty_like(order)
+        place[order] = np.arange(len(rows))
+    return Results(rows, torch.from_numpy(place))
 
 
 def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
@@ -145,7 +149,8 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
 
 def _single(p: ExpertParameters, decoding: Decoding) -> Callable[[Tensor, Chosen, ExpertParameters, str], Tensor]:
     """How the rows of experts that have only one come about: [S, dim]."""
-    if decoding.row == "mv" or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
+    with_mv = decoding.row == "mv" and p.w_in.shape[1] * p.w_in.shape[2] > TINY
+    if with_mv or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
         return _one_by_one_row
     return _by_dots
 
@@ -230,7 +235,7 @@ def _grouped(rows: Tensor, counts: Indices, p: ExpertParameters, activation: str
 def _one_by_one(
     rows: Tensor, counts: Indices, parameters: ExpertParameters, first: HiddenUnits, columns: range
 ) -> Tensor:
-    """The same, an expert after the other; those of so many rows as are in `columns` take them as columns."""
+    """What `_grouped` does, an expert after the other; those of so many rows as are in `columns` take columns."""
 
     def of_columns(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mm(weight, inputs) if bias is None else torch.addmm(bias[:, None], weight, inputs)

@@ -230,7 +230,8 @@ def onednn_works(dtype: torch.dtype) -> bool:
 
 
 def choose(name: str, dtype: torch.dtype) -> Gemm:
-    """The products of the backend `name` ("blas" or "onednn") for a dtype; BLAS where oneDNN does not work."""
+    """The products for a dtype: in float32 those of the backend `name` ("blas" or "onednn"), BLAS where oneDNN does not
+    work; in bfloat16, whatever the name, torch.mm with oneDNN's rectified product where that works."""
     if (name == "onednn" or dtype == torch.bfloat16) and onednn_works(dtype):
         return ONEDNN if dtype == torch.float32 else BLAS_RELU
     return BLAS

@@ -138,7 +138,10 @@ class Packed:
 
 @cache
 def beats_columns(dtype: torch.dtype) -> bool:
-    """Whether few rows are faster with a packed weight than as columns with a plain one (`Kernels.few`): a timing."""
+    """Whether few rows are faster with a packed weight than as columns with a plain one (`Kernels.few`).
+
+    A timing of this process, which no run records: packing is for serving.
+    """
     rows, weight = few_and_large(dtype)
     packs = [_packed(one) for one in weight]
     ways = {
