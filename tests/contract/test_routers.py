@@ -24,7 +24,7 @@ from pointsman import (
 )
 from pointsman.routers import registry
 from pointsman.routers.registry import list_mixers
-from pointsman.routers.router import Mixer
+from pointsman.routers.stages import Mixer
 
 DIM, EXPERTS, BATCH, LENGTH = 24, 6, 3, 11
 NON_CAUSAL = [f"smoe+{name}" for name in ("attention:heads=lowest-entropy-sequence",)]

@@ -11,7 +11,7 @@ from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, se
 from pointsman.models import Memory, TransformerXL, TransformerXLConfig
 from pointsman.models.vocabulary import AdaptiveEmbedding
 from pointsman.ops.kernels import Kernels, use_kernels
-from pointsman.routers.router import Mixer
+from pointsman.routers.stages import Mixer
 
 VOCABULARY = 31
 

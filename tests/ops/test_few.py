@@ -96,56 +96,49 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch, kernels: Kernels = DOTS) ->
 LARGE = {"dim": 520, "hidden_dim": 1040, "num_experts": 9, "k": 1}
 
 
+WITH_DOTS = [
+    ({"tokens": 1}, torch.float32, ["_by_dots"]),
+    ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
+    ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_by_dots"]),
+    ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.bfloat16, ["_grouped"]),
+    ({"tokens": 4}, torch.float32, ["_by_dots"]),
+    ({"tokens": 4}, torch.bfloat16, ["_batched"]),
+    ({"tokens": 40, "num_experts": 40, "k": 1}, torch.float32, ["_by_dots"]),  # enough to be sorted
+    ({"tokens": 30}, torch.float32, ["_batched"]),
+    ({"tokens": 30}, torch.bfloat16, ["_batched"]),
+    ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
+    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.float32, ["_one_by_one"]),
+    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.bfloat16, ["_grouped"]),
+    ({"tokens": 7, **LARGE}, torch.float32, ["_by_dots", "_one_by_one"]),
+    ({"tokens": 7, **LARGE}, torch.bfloat16, ["_by_dots", "_grouped"]),
+]
+WITH_MV = [
+    ({"tokens": 1}, ["_by_dots"]),  # so small that one call is faster
+    ({"tokens": 1, "dim": 192, "hidden_dim": 256}, ["_one_by_one_row"]),
+    ({"tokens": 4}, ["_batched"]),
+    ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, ["_grouped"]),
+    ({"tokens": 2, "seed": 1, **LARGE}, ["_one_by_one_row"]),
+    ({"tokens": 7, **LARGE}, ["_one_by_one_row", "_one_by_one"]),
+    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, ["_one_by_one"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("given", "dtype", "expected"),
+    ("given", "dtype", "expected", "kernels"),
     [
-        ({"tokens": 1}, torch.float32, ["_by_dots"]),
-        ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
-        ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_by_dots"]),
-        ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.bfloat16, ["_grouped"]),
-        ({"tokens": 4}, torch.float32, ["_by_dots"]),
-        ({"tokens": 4}, torch.bfloat16, ["_batched"]),
-        ({"tokens": 40, "num_experts": 40, "k": 1}, torch.float32, ["_by_dots"]),  # enough to be sorted
-        ({"tokens": 30}, torch.float32, ["_batched"]),
-        ({"tokens": 30}, torch.bfloat16, ["_batched"]),
-        ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
-        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.float32, ["_one_by_one"]),
-        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.bfloat16, ["_grouped"]),
-        ({"tokens": 7, **LARGE}, torch.float32, ["_by_dots", "_one_by_one"]),
-        ({"tokens": 7, **LARGE}, torch.bfloat16, ["_by_dots", "_grouped"]),
+        *((*case, DOTS) for case in WITH_DOTS),
+        *((given, dtype, expected, MV) for given, expected in WITH_MV for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
-def test_the_way_follows_from_counts_and_sizes(
+def test_the_way_follows_from_counts_sizes_and_kernels(
     problem: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
     dtype: torch.dtype,
     expected: list[str],
+    kernels: Kernels,
 ) -> None:
-    assert ways(problem(dtype=dtype, **given), monkeypatch) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"tokens": 1}, ["_by_dots"]),  # so small that one call is faster
-        ({"tokens": 1, "dim": 192, "hidden_dim": 256}, ["_one_by_one_row"]),
-        ({"tokens": 4}, ["_batched"]),
-        ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, ["_grouped"]),
-        ({"tokens": 2, "seed": 1, **LARGE}, ["_one_by_one_row"]),
-        ({"tokens": 7, **LARGE}, ["_one_by_one_row", "_one_by_one"]),
-        ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, ["_one_by_one"]),
-    ],
-)
-def test_the_way_where_a_call_for_each_row_is_faster(
-    problem: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, Any],
-    dtype: torch.dtype,
-    expected: list[str],
-) -> None:
-    assert ways(problem(dtype=dtype, **given), monkeypatch, MV) == expected
+    assert ways(problem(dtype=dtype, **given), monkeypatch, kernels) == expected
 
 
 def test_small_float32_experts_share_no_call_where_blas_is_the_faster(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from pointsman.benchmark.cases import Case
 from pointsman.control import pack_experts
 from pointsman.layer import MoE
-from pointsman.ops.gemm import IN_CACHE, choose
+from pointsman.ops import packing
+from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 
 Layer = Callable[[Tensor], Tensor]
@@ -195,9 +196,8 @@ def _pairs_fit(case: Case) -> bool:
 
 
 def _packs(case: Case) -> bool:
-    """Whether there is a difference: see `pack_experts`."""
-    large = case.device == "cpu" and not case.train and case.dim * case.hidden_dim > IN_CACHE
-    return large and (case.dtype == "bfloat16" or measure_kernels().gemm == "onednn")
+    evaluated = case.device == "cpu" and not case.train
+    return evaluated and packing.pays(case.dim * case.hidden_dim, getattr(torch, case.dtype), measure_kernels())
 
 
 PACKED = "pointsman, packed"

@@ -85,6 +85,7 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     try:
         built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
+        # decoding has few row counts, so that its kernels are soon built
         contenders = _warm_up(processes, times, WARM_UP[case.dtype if case.train else "float32"])
         start = time.monotonic()
         for turn in range(ROUNDS[case.train]):

@@ -17,7 +17,8 @@ from pointsman.hf.routed import ClassRule, MixedRule, StrengthMixer, routed_clas
 from pointsman.hf.scorers import HyperDelta, adapted, check_spec, shared_by_default
 from pointsman.hf.state import ForwardState
 from pointsman.routers.registry import build_router, parse_spec, split_specs
-from pointsman.routers.router import Mixer, Router, Sigmoid, Softmax
+from pointsman.routers.router import Router
+from pointsman.routers.stages import Mixer, Sigmoid, Softmax
 
 CONFIG_KEY = "pointsman"
 FORMAT = 1

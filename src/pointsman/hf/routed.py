@@ -18,7 +18,7 @@ from pointsman.hf.gates import Form
 from pointsman.hf.scorers import Strength
 from pointsman.hf.state import ForwardState
 from pointsman.layer import AttachLosses
-from pointsman.routers.router import Mixer, Scores, Selector
+from pointsman.routers.stages import Mixer, Scores, Selector
 from pointsman.routing import Carry, Routing, RoutingContext
 
 SMALLEST = 1e-30  # a probability below this counts as this: ratios stay finite in float32

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from pointsman.routers.hyper import HyperScorer
 from pointsman.routers.registry import parse_spec
-from pointsman.routers.router import Router, Scorer, Sigmoid, Softmax, Stage
+from pointsman.routers.router import Router
 from pointsman.routers.select import TopK
 from pointsman.routers.smoe_dropout import FrozenLinearScorer
+from pointsman.routers.stages import Scorer, Sigmoid, Softmax, Stage
 from pointsman.routers.topk import LinearScorer
 from pointsman.routers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
 from pointsman.routing import RoutingContext

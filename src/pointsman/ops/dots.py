@@ -1,8 +1,8 @@
 """Products of single rows with the weights of experts: [1, in] times [out, in] transposed, many at once.
 
 What a row costs is reading its expert's weight, and beside it the call. torch holds one operation that takes the inner
-products of listed pairs of rows, in threads and at the rate of memory: the gradient of `embedding_bag`'s weights. Here
-it does all rows of all experts in one call. (In bfloat16 a product of one row by torch.mm takes twice as long.)
+products of listed pairs of rows, in threads: the gradient of `embedding_bag`'s weights. Here it does all rows of all
+experts in one call. Whether that or a torch.mv for each row is faster depends on the processor (`Kernels.row`).
 """
 
 from __future__ import annotations

@@ -53,9 +53,8 @@ def forward(
         decoding: what the timings of `measure_kernels` chose.
     """
     tokens, k = expert.shape
-    experts: Indices = (
-        expert.reshape(-1).long().numpy()
-    )  # so few that numpy sorts and counts them in a fraction of torch's time
+    # so few that numpy sorts and counts them in a fraction of torch's time
+    experts: Indices = expert.reshape(-1).long().numpy()
     indices = experts.tolist()
     refuse_beyond(max(indices), len(parameters.w_in))
     dropped = min(indices) < 0
@@ -103,11 +102,7 @@ class Results(NamedTuple):
 
 def _ordered(rows: Tensor, order: Indices | None = None) -> Results:
     """Row i is of assignment `order[i]`; None: of assignment i."""
-    place = np.arange(len(rows))
-    if order is not None:
-        place = np.empty_like(order)
-        place[order] = np.arange(len(rows))
-    return Results(rows, torch.from_numpy(place))
+    return Results(rows, torch.from_numpy(np.arange(len(rows)) if order is None else order.argsort()))
 
 
 def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
@@ -122,7 +117,7 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
             order = chosen.by_expert()  # so that each weight is read once
             return _ordered(_by_dots(hidden, chosen.take(order), p, first.activation), order)
         if _batched_suits(p, most, len(chosen.expert), first.gemm):
-            return _batched(hidden, chosen, counts, p, first.activation)
+            return _batched(hidden, chosen, counts, most, p, first.activation)
     elif most == 1:
         return _ordered(single(hidden, chosen, p, first.activation))
     order = shared = chosen.by_expert()
@@ -184,16 +179,16 @@ def _by_dots(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: st
 def _batched_suits(p: ExpertParameters, most: int, assignments: int, gemm: Gemm) -> bool:
     """Whether the rows of padding and of unused experts are few enough, and a call for each expert not as fast."""
     num_experts, width, dim = p.w_in.shape
-    if gemm is BLAS and p.w_in.dtype == torch.float32 and width * dim > 1 << 15:
+    if gemm is BLAS and p.w_in.dtype == torch.float32 and width * dim > TINY:
         return False
     return num_experts * most <= 4 * assignments + 32
 
 
-def _batched(hidden: Tensor, chosen: Chosen, counts: Indices, p: ExpertParameters, activation: str) -> Results:
+def _batched(
+    hidden: Tensor, chosen: Chosen, counts: Indices, most: int, p: ExpertParameters, activation: str
+) -> Results:
     """All experts, each on as many rows as the busiest has, in one call a weight: used ones and unused ones."""
-    size = int(counts.max())
-    if hidden.dtype == torch.bfloat16:
-        size = -(-size // 4) * 4  # few sizes, for which oneDNN builds its kernels
+    size = most if hidden.dtype == torch.float32 else -(-most // 4) * 4  # few sizes: oneDNN builds a kernel for each
     order, starts = chosen.by_expert(), counts.cumsum() - counts
     ordered = chosen.expert[order]
     slots = np.empty_like(order)

@@ -56,14 +56,18 @@ def pack(parameter: Tensor, parts: int = 1, kernels: Kernels | None = None) -> i
     """
     if parameter.device.type != "cpu" or parameter.dim() != 3 or not works(parameter.dtype):
         return 0
-    if not parameter[0].is_contiguous() or parameter[0].numel() // parts <= IN_CACHE:
-        return 0
-    if parameter.dtype == torch.float32 and (kernels or measure_kernels()).gemm != "onednn":
+    elements = parameter[0].numel() // parts
+    if not parameter[0].is_contiguous() or not pays(elements, parameter.dtype, kernels or measure_kernels()):
         return 0
     _listen_to_optimizers()
     with _lock:
         _packs[parameter] = Packs()
     return parameter.nbytes
+
+
+def pays(elements: int, dtype: torch.dtype, kernels: Kernels) -> bool:
+    """Whether matrices of so many elements are multiplied packed."""
+    return elements > IN_CACHE and (dtype != torch.float32 or kernels.gemm == "onednn")
 
 
 def unpack(parameter: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
-from pointsman.routers.router import FrozenStage, Scorer, Stages
+from pointsman.routers.stages import FrozenStage, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

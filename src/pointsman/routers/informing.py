@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.visible import Visible
-from pointsman.routers.router import Mixer
+from pointsman.routers.stages import Mixer
 from pointsman.routing import Carry, RoutingContext
 
 

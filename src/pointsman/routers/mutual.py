@@ -18,7 +18,7 @@ from pointsman.ops.similarity import Similarity
 from pointsman.ops.visible import Visible
 from pointsman.routers.informing import Informing
 from pointsman.routers.registry import Site, register_mixer
-from pointsman.routers.router import Mixer
+from pointsman.routers.stages import Mixer
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
 
 RUNNING_SHARE = 0.01  # of one step in the running mean of the heads' entropies, once there have been a hundred

@@ -17,8 +17,9 @@ from torch import nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import convert
-from pointsman.routers.router import Mixer, Router, Selector, Stages, check_top_k
+from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.select import Capacity, TopK
+from pointsman.routers.stages import Mixer, Selector, Stages
 
 BASELINES = {
     "dense": "One feed-forward layer with the parameters of all experts; no router.",

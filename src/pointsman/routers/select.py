@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.router import Scores, Selector
+from pointsman.routers.stages import Scores, Selector
 from pointsman.routing import RoutingContext
 
 TINY = 1e-9  # keeps a sum of sigmoids away from zero

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.registry import Site, register_router
-from pointsman.routers.router import Scorer, Stages
 from pointsman.routers.select import RandomExperts
+from pointsman.routers.stages import Scorer, Stages
 from pointsman.routing import RoutingContext
 
 

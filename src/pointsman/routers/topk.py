@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pointsman.ops.linear import raised
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
-from pointsman.routers.router import Scorer, Sigmoid, Softmax, Stages
+from pointsman.routers.stages import Scorer, Sigmoid, Softmax, Stages
 from pointsman.routing import RoutingContext
 
 INIT_STD = 0.02

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pointsman.ops.linear import raised
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
-from pointsman.routers.router import Normalizer, Scorer, Stages
+from pointsman.routers.stages import Normalizer, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
