@@ -50,7 +50,8 @@ def test_operators_are_well_formed(problem: Callable[..., Any]) -> None:
     case = problem(gated=True, dropped=0.2)
     seed = torch.zeros((), dtype=torch.int64)
     for expert in (case.routing.experts, torch.zeros_like(case.routing.experts)):
-        arguments = (case.hidden, case.weights, None, expert, *case.parameters, seed, "silu", 0.0, Kernels().code, True)
+        room = compiled.room_for(expert, case.parameters)
+        arguments = (case.hidden, case.weights, None, expert, *case.parameters, seed, "silu", 0.0, Kernels().code, room)
         # without its comparison of outputs: the end of what is kept is not initialised
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(compiled.experts_forward, arguments, test_utils=checks)
@@ -63,8 +64,9 @@ def test_what_is_kept_fits_its_bound(problem: Callable[..., Any], chosen: int) -
         case = problem(tokens, 8, 8, num_experts, 1)
         expert = torch.zeros(tokens, 1, dtype=torch.int64) if chosen else torch.arange(tokens)[:, None] % num_experts
         seed = torch.zeros((), dtype=torch.int64)
+        room = compiled.room_for(expert, case.parameters)
         output, _ = compiled.experts_forward(
-            case.hidden, case.weights, None, expert, *case.parameters, seed, "relu", 0.0, Kernels().code, True
+            case.hidden, case.weights, None, expert, *case.parameters, seed, "relu", 0.0, Kernels().code, room
         )
         routing = type(case.routing)(expert, case.weights, case.routing.probs, case.routing.logits)
         plain = reference.apply_experts(case.hidden, routing, case.parameters, "relu")

@@ -23,7 +23,9 @@ def test_buckets_are_few_and_tight() -> None:
     num_experts=st.sampled_from([1, 3, 8, 256, 257]),
     dropped=st.booleans(),
     as_pairs=st.booleans(),
-    sharing=st.sampled_from([None, Sharing(3, 2048), Sharing(128, 2048), Sharing(128, 16)]),
+    sharing=st.sampled_from(
+        [None, Sharing(3, 2048, 2048), Sharing(128, 2048, 2048), Sharing(128, 16, 2048), Sharing(3, 90, 90, 50)]
+    ),
 )
 def test_every_slot_has_its_row(
     tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, sharing: Sharing | None
@@ -75,8 +77,8 @@ def test_every_slot_has_its_row(
 
 
 def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
-    def groups(sizes: list[int], spare: int = 64, most: int = 2048) -> list[tuple[int, int]]:
-        return together(sizes, 0, len(sizes), Sharing(spare, most))
+    def groups(sizes: list[int], spare: int = 64, most: int = 2048, percent: int = 0) -> list[tuple[int, int]]:
+        return together(sizes, 0, len(sizes), Sharing(spare, most, 2048, percent))
 
     assert groups([8] * 16, spare=1) == [(0, 16)]
     assert groups([128] * 32) == [(0, 16), (16, 16)]  # 2,048 rows each
@@ -85,6 +87,9 @@ def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
     assert groups([8, 8, 8, 900]) == [(0, 2), (2, 1), (3, 1)]
     assert groups([100, 140, 0, 0, 100]) == [(0, 2), (2, 1), (3, 1), (4, 1)]
     assert groups([16, 8, 24, 16], most=16) == [(0, 2), (2, 1), (3, 1)]
+    assert groups([200, 160, 200, 120], spare=0) == [(index, 1) for index in range(4)]
+    assert groups([200, 160, 200, 120], spare=0, percent=20) == [(0, 4)]
+    assert groups([200, 160, 200, 100], spare=0, percent=20) == [(0, 2), (2, 1), (3, 1)]
 
 
 def test_any_number_of_experts_keeps_its_order() -> None:

@@ -1,6 +1,7 @@
 """Choosing, recording and falling back."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -20,15 +21,17 @@ def test_measured_once_and_recorded() -> None:
 
 
 def test_as_a_word() -> None:
-    kernels = Kernels("fast", "onednn", "mv", "rows", "dots", "columns")
+    kernels = Kernels("fast", "onednn", "mv", "rows", "dots", "columns", "padded")
     assert Kernels.decoded(kernels.code) == kernels
     assert Kernels.decoded("") == measure_kernels()
     assert kernels.decoding(torch.float32) == ("mv", "rows")
     assert kernels.decoding(torch.bfloat16) == ("dots", "columns")
 
 
-def test_records_from_before_the_choice_of_rows() -> None:
-    assert Kernels.from_dict({"path": "fast", "gemm": "onednn"}).decoding(torch.float32) == ("dots", "rows")
+def test_records_from_before_these_choices() -> None:
+    kernels = Kernels.from_dict({"path": "fast", "gemm": "onednn"})
+    assert kernels.decoding(torch.float32) == ("dots", "rows")
+    assert kernels.batched_bf16 == "small"
 
 
 @pytest.mark.parametrize("name", ["dots", "mv"])
@@ -42,6 +45,32 @@ def test_the_faster_row_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(*slower, slow)
     assert kernels_module._measure_decoding(torch.float32, gemm.BLAS).row == name
+
+
+@pytest.mark.parametrize(("slower", "chosen"), [("mm", "padded"), ("bmm", "small")])
+def test_the_faster_batches_are_taken(slower: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(torch, slower)
+
+    def slow(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(torch, slower, slow)
+    assert kernels_module._measure_batches(gemm.BLAS_RELU) == chosen
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.1, "usual"), (0.3, "other")])
+def test_near_ties_fall_the_same_way(seconds: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def takes(duration: float) -> Callable[[], None]:
+        def way() -> None:
+            clock[0] += duration
+
+        return way
+
+    assert kernels_module.fastest({"usual": takes(2 + seconds), "other": takes(2)}, 3) == chosen
 
 
 def test_without_dots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,12 @@ def apply(
     code: str,
 ) -> Tensor:
     """`cpu.apply` for graphs: the seed is a tensor."""
-    keep = torch.is_grad_enabled()
-    output: Tensor = experts_forward(hidden, weight, token, expert, *parameters, seed, activation, dropout, code, keep)[
-        0
-    ]
-    return output
+    # in the graph, so that one that torch has cached from an earlier version is not taken for this one's
+    room = room_for(expert, parameters) if torch.is_grad_enabled() else 0
+    outputs: tuple[Tensor, Tensor] = experts_forward(
+        hidden, weight, token, expert, *parameters, seed, activation, dropout, code, room
+    )
+    return outputs[0]
 
 
 @torch.library.custom_op("pointsman::experts_forward", mutates_args=())
@@ -52,16 +53,16 @@ def experts_forward(
     activation: str,
     dropout: float,
     code: str,
-    keep: bool,
+    room: int,
 ) -> tuple[Tensor, Tensor]:
-    """The output [tokens, dim], and what `experts_backward` needs (empty without `keep`)."""
+    """The output [tokens, dim], and `room` elements with what `experts_backward` needs; 0 where none follows."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     options = Options(activation, dropout, int(seed), code)
     assignments = Assignments(token, expert)
-    if not keep:
+    if not room:
         return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
-    output, kept = Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep)
-    packed, start = hidden.new_empty(_packed_size(expert, parameters)), 0
+    output, kept = Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=True)
+    packed, start = hidden.new_empty(room), 0
     for tensor in (tensor for item in kept for tensor in item):
         packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
         start += tensor.numel()
@@ -69,13 +70,12 @@ def experts_forward(
 
 
 @experts_forward.register_fake
-def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, _, _, _, keep = rest
-    size = _packed_size(expert, ExpertParameters(*tensors)) if keep else 0
-    return hidden.new_empty(hidden.shape), hidden.new_empty(size)
+def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), hidden.new_empty(rest[-1])
 
 
-def _packed_size(expert: Tensor, parameters: ExpertParameters) -> int:
+def room_for(expert: Tensor, parameters: ExpertParameters) -> int:
+    """How many elements the hidden units of any routing of that shape need at most."""
     count, width, dim = parameters.w_in.shape
     rows = rows_at_most(expert.numel(), count, sharing(parameters.w_in.dtype, width * dim))
     return rows * width * (1 if parameters.w_gate is None else 2)
@@ -119,7 +119,7 @@ def _unpack(packed: Tensor, work: Work, tokens: int, parameters: ExpertParameter
     width = parameters.w_in.shape[1]
     each = 1 if parameters.w_gate is None else 2
     kept, start = [], 0
-    for rows in work.kept_rows(tokens):
+    for rows in work.kept_rows(tokens, parameters):
         size = rows * width
         kept.append(tuple(packed[start + i * size : start + (i + 1) * size].view(rows, width) for i in range(each)))
         start += each * size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import dense, few, packing, recycling, sparse
-from pointsman.ops.dispatch import MOST_ROWS, Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
+from pointsman.ops.dispatch import Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.ops.gemm import IN_CACHE, choose
 from pointsman.ops.kernels import Kernels
@@ -18,6 +18,7 @@ from pointsman.ops.reference import ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16}
 FEW_ROWS = 24  # in float32
+PADDING = 20  # rows for every 100
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Work:
     def __init__(
         self, hidden: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
     ) -> None:
-        num_experts, self.hidden_dim, _ = parameters.w_in.shape
+        num_experts = len(parameters.w_in)
         token, expert = assignments.token, assignments.expert
         self.options = options
         self.num_experts = num_experts
@@ -67,7 +68,7 @@ class Work:
         self.slots: Slots = slots
         self.plan: Plan | None = None
         if slots.per_token != num_experts:
-            self.plan = plan(slots, num_experts, sharing(hidden.dtype, parameters.w_in[0].numel()))
+            self.plan = plan(slots, num_experts, sharing(hidden.dtype, parameters.w_in[0].numel(), options.kernels))
 
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
@@ -102,10 +103,10 @@ class Work:
             dx, dw = sparse.backward(gradient, hidden, factors, parameters, self.plan, first, kept, gradients, *wanted)
         return dx, None if dw is None else self._weight_gradient(dw, weight)
 
-    def kept_rows(self, tokens: int) -> list[int]:
+    def kept_rows(self, tokens: int, parameters: ExpertParameters) -> list[int]:
         """How many rows each item of what `forward` keeps has, in its order."""
         if self.plan is None:
-            return dense.kept_rows(tokens, self.num_experts, self.hidden_dim)
+            return dense.kept_rows(tokens, parameters)
         return [len(part.starts) for part in self.plan.parts if part.size]
 
     def _by_expert(self) -> Tensor:
@@ -129,16 +130,24 @@ class Work:
         return gradient.new_zeros(weight.numel()).index_copy_(0, chosen, gradient).view(weight.shape)
 
 
-def sharing(dtype: torch.dtype, size: int) -> Sharing | None:
+def sharing(dtype: torch.dtype, size: int, kernels: Kernels | None = None) -> Sharing | None:
     """Which experts whose weights have so many elements are computed together: through torch.bmm.
 
     In bfloat16 that is oneDNN's, and the better product for all but large experts; in float32 it is BLAS's, which pays
     for small experts, or of so few rows, that calls take the time.
+
+    Args:
+        kernels: None for a bound on what any would do.
     """
     if dtype == torch.bfloat16:
-        return Sharing(min(128, (1 << 23) // size), MOST_ROWS) if size <= IN_CACHE else None
+        if size > IN_CACHE:
+            return None
+        spare = min(128, (1 << 23) // size)
+        padded = kernels is None or kernels.batched_bf16 == "padded"
+        rows = min(8192, (1 << 30) // size) if padded else 2048  # more would leave the cache, and gain little
+        return Sharing(spare, rows, rows, PADDING if padded else 0)
     most = (1 << 22) // size if size <= 1 << 16 else FEW_ROWS
-    return Sharing(min(128, (1 << 21) // size), most) if size <= 1 << 17 else None
+    return Sharing(min(128, (1 << 21) // size), most, 2048) if size <= 1 << 17 else None
 
 
 def apply(

@@ -16,15 +16,17 @@ from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible, o
 from pointsman.ops.reference import ExpertParameters
 
 
-def _chunks(tokens: int, hidden_dim: int) -> list[slice]:
+def _chunks(tokens: int, hidden_dim: int, dtype: torch.dtype) -> list[slice]:
     # powers of two, so that a chunk is a shape that oneDNN has seen
-    size = 2048 if hidden_dim <= 2048 else 1024
+    size = (2048 if hidden_dim <= 2048 else 1024) * 4 // dtype.itemsize
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def kept_rows(tokens: int, num_experts: int, hidden_dim: int) -> list[int]:
+def kept_rows(tokens: int, parameters: ExpertParameters) -> list[int]:
     """How many rows each item of what `forward` keeps has, in its order."""
-    return [rows.stop - rows.start for rows in _chunks(tokens, hidden_dim) for _ in range(num_experts)]
+    num_experts, hidden_dim, _ = parameters.w_in.shape
+    chunks = _chunks(tokens, hidden_dim, parameters.w_in.dtype)
+    return [rows.stop - rows.start for rows in chunks for _ in range(num_experts)]
 
 
 def forward(
@@ -41,7 +43,7 @@ def forward(
     output = torch.empty_like(hidden)
     kept: list[Kept] = []
     each = [one(parameters, index) for index in range(weight.shape[1])]
-    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1]):
+    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1], hidden.dtype):
         inputs, total = hidden[rows], output[rows]
         for index, (expert, factor) in enumerate(zip(each, weight[rows, :, None].unbind(1), strict=True)):
             units, keeping = first.forward(inputs, expert)
@@ -80,7 +82,7 @@ def backward(
     inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
     scales, rest = divisible(factors)
     saved = iter(kept)
-    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1]):
+    for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1], hidden.dtype):
         outer, total = gradient[rows], None
         # transposed once for all experts: a weight gradient's first operand
         inputs_columns, outer_columns = hidden[rows].t().contiguous().t(), outer.t().contiguous().t()

@@ -101,30 +101,33 @@ class Part(NamedTuple):
         return rows if self.number == 1 else rows.view(self.number, -1, rows.shape[1])
 
 
-MOST_ROWS = 2048  # of experts computed together: more would leave the cache, and gain little
-
-
 class Sharing(NamedTuple):
     """When experts share a part.
 
     Attributes:
         spare: how many rows of padding cost less than to compute one more expert apart.
         most: how many rows an expert has at most.
+        rows: how many rows a part has at most.
+        percent: how many rows of padding for every 100 it may have, besides.
     """
 
     spare: int
     most: int
+    rows: int
+    percent: int = 0
 
 
 def rows_at_most(slots: int, num_experts: int, sharing: Sharing | None = None) -> int:
     """A bound on the rows of any plan for so many slots: a bucket adds at most 7 rows, or a sixteenth."""
-    return slots + slots // 16 + (8 + (0 if sharing is None else sharing.spare)) * num_experts
+    apart = slots + slots // 16 + 8 * num_experts
+    return apart if sharing is None else apart + apart * sharing.percent // 100 + sharing.spare * num_experts
 
 
 def together(sizes: list[int], first: int, end: int, sharing: Sharing) -> list[tuple[int, int]]:
     """The experts from `first` to `end` in parts (first, number), given the rows that each needs alone."""
     number, busiest = end - first, max(sizes[first:end])
-    bound = min(MOST_ROWS, sum(sizes[first:end]) + (number - 1) * sharing.spare)
+    total = sum(sizes[first:end])
+    bound = min(sharing.rows, total + total * sharing.percent // 100 + (number - 1) * sharing.spare)
     if number == 1 or (busiest <= sharing.most and number * busiest <= bound):
         return [(first, number)]
     middle = first + number // 2
