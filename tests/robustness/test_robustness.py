@@ -92,6 +92,17 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     times = [path.stat().st_mtime_ns for path in records]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
     assert [path.stat().st_mtime_ns for path in records] == times  # done already
+    settings = comparison / "runs/smoe/seed-0/config.json"
+    before = settings.read_text()
+    settings.write_text(before.replace('"eval_tokens": 512', '"eval_tokens": 256'))
+    try:
+        assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    finally:
+        settings.write_text(before)
+    again = {
+        path.parent.parent.name for path, time in zip(records, times, strict=True) if path.stat().st_mtime_ns != time
+    }
+    assert again == {"smoe"}  # whose protocol is another one now
     assert main(["evaluate", str(comparison), "--attack", "textfooler"]) == 2
     assert "a comparison is attacked by word or char" in capsys.readouterr().err
 

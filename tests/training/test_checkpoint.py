@@ -83,6 +83,15 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "nowhere") == []
 
 
+def test_what_was_passed_over_neither_stays_nor_pushes_others_out(tmp_path: Path) -> None:
+    for step in (9, 12):
+        write_checkpoint(tmp_path, step, some(), {})
+    for step in (3, 4, 10):
+        write_checkpoint(tmp_path, step, some(), {}, keep=1)
+        assert steps_of(tmp_path) == [step]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"step-10", "passed-over-step-9", "passed-over-step-12"}
+
+
 def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, 4, some(), {})
     (path / "model.safetensors").write_bytes(b"")
@@ -160,10 +169,19 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_used(tmp_path: P
     assert notes == [str(caught.value)]
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped bit", "no manifest", "a pickle"])
-@pytest.mark.parametrize("all_of_them", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "all_of_them", "router"),
+    [
+        *(
+            (kind, every, "smoe")
+            for kind in ("truncated", "flipped bit", "no manifest", "a pickle")
+            for every in (0, 1)
+        ),
+        ("truncated", 0, "smoe+attention"),  # knows its number of heads only after a step
+    ],
+)
 def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
-    settings: Settings, corpus: Corpus, tmp_path: Path, kind: str, all_of_them: bool
+    settings: Settings, corpus: Corpus, tmp_path: Path, kind: str, all_of_them: int, router: str
 ) -> None:
     class Stop:
         notes: list[str] = []  # noqa: RUF012
@@ -181,7 +199,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
             return self.steps >= 7
 
     def run(name: str, **options: Any) -> None:
-        train(settings("smoe"), tmp_path / name, corpus=corpus, kernels=Kernels(), **options)
+        train(settings(router), tmp_path / name, corpus=corpus, kernels=Kernels(), **options)
 
     run("unbroken")
     stop = Stop()
@@ -274,6 +292,8 @@ def test_without_a_whole_checkpoint_one_line_says_so(tmp_path: Path) -> None:
         whole_checkpoint(tmp_path / "checkpoints", notes.append)
     assert "\n" not in str(caught.value)
     assert notes == []
-    write_checkpoint(tmp_path / "checkpoints", 2, some(), {})
-    assert whole_checkpoint(tmp_path / "checkpoints", notes.append).step == 2
+    for step in (4, 5):
+        path = write_checkpoint(tmp_path / "checkpoints", step, some(), {})
+    (path / "model.safetensors").write_bytes(b"x")
+    assert whole_checkpoint(tmp_path / "checkpoints", notes.append).step == 4
     assert len(notes) == 1

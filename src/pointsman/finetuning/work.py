@@ -23,6 +23,7 @@ from pointsman.models.transformer_xl import Memory
 from pointsman.training.checkpoint import CheckpointError
 from pointsman.training.config import RunConfig
 from pointsman.training.objectives import Objective, Outcome, objective_of
+from pointsman.training.record import evaluated_k
 from pointsman.training.work import Around, Parts, Work
 
 
@@ -155,7 +156,7 @@ class FineTuningWork(Work):
         return (
             record.get("checkpoint") == f"step-{config.steps}"
             and record.get("protocol") == self.protocol(config)
-            and (k_values == set(config.eval_top_k) or k_values == {config.model.num_experts})
+            and k_values == evaluated_k(config)
         )
 
 

@@ -14,6 +14,7 @@ from pointsman.finetuning.run import load_finetuned
 from pointsman.robustness.runs import Budget, finetuned_under_attack, run_under_attack
 from pointsman.training.compare import read_plan, run_path, saved_runs, slug
 from pointsman.training.progress import Progress
+from pointsman.training.record import eval_protocol
 from pointsman.training.run import load_run
 
 
@@ -61,7 +62,8 @@ def comparison_under_attack(
             tuned = load_finetuned(path, device=device, note=progress.note)
             asked |= {
                 "top_k": list(top_k or tuned.config.eval_top_k),
-                "budget": budget,
+                "budget": tuned.config.eval_tokens if budget == "run" else budget,
+                "fingerprint": tuned.about.get("fingerprint"),
                 "checkpoint": f"step-{tuned.step}",
             }
             if _asked(path / f"{name}.json") != asked:
@@ -69,13 +71,15 @@ def comparison_under_attack(
                 write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
             continue
         run = load_run(path, device=device, note=progress.note)
+        corpus = run.corpus(data)
         if place == 1:
-            name += f"-{slug(run.corpus(data).name)}-{split}"
+            name += f"-{slug(corpus.name)}-{split}"
         asked |= {
             "data": data or run.config.data,
             "split": split,
             "top_k": list(top_k or run.config.eval_top_k),
-            "budget": budget,
+            "protocol": eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget).to_dict(),
+            "fingerprint": corpus.fingerprint,
             "checkpoint": f"step-{run.step}",
         }
         if _asked(path / f"{name}.json") != asked:

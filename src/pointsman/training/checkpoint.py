@@ -60,7 +60,10 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any], keep: int = 0) -> Path:
-    """Writes `folder/step-N` and removes older ones beyond the last `keep` (0 = none).
+    """Writes `folder/step-N` and removes older ones, until `keep` are left with it (0 = none).
+
+    Those of later steps, which whoever saves step N passed over as damaged or foreign, are put aside as
+    `passed-over-step-M`: nothing takes them for this run's again.
 
     Args:
         folder: the run's `checkpoints` folder; made if need be.
@@ -94,6 +97,10 @@ def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, 
             shutil.rmtree(aside, ignore_errors=True)
             raise
         _remove_leftovers(folder)
+        for later in [other for other in steps_of(folder) if other > step]:
+            passed_over = folder / f"passed-over-step-{later}"
+            shutil.rmtree(passed_over, ignore_errors=True)
+            (folder / f"step-{later}").rename(passed_over)
         if keep:
             for old in steps_of(folder)[keep:]:
                 shutil.rmtree(folder / f"step-{old}", ignore_errors=True)

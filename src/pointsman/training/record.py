@@ -11,6 +11,7 @@ from torch import nn
 from pointsman.control import named_routers
 from pointsman.data import Corpus
 from pointsman.evaluation.language_model import EvalProtocol
+from pointsman.routers.registry import BASELINES
 from pointsman.training.config import RunConfig
 
 
@@ -46,12 +47,17 @@ def still_right(record: Mapping[str, Any] | None, config: RunConfig) -> bool:
     if record is None or record.get("checkpoint") != f"step-{config.steps}":
         return False
     found, results = record.get("protocol", {}), record.get("results", [])
-    k_values = {result["top_k"] for result in results}
     return (
         all(found.get(key) == value for key, value in _protocol(config).items())
-        and (k_values == set(config.eval_top_k) or k_values == {config.model.num_experts})
+        and {result["top_k"] for result in results} == evaluated_k(config)
         and all(result["split"] == config.eval_split for result in results)
     )
+
+
+def evaluated_k(config: RunConfig) -> set[int]:
+    """The values of k that an evaluation by these settings has: a dense baseline's is its number of experts."""
+    dense = config.model.router.partition(":")[0] in BASELINES
+    return {config.model.num_experts} if dense else set(config.eval_top_k)
 
 
 def _protocol(config: RunConfig) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class TrainingState:
         if strange := sorted(weights.keys() - own.keys()):
             return f"its weights belong to another model: this one has no {strange[0]}"
         for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:
+            if tensor.numel() and tensor.shape != weights[name].shape:  # an empty buffer takes the shape that it finds
                 return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
         return None
 
