@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pointsman.cli.main import COMMANDS, main
 
@@ -238,3 +239,32 @@ def test_help_is_there_for_every_command_and_loads_no_torch() -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, (command, done.stderr)
         assert "usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("Unable to allocate 9 TiB"), "Unable to allocate 9 TiB"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory."),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 40 bytes"), "40 bytes"),
+    ],
+)
+def test_out_of_memory_is_one_line(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("pointsman.cli.routers.run", run)
+    line = refused(capsys, "routers")
+    assert "out of memory" in line
+    assert says in line
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: list[str]) -> int:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("pointsman.cli.routers.run", run)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["routers"])

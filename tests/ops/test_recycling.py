@@ -60,6 +60,20 @@ def test_whoever_holds_it_keeps_it(parameter: Tensor, hold: Callable[[Tensor], A
     assert taken in (address(parameter), recycling._storages[parameter][0].data_ptr())
 
 
+def test_many_that_were_held_at_once_do_not_stay(parameter: Tensor) -> None:
+    held = [empty_gradient(parameter) for _ in range(10)]
+    assert len({gradient.data_ptr() for gradient in held}) == 10
+    kept, last = held[3].data_ptr(), held.pop(3)
+    held.clear()
+    taken = empty_gradient(parameter)
+    assert taken.data_ptr() != kept
+    assert len(recycling._storages[parameter]) == 3  # the held one, the taken one, and one to spare
+    again = {address(parameter), taken.data_ptr()}
+    assert kept not in again
+    assert len(again) == 2
+    del last
+
+
 def test_what_is_forgotten_is_given_back(parameter: Tensor) -> None:
     first = empty_gradient(parameter)
     recycling.forget()

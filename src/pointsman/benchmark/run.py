@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman.benchmark.cases import Case, cases, growth, steps
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 from pointsman.benchmark.process import Process, ask_all
@@ -158,6 +159,9 @@ def run_router(case: Case, rounds: int = 15) -> float:
         process.ask("warm", WARM_UP[case.dtype])
         for turn in range(rounds):
             router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
+            for answer in (router, whole):
+                if "error" in answer:
+                    raise RunError(f"the router's share of {case.name} was not measured: {answer['error']}")
             shares.append(router["router"] / whole["total"])
     return statistics.median(shares)
 

@@ -70,6 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except OSError as error:
         return fail(describe(error))
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return fail(
+            f"out of memory: {str(error).splitlines()[0]}; a smaller model, batch_size or segment_length takes less"
+        )
     except ImportError as error:
         if error.name and not error.name.startswith("pointsman"):
             return fail(f"the package {error.name!r} is not installed: pip install 'pointsman[report,hf,track]'")
@@ -89,6 +95,15 @@ def describe(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission{place}; choose another folder with --out"
     return f"{error.strerror or error}{place}"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: numpy's, a CPU's, or a device's, of which torch knows."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def fail(message: str) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._values import convert
 from pointsman.data.tasks import Task, parse_task
 from pointsman.models.classifier import Pooling
 from pointsman.routers.registry import BASELINES, split_specs
@@ -81,7 +82,7 @@ class Finetuning:
         Raises:
             RunError: a setting that does not exist or is out of range.
         """
-        batch_size = int(self.settings.get("batch_size", BATCH_SIZE.get(task.name, 16)))
+        batch_size = convert(self.settings.get("batch_size", BATCH_SIZE.get(task.name, 16)), int, "setting batch_size")
         steps = self.steps
         if steps is None:
             epochs = EPOCHS.get(task.name, 3) if self.epochs is None else self.epochs

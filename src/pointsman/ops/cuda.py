@@ -1,7 +1,7 @@
 """The experts on a GPU, on `torch.nn.functional.grouped_mm`: no host synchronisation, no shape that depends on data.
 
-In bfloat16 on Hopper and later a whole training step can therefore be captured in a CUDA graph; in float32 and half,
-and on older devices, `grouped_mm` itself is a loop over the groups.
+In bfloat16 on Hopper and data-centre Blackwell (compute capability 9 and 10) a whole training step can therefore be
+captured in a CUDA graph; in float32 and half, and on other devices, `grouped_mm` itself is a loop over the groups.
 
 The mathematics is that of `sparse.py`. Assignments to -1 sort behind all experts: `grouped_mm` leaves their rows
 undefined, so every tensor of rows is masked before it is combined. Nothing here is particular to CUDA except its aim:
@@ -21,6 +21,7 @@ from pointsman.ops.feedforward import DERIVATIVES, refuse_second_derivatives
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+MOST_GROUPS = 1024  # grouped_mm's kernel takes fewer
 
 
 class Layout(NamedTuple):
@@ -96,9 +97,9 @@ def apply(
     where = layout(flat, owner, bags, parameters.w_in.shape[0])
     dim = hidden.shape[1]
     padded = _padded(parameters)
-    output: Tensor = _Experts.apply(
-        F.pad(hidden, (0, padded.w_in.shape[2] - dim)), factors, where, activation, dropout, *padded
-    )  # type: ignore[no-untyped-call]
+    more = padded.w_in.shape[2] - dim
+    rows = F.pad(hidden, (0, more)) if more else hidden
+    output: Tensor = _Experts.apply(rows, factors, where, activation, dropout, *padded)  # type: ignore[no-untyped-call]
     return output[:, :dim]
 
 
@@ -197,9 +198,17 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, where: Layout) ->
 def _outer_products(left: Tensor, right: Tensor | None, ends: Tensor) -> Tensor:
     """Each group's left' right: [E, m, n]; with `right` [S, 1] or None (ones), a bias gradient: [E, m]."""
     if right is not None and right.shape[1] > 1:
-        return grouped_mm(left.t(), right, ends)
+        return _without_empty(grouped_mm(left.t(), right, ends), ends)
     columns = left.new_ones(left.shape[0], 8) if right is None else right.expand(-1, 8).contiguous()
-    return grouped_mm(columns.t(), left, ends)[:, 0]
+    return _without_empty(grouped_mm(columns.t(), left, ends)[:, 0], ends)
+
+
+def _without_empty(products: Tensor, ends: Tensor) -> Tensor:
+    """Zeros for groups without rows, where `grouped_mm` leaves anything: on Blackwell (pytorch issue 172439)."""
+    if products.device.type == "cuda" and torch.cuda.get_device_capability(products.device)[0] == 9:
+        return products  # right on Hopper, where a pass over all gradients is saved
+    empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+    return products.masked_fill_(empty.view(-1, *[1] * (products.dim() - 1)), 0)
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ Storage is used again once nothing else refers to it: no tensor, no view, no Pyt
 told for certain, memory is fresh. What is kept is kept for a parameter (or for what it is a view of; a copy that
 autocast has made lives too short), and gone with it. At the start of backward all of it is in use; what an optimizer
 needs at its step comes on top.
+
+A parameter that has weak references cannot take part in `torch.utils.swap_tensors`: `forget()` before.
 """
 
 from __future__ import annotations
@@ -40,9 +42,14 @@ def empty_gradient(parameter: Tensor) -> Tensor:
         return torch.empty_like(parameter)
     with _lock:
         storages: list[torch.UntypedStorage] = _storages.setdefault(parameter, [])
-        for index in range(len(storages)):
-            if _free(storages, index) and storages[index].nbytes() == parameter.nbytes:
-                break
+        free = [_free(storages, index) for index in range(len(storages))]
+        of_size = [
+            index for index, is_free in enumerate(free) if is_free and storages[index].nbytes() == parameter.nbytes
+        ]
+        # one more than is asked for: a step of several backwards needs two in turns
+        storages[:] = [storages[i] for i, is_free in enumerate(free) if not is_free or i in of_size[:2]]
+        if of_size:
+            index = sum(not is_free for is_free in free[: of_size[0]])  # where the first of them is now
         else:
             index = len(storages)
             storages.append(_storage(parameter.nbytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,9 +33,14 @@ def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic algorithms inside, if wanted; the setting is as before afterwards."""
+    """PyTorch's deterministic algorithms inside, if wanted; the setting is as before afterwards.
+
+    With them cuBLAS refuses to work unless this variable says how much room it has, before its first product.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
+        if torch.cuda.is_available():
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
         yield

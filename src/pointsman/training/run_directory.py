@@ -135,6 +135,11 @@ class Metrics:
                 self._opened.write(json.dumps(row) + "\n")
             self._opened.flush()
 
+    def sync(self) -> None:
+        """What was written outlives a machine that stops: before a checkpoint that follows it."""
+        with disk_errors(self._file, "lines of metrics were not written"):
+            os.fsync(self._opened.fileno())
+
     def has(self, kind: str, step: int) -> bool:
         return any(row["kind"] == kind and row["step"] == step for row in reversed(self.rows))
 

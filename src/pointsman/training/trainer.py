@@ -242,6 +242,7 @@ class _Run:
         }
         tensors = self.state.tensors(self.monitor)
         keep = self.config.keep_checkpoints
+        self.metrics.sync()
         write_checkpoint(self.directory.checkpoints, self.state.step, tensors, description, keep)
         self.saved = self.state.step
 
