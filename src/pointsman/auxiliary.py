@@ -9,9 +9,9 @@ from torch import Tensor
 def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over tokens of `values` [tokens, ...]; `mask` [tokens] leaves padding out. Zero where no token is real."""
     if mask is None:
-        return values.mean(0)
-    real = mask.to(values.dtype).reshape(-1, *(1,) * (values.dim() - 1))
-    return (values * real).sum(0) / real.sum().clamp_min(1)
+        return values.mean(0) if len(values) else values.sum(0)
+    real = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # whatever padding holds, NaN too
+    return real.sum(0) / mask.sum().clamp_min(1)
 
 
 def assignment_shares(experts: Tensor, num_experts: int) -> Tensor:

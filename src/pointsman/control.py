@@ -48,6 +48,8 @@ class set_top_k:  # noqa: N801 - used like a function
         set_top_k(model, 4)
         with set_top_k(model, 1): …
 
+    A forward under activation checkpointing is done again in backward, which must lie inside, too.
+
     Raises:
         ValueError: k is no whole number from 1 to the number of experts, or a class of Hugging Face models works with
             no other k; then no router has changed.
@@ -233,6 +235,8 @@ def materialize(model: nn.Module) -> nn.Module:
             if scorer.bias is not None and bias is not None:
                 scorer.bias.copy_(bias)
         scorer.train(router.training)
+        scorer.requires_grad_(not router.frozen)
+        scorer.kernels = router.score.kernels
         plain.append((router, scorer))
     for router, scorer in plain:
         router.score = scorer

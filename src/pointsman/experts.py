@@ -54,6 +54,9 @@ class Experts(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: {did_you_mean(activation, ACTIVATIONS)}")
+        for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r}: allowed are whole numbers from 1")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 up to, not including, 1")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts

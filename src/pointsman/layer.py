@@ -32,7 +32,7 @@ class MoE(nn.Module):
         experts: "ffn", or "base": three residual sublayers as one expert, the output containing the input
             (`BaseExperts`, X-MoE's sparse layer).
         attach_losses: whether the router's losses are added by autograd to whatever the output enters, so that no
-            training loop can forget them.
+            training loop can forget them. In evaluation, too, wherever gradients are on: without them for saliency.
     """
 
     role = "moe"
@@ -83,7 +83,9 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MoE:
         scale = self.loss_scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.loss_scale = scale.to(self.loss_scale.device)  # float32 whatever the model's dtype
+        # float32 whatever the model's dtype; nothing to copy where a model gets its first memory (`to_empty`)
+        device = self.loss_scale.device
+        self.loss_scale = torch.ones((), device=device) if scale.is_meta else scale.to(device)
         return self
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
@@ -95,26 +97,26 @@ class MoE(nn.Module):
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
-        output = self.experts(rows, routing).view(hidden.shape)
-        if self.attach_losses and (routing.losses or routing.statistics or self.last_losses):
+        output = self.experts(rows, routing)
+        if routing.losses or routing.statistics or self.last_losses:
             output = self._attach(output, routing)
-        return output, routing
+        return output.view(hidden.shape), routing
 
     def _attach(self, output: Tensor, routing: Routing) -> Tensor:
-        self.last_losses = {name: value.detach() for name, value in routing.losses.items()}
-        if not (routing.losses or routing.statistics) or not torch.is_grad_enabled() or not output.requires_grad:
+        losses = routing.losses if self.attach_losses else {}
+        self.last_losses = {name: value.detach() for name, value in losses.items()}
+        if not (losses or routing.statistics) or not torch.is_grad_enabled() or not output.requires_grad:
             return output
         gather = self.router.gather if self.training and routing.statistics else None
-        attached: Tensor = AttachLosses.apply(
-            output, self.loss_scale, gather, routing.statistics, *routing.losses.values()
-        )  # type: ignore[no-untyped-call]
+        attached: Tensor = AttachLosses.apply(output, self.loss_scale, gather, routing.statistics, *losses.values())  # type: ignore[no-untyped-call]
         return attached
 
 
 class AttachLosses(torch.autograd.Function):
     """The identity on the output, whose backward also sends `scale` into each loss.
 
-    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing.
+    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. The
+    output counts as changed in place, for a view could not be changed in place by what follows.
     """
 
     @staticmethod
@@ -126,9 +128,10 @@ class AttachLosses(torch.autograd.Function):
         statistics: Mapping[str, Tensor],
         *losses: Tensor,
     ) -> Tensor:
+        ctx.mark_dirty(output)
         ctx.scale, ctx.gather, ctx.statistics = scale, gather, statistics
         ctx.dtypes = [loss.dtype for loss in losses]
-        return output.view_as(output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

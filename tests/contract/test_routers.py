@@ -182,7 +182,7 @@ def test_autocast_leaves_the_routing_alone(spec: str, hidden: Tensor) -> None:
     assert torch.equal(plain.weights, cast.weights)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 7), (5, 1), (2, 33)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 7), (5, 1), (2, 33), (2, 0), (0, 5)])
 def test_odd_sizes(spec: str, batch: int, length: int) -> None:
     router = build(spec)
     routing = route(router, torch.randn(batch, length, DIM))
@@ -316,9 +316,8 @@ def test_padding_neither_informs_nor_counts(spec: str, hidden: Tensor) -> None:
     torch.testing.assert_close(left.weights, right.weights)
     for name in left.losses:
         torch.testing.assert_close(left.losses[name], right.losses[name])
-    if "capacity" not in spec:  # its limit is a share of the length
-        alone = route(router, hidden[:1, :8])
-        torch.testing.assert_close(left.weights[:8], alone.weights)
+    alone = route(router, hidden[:1, :8])
+    torch.testing.assert_close(left.weights[:8], alone.weights)
 
 
 def test_gradients_where_they_should_be(spec: str, hidden: Tensor) -> None:
@@ -386,6 +385,20 @@ def test_losses_are_one_at_balance_and_attached(spec: str, hidden: Tensor) -> No
     (output.sum() * 0).backward()
     assert all(p.grad is None or not p.grad.any() for p in layer.router.parameters())
     assert layer.loss_scale == 0
+
+
+def test_what_follows_a_layer_may_work_in_place(spec: str, hidden: Tensor) -> None:
+    layer = MoE(DIM, 16, EXPERTS, router=spec)
+    layer.router.balance = 0.5
+    gradients = []
+    for in_place in (False, True):
+        layer.zero_grad()
+        torch.manual_seed(3)
+        output = layer(hidden, context_for(layer.router, hidden))
+        (output.add_(hidden) if in_place else output + hidden).square().sum().backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in layer.parameters()])
+    for left, right in zip(*gradients, strict=True):
+        assert (left is None and right is None) or torch.equal(left, right)
 
 
 def test_record_routing(spec: str, hidden: Tensor) -> None:

@@ -54,3 +54,9 @@ def test_heads_start_alike_whatever_the_router() -> None:
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     config = build("smoe").config
     assert not torch.equal(Classifier(config, 3, seed=1).head.project.weight, Classifier(config, 3).head.project.weight)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_empty_text_stays_finite(pooling: str) -> None:
+    logits = build("smoe", pooling).eval()(torch.tensor([[1, 2, 3], [-1, -1, -1]]))
+    assert bool(logits.isfinite().all())

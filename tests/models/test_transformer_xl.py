@@ -468,3 +468,22 @@ def test_compiles_to_one_graph() -> None:
         for eager, traced in zip(*results, strict=True):
             torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
         memory = output.memory
+
+
+def test_an_adaptive_embedding_refuses_unknown_tokens():
+    with pytest.raises(IndexError):
+        build(adaptive_cutoffs=(8, 20))(torch.tensor([[1, VOCABULARY]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_padding_mask_is_bool(dtype):
+    with pytest.raises(ValueError, match=f"padding_mask must be bool, True for a real token, got {dtype}"):
+        build()(text(), padding_mask=torch.ones(2, 9, dtype=dtype))
+
+
+def test_padding_in_half_precision():
+    model, mask = build(), torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 4:] = False
+    expected = model(text(), padding_mask=mask).logits
+    got = model.half()(text(), padding_mask=mask).logits.float()
+    torch.testing.assert_close(got[mask], expected[mask], rtol=2e-2, atol=2e-2)

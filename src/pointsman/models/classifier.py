@@ -69,7 +69,7 @@ class Classifier(nn.Module):
         """tokens [B, T] int64, negative where padded (on the right) -> logits [B, C]."""
         mask = tokens >= 0
         hidden, _ = self.backbone.encode(tokens.clamp_min(0), padding_mask=mask)
-        lengths = mask.sum(1)
+        lengths = mask.sum(1).clamp_min(1)  # of an empty text its first padding
         if self.pooling == "mean":
             return self.head((hidden * mask[..., None]).sum(1) / lengths[:, None])  # type: ignore[no-any-return]
         return self.head(hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1])  # type: ignore[no-any-return]

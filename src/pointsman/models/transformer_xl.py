@@ -308,4 +308,6 @@ def _key_mask(memory: Memory, padding_mask: Tensor | None, tokens: Tensor) -> Te
         now = torch.ones_like(tokens, dtype=torch.bool)
     if now.shape != tokens.shape:
         raise ValueError(f"padding_mask must be {list(tokens.shape)}, got {list(now.shape)}")
+    if now.dtype != torch.bool:
+        raise ValueError(f"padding_mask must be bool, True for a real token, got {now.dtype}")
     return torch.cat([before, now], 1)

@@ -74,7 +74,9 @@ class AdaptiveEmbedding(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, dim]."""
         flat = tokens.reshape(-1)
-        embedded = F.embedding(flat.clamp_max(self.cutoffs[0] - 1), self.weight)
+        # tokens of the clusters take any row here; beyond all of them they keep a number that F.embedding refuses
+        first = flat.where(flat >= self.ends[-1], flat.clamp_max(self.cutoffs[0] - 1))
+        embedded = F.embedding(first, self.weight)
         for start, end, weight, _, projection in self._tails():
             place = ((flat >= start) & (flat < end)).nonzero()[:, 0]
             rows = F.linear(F.embedding(flat.index_select(0, place) - start, weight), projection)

@@ -190,7 +190,7 @@ class _Products:
             scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
         else:
             scores = torch.baddbmm(scores, flat, keys.transpose(1, 2))
-        self.mask_padding(block, scores, MASKED)
+        self.mask_padding(block, scores, max(MASKED, torch.finfo(scores.dtype).min / 2))
         if rows > 1:
             after = torch.full((rows, rows), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
             scores[..., block.seen - rows :].add_(after)

@@ -100,7 +100,7 @@ def apply(
     more = padded.w_in.shape[2] - dim
     rows = F.pad(hidden, (0, more)) if more else hidden
     output: Tensor = _Experts.apply(rows, factors, where, activation, dropout, *padded)  # type: ignore[no-untyped-call]
-    return output[:, :dim]
+    return output[:, :dim] if more else output
 
 
 def _padded(parameters: ExpertParameters) -> ExpertParameters:

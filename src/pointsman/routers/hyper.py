@@ -33,7 +33,7 @@ class HyperScorer(Scorer):
 
     H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
     moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
-    kept until e changes (its version counts on), a training forward, `train`, `eval`, `step_end` or a loaded state.
+    kept on a CPU until e changes, a training forward, `train`, `eval`, `step_end` or a loaded state.
     """
 
     raises = True
@@ -43,7 +43,7 @@ class HyperScorer(Scorer):
         self.shape = (num_experts, dim + 1)
         self.embedding = nn.Parameter(torch.randn(embed_dim))
         self.hypernetwork = hypernetwork
-        self._cache: tuple[tuple[Any, ...], Tensor, Tensor] | None = None
+        self._cache: tuple[Tensor, Tensor, Tensor] | None = None  # e, W, b
 
     def generate(self) -> tuple[Tensor, Tensor]:
         """W [E, dim] and b [E], generated from e."""
@@ -53,13 +53,15 @@ class HyperScorer(Scorer):
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            self._cache = None  # what follows may be a fused optimizer's step, which moves e without counting a version
+            self._cache = None
             return self.generate()
         embedding = self.embedding
-        key = (id(embedding), embedding._version, embedding.device, embedding.dtype)
-        if self._cache is None or self._cache[0] != key:
+        if embedding.device.type != "cpu":  # to compare there would wait for the device
+            return self.generate()
+        # by value: neither `.data` nor a fused optimizer counts a version
+        if self._cache is None or self._cache[0].dtype != embedding.dtype or not torch.equal(self._cache[0], embedding):
             weight, bias = self.generate()
-            self._cache = (key, weight.contiguous(), bias.contiguous())
+            self._cache = (embedding.detach().clone(), weight.contiguous(), bias.contiguous())
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:

@@ -49,6 +49,8 @@ class Informing(Mixer):
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
     ) -> tuple[Tensor, Carry | None, Mapping[str, Tensor]]:
+        if not probs.numel():
+            return probs, self._carry(probs, hidden, context), {}
         past, visible = self._surroundings(probs, context)
         mixed = probs
         if self.strength:

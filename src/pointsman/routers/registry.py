@@ -9,7 +9,7 @@ checked against, its docstring what `pointsman routers NAME` prints.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
@@ -256,7 +256,7 @@ def build_router(
         stages,
         select,
         mix=mixer,
-        spec=format_spec(spec, options),
+        spec=format_spec(parsed, options) if options else spec.strip(),
         dim=dim,
         num_experts=num_experts,
         top_k=site.top_k,
@@ -265,10 +265,18 @@ def build_router(
     )
 
 
-def format_spec(spec: str, options: dict[str, Any]) -> str:
-    """The spec with `options` written into its router part."""
-    head, plus, tail = spec.strip().partition("+")
-    return head + "".join(f":{key}={value}" for key, value in options.items()) + plus + tail
+def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:
+    """The spec with `options` of the router on top of its own."""
+
+    def part(name: str, values: Mapping[str, Any]) -> str:
+        return name + "".join(f":{key}={_written(value)}" for key, value in values.items())
+
+    router = part(parsed.router, {**parsed.options, **options})
+    return router if parsed.mixer is None else f"{router}+{part(parsed.mixer, parsed.mixer_options)}"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def build_routers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ class Router(nn.Module):
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
         causal, batch_invariant, stochastic, needs, objective: the router's contract.
-        frozen: whether `freeze` holds it: its state then stays too, whatever `step_end` would do.
     """
 
     role = "router"
@@ -63,7 +63,7 @@ class Router(nn.Module):
         self.stochastic = any(part.stochastic for part in parts)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
-        self.frozen = False
+        self._frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()
 
@@ -89,18 +89,22 @@ class Router(nn.Module):
         probs, carry, statistics = unmixed, None, {}
         if self.mix is not None:
             probs, carry, statistics = self.mix(unmixed, hidden, context)
-        experts, weights = self.select(Scores(logits, probs, probs), self.top_k, context)
+        ranked = logits if self.mix is None and self.normalize.increasing else probs
+        scores = Scores(logits, probs, ranked)
+        chosen, weights = self.select(scores, self.top_k, context)
         flat_logits, flat_unmixed = logits.flatten(0, 1), unmixed.flatten(0, 1)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
         if mask is not None:
-            experts = experts.masked_fill(~mask[:, None], -1)
-            weights = weights.masked_fill(~mask[:, None], 0)
+            chosen = chosen.masked_fill(~mask[:, None], -1)
+        experts = self.select.drop(chosen, scores, context)
+        if mask is not None or experts is not chosen:
+            weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
             weights=weights,
             probs=flat_unmixed if probs is unmixed else probs.flatten(0, 1),
             logits=flat_logits,
-            losses=self._losses(flat_logits, flat_unmixed, experts, mask),
+            losses=self._losses(flat_logits, flat_unmixed, chosen, mask),
             carry=carry,
             unmixed=flat_unmixed,
             statistics=statistics,
@@ -115,6 +119,20 @@ class Router(nn.Module):
         if self.z_loss:
             values["z_loss"] = self.z_loss * auxiliary.z_loss(logits, mask)
         return values
+
+    @property
+    def frozen(self) -> bool:
+        """Whether `freeze` holds it: its state then stays too, whatever `step_end` would do. `requires_grad_(True)`, of
+        it or of one of its parameters, ends that."""
+        return self._frozen and not any(parameter.requires_grad for parameter in self.parameters())
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self._frozen = frozen
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._moved_since_step_end = None  # loading is no step
 
     def gather(self, statistics: Mapping[str, Tensor]) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
@@ -145,6 +163,10 @@ class Router(nn.Module):
             raise ValueError(
                 f"{self.spec}: padding_mask must be {list(hidden.shape[:2])}, got {list(context.padding_mask.shape)}"
             )
+        if context.padding_mask is not None and context.padding_mask.dtype != torch.bool:
+            raise ValueError(
+                f"{self.spec}: padding_mask must be bool, True for a real token, got {context.padding_mask.dtype}"
+            )
         for need in self.needs:
             if getattr(context, need) is None:
                 raise ValueError(f"{self.spec}: the router needs RoutingContext.{need}, which this model does not give")
@@ -157,7 +179,7 @@ class Router(nn.Module):
         ):
             self._warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
-                "gradient; use renormalize=false or a larger k"
+                "gradient from the output; use renormalize=false or a larger k"
             )
         if self.needs_step_end:
             version = self._parameter_version()

@@ -12,6 +12,7 @@ from pointsman.routers.stages import Scores, Selector
 from pointsman.routing import RoutingContext
 
 TINY = 1e-9  # keeps a sum of sigmoids away from zero
+ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
 
 
 class TopK(Selector):
@@ -27,7 +28,7 @@ class TopK(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
-        experts = top_k(probs if scores.choice is scores.probs else scores.choice.flatten(0, 1), k)
+        experts = top_k(scores.choice.flatten(0, 1), k)
         weights = probs.gather(-1, experts)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
@@ -56,8 +57,9 @@ class RandomExperts(Selector):
 class Capacity(Selector):
     """Drops what exceeds an expert's capacity: ceil(factor * T * k / E) assignments a sequence, earlier tokens first.
 
-    The order is (token, rank of the choice), so that what is kept at a token never depends on later tokens; padding
-    takes no place. The published layers count over the batch, or let all first choices go before all second ones.
+    The order is (token, rank of the choice), so that what is kept at a token depends on no later token, but on how many
+    there are: T, without padding, which takes no place. The published layers count over the batch, or let all first
+    choices go before all second ones.
     """
 
     def __init__(self, inner: Selector, factor: float) -> None:
@@ -68,13 +70,19 @@ class Capacity(Selector):
         self.stochastic = inner.stochastic
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        experts, weights = self.inner(scores, k, context)
+        return self.inner(scores, k, context)  # type: ignore[no-any-return]
+
+    def drop(self, experts: Tensor, scores: Scores, context: RoutingContext) -> Tensor:
         batch, length, num_experts = scores.probs.shape
-        capacity = math.ceil(self.factor * length * k / num_experts)
+        k = experts.shape[1]
+        each = self.factor * k / num_experts
         slots = experts.reshape(batch, length * k)
+        capacity: Tensor | int = math.ceil(each * length - ROUNDING)
         if context.padding_mask is not None:
             real = context.padding_mask.repeat_interleave(k, dim=1)
             slots = torch.where(real, slots, num_experts)
+            lengths = context.padding_mask.sum(1, keepdim=True, dtype=torch.float64)
+            capacity = torch.ceil(each * lengths - ROUNDING).long()
         # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
         order = torch.argsort(slots, dim=1, stable=True)
         sorted_slots = slots.gather(1, order)
@@ -82,5 +90,4 @@ class Capacity(Selector):
         place = torch.empty_like(slots).scatter_(
             1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
         )
-        over = (place >= capacity).reshape(batch * length, k)
-        return experts.masked_fill(over, -1), weights.masked_fill(over, 0)
+        return experts.masked_fill((place >= capacity).reshape(batch * length, k), -1)

@@ -94,7 +94,14 @@ class Scorer(FrozenStage):
 
 
 class Normalizer(FrozenStage):
-    """logits [B, T, E] -> probabilities [B, T, E]."""
+    """logits [B, T, E] -> probabilities [B, T, E].
+
+    Attributes:
+        increasing: whether larger logits have larger probabilities, at every token: selection then ranks by the logits,
+            which differ where probabilities have run into 0 or 1.
+    """
+
+    increasing = False
 
     def forward(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
@@ -103,12 +110,16 @@ class Normalizer(FrozenStage):
 class Softmax(Normalizer):
     """p = softmax(z)."""
 
+    increasing = True
+
     def forward(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, -1)
 
 
 class Sigmoid(Normalizer):
     """p_i = sigmoid(z_i), each expert on its own."""
+
+    increasing = True
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
@@ -129,6 +140,10 @@ class Selector(Stage):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
+
+    def drop(self, experts: Tensor, scores: Scores, context: RoutingContext) -> Tensor:
+        """The experts [B*T, k] without the assignments that find no place: -1. Losses count what was chosen."""
+        return experts
 
 
 @dataclass

@@ -29,4 +29,6 @@ def thor(site: Site, *, alpha: float = 1.0) -> Stages:
     alpha: weight of the consistency term. The trainer runs two passes and minimises L1 + L2 + alpha * C with
     C = 1/2 mean over tokens of sum_v (p - q)(log p - log q), the symmetric KL divergence of the two predictions.
     """
+    if alpha < 0:
+        raise ValueError(f"thor: option alpha={alpha}: allowed are numbers from 0")
     return Stages(NoScorer(site.num_experts), select=RandomExperts(), objective="consistency", objective_weight=alpha)

@@ -30,6 +30,10 @@ class LinearScorer(Scorer):
         self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
     ) -> None:
         super().__init__()
+        if noise < 0:
+            raise ValueError(f"option noise={noise}: allowed are numbers from 0")
+        if not 0 <= jitter <= 1:
+            raise ValueError(f"option jitter={jitter}: allowed are numbers from 0 to 1")
         self.noise = noise
         self.jitter = jitter
         self.stochastic = noise > 0 or jitter > 0

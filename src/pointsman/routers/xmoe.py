@@ -78,6 +78,8 @@ class CosineScorer(Scorer):
 class TemperatureGate(Normalizer):
     """p = softmax(s / tau) or sigmoid(s_i / tau) (Eq. 8), tau a learnable scalar that never falls below 1e-4."""
 
+    increasing = True
+
     def __init__(self, gate: str, temperature: float) -> None:
         super().__init__()
         self.gate = gate
