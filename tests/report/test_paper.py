@@ -13,6 +13,8 @@ from tests.report.fixtures import dump, write_comparison, write_run
 from tests.report.test_page import Page
 
 from pointsman._errors import RunError
+from pointsman.recipes import PRESETS, RECIPES, recipe
+from pointsman.recipes import preset as make_preset
 from pointsman.report.paper import Beside, canonical, paper_tables
 from pointsman.report.published_mutual import PAPERS
 
@@ -23,8 +25,14 @@ def table(paths: list[Path] | Path, paper: str, number: str) -> Beside:
 
 def enwik8_run(path: Path, router: str, seed: int, values: dict[int, float], preset: str, steps: int) -> Path:
     write_run(path, router, seed, values=values, top_k=(1, 2, 4, 8, 16), experts=16, steps=10)
-    config = json.loads((path / "config.json").read_text())
-    dump(path / "config.json", {**config, "data": "enwik8:newlines=drop", "preset": preset, "steps": steps})
+    about = {"router": router, "data": "enwik8:newlines=drop", "steps": steps, "seed": seed}
+    if preset in PRESETS:
+        dump(path / "config.json", make_preset(preset, **about).to_dict())
+    elif preset in RECIPES:
+        dump(path / "config.json", recipe(preset, router=router, seed=seed).with_overrides({"steps": steps}).to_dict())
+    else:
+        config = json.loads((path / "config.json").read_text())
+        dump(path / "config.json", {**config, "data": about["data"], "preset": preset, "steps": steps})
     return path
 
 
@@ -130,6 +138,39 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
     assert rows[2][2:] == ["39.00", "40.00", "-", "50.00"]
 
 
+def test_each_fine_tuning_counts_once(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "c", ("hyperrouter",), (0, 1, 2), top_k=(8, 16), experts=16)
+    for seed, accuracies in ((0, (0.8, 0.8)), (1, (0.6, 0.6)), (2, (0.7, 0.7))):
+        run = next((tmp_path / "c" / "runs").glob(f"*/seed-{seed}"))
+        for task_seed, accuracy in zip((seed, 1000 + seed), accuracies, strict=True):
+            values = {8: accuracy, 16: accuracy}
+            folder = run / "finetune" / "sst2" / f"seed-{task_seed}"
+            tuned = write_run(folder, "hyperrouter", task_seed, metric="accuracy", values=values)
+            config = json.loads((tuned / "config.json").read_text())
+            dump(tuned / "config.json", {**config, "data": "sst2"})
+            dump(tuned / "finetune.json", {"format": 1, "freeze": [], "balance": None})
+    [cells] = table(tmp_path / "c", "hyperrouter", "Table 3").ours.values()
+    assert cells
+    assert all(len(cell.values) == 6 and cell.mean == pytest.approx(0.7) for cell in cells.values())
+
+
+def test_a_preset_with_other_settings_is_not_the_papers(tmp_path: Path) -> None:
+    for change, told in (
+        ({}, "small, 400,000 steps"),
+        ({"batch_size": 1}, "small, 400,000 steps (not the paper's setting)"),
+    ):
+        run = enwik8_run(tmp_path / told, "smoe", 0, {16: 1.5}, "small", 400_000)
+        config = json.loads((run / "config.json").read_text())
+        dump(run / "config.json", {**config, **change, "eval_batch_size": 3})
+        assert list(table(run, "hyperrouter", "Table 1 (enwik8)").ours) == [told]
+
+
+def test_presets_of_tables_exist() -> None:
+    for paper in PAPERS.values():
+        for each in paper.tables:
+            assert set(each.presets) <= PRESETS.keys() | RECIPES.keys(), each.number
+
+
 def test_entropy_by_router(tmp_path: Path) -> None:
     run = enwik8_run(tmp_path / "r", "smoe", 0, {16: 1.5}, "small", 400_000)
     rows = table(run, "hyperrouter", "Tables 4 and A5").rows()
@@ -187,6 +228,7 @@ def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None
         )
         config = json.loads((path / "config.json").read_text())
         dump(path / "config.json", {**config, "data": "sst2"})
+        dump(path / "finetune.json", {"format": 1, "freeze": [], "from_scratch": "from-scratch" in variant})
         record = json.loads((path / "evaluation.json").read_text())
         dump(path / "evaluation.json", {**record, "results": [{**r, "metric": "accuracy"} for r in record["results"]]})
     found = table(run, "hyperrouter", "Table 3")

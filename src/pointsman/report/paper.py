@@ -18,6 +18,7 @@ from pointsman.report.metrics import Metric, metric
 from pointsman.report.published import Column, Line, Paper, PublishedTable
 from pointsman.report.published_mutual import PAPERS
 from pointsman.report.runs import Run, number, read_comparison, read_object, read_run
+from pointsman.report.settings import deviations, named
 from pointsman.report.tables import Cell
 
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
@@ -154,7 +155,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
         raise RunError(f"paper {name!r}: {did_you_mean(name, PAPERS)}")
     paths = [path] if isinstance(path, str | Path) else path
     trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
-    runs = [run for one in trained for run in (one, *fine_tunings(one)) if run.done]
+    runs = [run for run in trained if run.done]
     runs += [one for run in runs for one in finetuned(run)]
     tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
     return PaperTables(PAPERS[name], tables)
@@ -197,21 +198,6 @@ def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float
     return number(row.get("value")) if same else None
 
 
-def fine_tunings(run: Run) -> list[Run]:
-    """A run's fine-tunings with the papers' settings: dense, nothing frozen, from the pre-trained weights."""
-    folders = sorted(run.path.glob("finetune/*/seed-*/config.json"))
-    found = [read_run(config.parent) for config in folders]
-    return [one for one in found if one.path.parent.name == dataset(one)]
-
-
-def attacked_rows(run: Run) -> list[dict[str, Any]]:
-    """A run's figures on its own data under the word swap at 2.5 %, the rate that the papers' figures suggest."""
-    rows: list[dict[str, Any]] = []
-    for file in sorted(run.path.glob(f"attacks-word-{dataset(run)}*.json")):
-        rows += [row for row in read_object(file).get("results", ()) if (row.get("attack") or {}).get("rate") == 0.025]
-    return rows
-
-
 def rows_about(run: Run, wanted: str) -> list[Mapping[str, Any]]:
     """Results on this corpus or task: of evaluation.json, then of what `pointsman evaluate` wrote beside it."""
     found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
@@ -245,9 +231,9 @@ def belongs(run: Run, line: Line) -> bool:
 
 
 def finetuned(run: Run) -> list[Run]:
-    """The finished fine-tunings of a pre-trained run, the pre-trained run's seed as theirs."""
+    """The finished fine-tunings of a pre-trained run; their seeds tell pre-training and fine-tuning apart."""
     found = [read_run(file.parent) for file in sorted(run.path.glob(f"finetune/*/seed-*/{FINETUNE}"))]
-    return [replace(one, seed=1000 * run.seed + one.seed) for one in found if one.done]
+    return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
 
 
 def setting(run: Run, table: PublishedTable) -> str:
@@ -256,9 +242,20 @@ def setting(run: Run, table: PublishedTable) -> str:
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
     told = preset if steps is None else f"{preset}, {steps:,} steps"
-    if preset in table.presets and (table.steps is None or steps == table.steps):
+    if preset in table.presets and (table.steps is None or steps == table.steps) and _is_plainly(run, preset):
         return told
     return f"{told} (not the paper's setting)"
+
+
+def _is_plainly(run: Run, preset: str) -> bool:
+    """Whether a run's settings are the preset's or recipe's, but for its router, seed, data, and how it was judged."""
+    from pointsman.training.config import NO_EFFECT_ON_TRAINING
+
+    expected = named(preset)
+    if expected is None:
+        return False
+    free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING
+    return not deviations(run.config, expected).keys() - free
 
 
 def canonical(spec: str) -> str:

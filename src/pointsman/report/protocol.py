@@ -8,6 +8,7 @@ from typing import Any
 
 from pointsman.report.runs import Comparison, Run, number
 from pointsman.report.series import BINS
+from pointsman.report.settings import deviations, named
 from pointsman.report.tables import ComparisonTable
 
 _COMPARE_FLAGS = (
@@ -81,9 +82,25 @@ def command(comparison: Comparison) -> str:
 
 
 def _train_command(run: Run) -> str:
-    words = ["pointsman", "train", "--router", run.router]
-    words += _flags(run.config, ("data", "preset", "steps", "seed", "train_top_k", "k_schedule"))
+    """`pointsman train` with whatever its preset or recipe has otherwise."""
+    from pointsman.recipes import RECIPES
+
+    name = str(run.config.get("preset"))
+    given = {key: run.config[key] for key in ("data", "steps", "seed") if key in run.config}
+    expected = named(name, router=run.router, **given)
+    words = ["pointsman", "train", *([name] if name in RECIPES else []), "--router", run.router]
+    words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
+    for key, value in {} if expected is None else deviations(run.config, expected).items():
+        if key not in (*given, "preset", "model.router"):
+            words += ["--set", f"{key}={_as_setting(value)}"]
     return shlex.join([*words, "--out", run.path.name])
+
+
+def _as_setting(value: Any) -> str:
+    """As `--set` takes it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,41 @@
+"""A run's settings against those of the preset or recipe that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def named(name: str, **given: Any) -> dict[str, Any] | None:
+    """The settings of a preset or recipe, those of the model as "model.…"; None where there is none of that name.
+
+    Args:
+        given: what the preset is asked for besides (`recipes.preset`); of a recipe router and seed alone.
+    """
+    from pointsman.recipes import PRESETS, RECIPES, preset, recipe
+
+    if name in PRESETS:
+        return flat(preset(name, **given).to_dict())
+    if name in RECIPES:
+        return flat(recipe(name, **{key: value for key, value in given.items() if key in ("router", "seed")}).to_dict())
+    return None
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json, those of the model as "model.…"."""
+    model = config.get("model", {})
+    return {
+        **{key: value for key, value in config.items() if key != "model"},
+        **{f"model.{key}": value for key, value in model.items()},
+    }
+
+
+def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json that `expected` has otherwise. What follows from the data and the seed is none."""
+    from pointsman.training.config import DERIVED
+
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if key in expected and key not in DERIVED and value != expected[key]
+    }
