@@ -27,12 +27,14 @@ def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np
     """Probabilities [T, E], first experts [T] and chosen [T, E]: read byte by byte, as the page's script does."""
     raw = zlib.decompress(base64.b64decode(sample["routing"]))
     tokens, experts = len(sample["tokens"]), sample["num_experts"]
-    width = -(-experts // 8)
-    block = tokens * (experts + 1 + width)
+    width, size = -(-experts // 8), 1 if experts <= 255 else 2
+    assert sample["format"] == size
+    block = tokens * (experts + size + width)
     start = (sample["layers"].index(layer) * len(sample["top_k"]) + sample["top_k"].index(k)) * block
     probs = np.array([[(raw[start + t * experts + e] / 127) ** 2 for e in range(experts)] for t in range(tokens)])
-    first = np.array([raw[start + tokens * experts + t] for t in range(tokens)])
-    bits = start + tokens * (experts + 1)
+    at = start + tokens * experts
+    first = np.array([int.from_bytes(raw[at + size * t : at + size * (t + 1)], "little") for t in range(tokens)])
+    bits = at + size * tokens
     chosen = [[raw[bits + t * width + (e >> 3)] >> (e & 7) & 1 for e in range(experts)] for t in range(tokens)]
     return probs, first, np.array(chosen, dtype=bool)
 
@@ -48,8 +50,9 @@ def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Seen]]:
     return seen
 
 
-def test_packed_routing_reads_back() -> None:
-    seen = made_up()
+@pytest.mark.parametrize("experts", [11, 255, 300])
+def test_packed_routing_reads_back(experts: int) -> None:
+    seen = made_up(experts=experts)
     sample = pack(seen, ["a"] * 40)
     for k in (1, 3):
         for name in ("layers.0", "layers.2"):
@@ -60,16 +63,29 @@ def test_packed_routing_reads_back() -> None:
             assert [set(np.flatnonzero(row)) for row in chosen] == [set(row) for row in routing.experts.tolist()]
 
 
-def test_tokens_without_an_expert() -> None:
-    seen = made_up()
+@pytest.mark.parametrize(("experts", "none"), [(11, 255), (300, 65535)])
+def test_tokens_without_an_expert(experts: int, none: int) -> None:
+    seen = made_up(experts=experts)
     routing = seen[1]["layers.0"].routing
-    routing.experts[5] = -1
-    _, first, chosen = unpacked(pack(seen, ["a"] * 40), 1, "layers.0")
-    assert (first[5], chosen[5].any(), chosen[6].sum()) == (255, False, 1)
+    routing.experts[5], routing.experts[6] = -1, experts - 1
+    sample = pack(seen, ["a"] * 40)
+    _, first, chosen = unpacked(sample, 1, "layers.0")
+    assert (first[5], chosen[5].any(), chosen[6].sum()) == (none, False, 1)
+    shown = inside._first_at({**sample, "map": {"top_k": 1, "indices": [5, 6]}})
+    assert shown["layers.0"] == [None, experts - 1]
 
 
-def test_cutting_keeps_the_first_tokens() -> None:
-    sample = {**pack(made_up(), list("abcdefgh" * 5)), "seed": 0}
+def test_a_foreign_sample_is_none_of_ours() -> None:
+    whole = {**pack(made_up(), ["a"] * 40), "map": {}}
+    assert inside._readable(whole)
+    assert not inside._readable({**whole, "format": 2})
+    assert not inside._readable({key: value for key, value in whole.items() if key != "routing"})
+    assert not inside._readable({})
+
+
+@pytest.mark.parametrize("experts", [11, 300])
+def test_cutting_keeps_the_first_tokens(experts: int) -> None:
+    sample = {**pack(made_up(experts=experts), list("abcdefgh" * 5)), "seed": 0}
     cut = {**sample, "tokens": sample["tokens"][:13], "routing": inside._cut(sample, 13)}
     for k in (1, 3):
         for whole, part in zip(unpacked(sample, k, "layers.2"), unpacked(cut, k, "layers.2"), strict=True):

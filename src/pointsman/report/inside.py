@@ -169,9 +169,20 @@ def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
     """explorer.json of the router's first run that has one, with its seed."""
     for run in comparison.of(router):
         found = run.explorer
-        if found.get("format") == 1:
+        if _readable(found):
             return {**found, "seed": run.seed}
     return None
+
+
+def first_type(experts: int) -> np.dtype[Any]:
+    """The type in which a sample holds first experts; its largest number means none."""
+    return np.dtype(np.uint8 if experts <= 255 else "<u2")
+
+
+def _readable(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample is whole, and of the format for its number of experts."""
+    parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
+    return all(part in sample for part in parts) and sample.get("format") == first_type(sample["num_experts"]).itemsize
 
 
 def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BYTES) -> dict[str, Any]:
@@ -228,16 +239,22 @@ def _cut(sample: Mapping[str, Any], tokens: int) -> str:
     experts = sample["num_experts"]
     lead = blocks.shape[:2]
     probs = blocks[:, :, : total * experts].reshape(*lead, total, experts)[:, :, :tokens]
-    first = blocks[:, :, total * experts : total * (experts + 1)][:, :, :tokens]
-    bits = blocks[:, :, total * (experts + 1) :].reshape(*lead, total, -1)[:, :, :tokens]
-    parts = [probs.reshape(*lead, -1), first, bits.reshape(*lead, -1)]
+    size = first_type(experts).itemsize
+    first = blocks[:, :, total * experts : total * (experts + size)].reshape(*lead, total, size)[:, :, :tokens]
+    bits = blocks[:, :, total * (experts + size) :].reshape(*lead, total, -1)[:, :, :tokens]
+    parts = [probs.reshape(*lead, -1), first.reshape(*lead, -1), bits.reshape(*lead, -1)]
     return base64.b64encode(zlib.compress(np.concatenate(parts, -1).tobytes(), 9)).decode()
 
 
-def _first_at(sample: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The first expert of every mapped token, by layer; 255 = none."""
+def _first_at(sample: Mapping[str, Any]) -> dict[str, list[int | None]]:
+    """The first expert of every mapped token, by layer; None where it has none."""
     blocks, total = _blocks(sample)
     experts = sample["num_experts"]
     k = sample["top_k"].index(sample["map"]["top_k"])
-    first = blocks[:, k, total * experts : total * (experts + 1)]
-    return {name: first[i, sample["map"]["indices"]].tolist() for i, name in enumerate(sample["layers"])}
+    kind = first_type(experts)
+    first = np.ascontiguousarray(blocks[:, k, total * experts : total * (experts + kind.itemsize)]).view(kind)
+    none, at = np.iinfo(kind).max, sample["map"]["indices"]
+    return {
+        name: [None if expert == none else expert for expert in first[i, at].tolist()]
+        for i, name in enumerate(sample["layers"])
+    }

@@ -27,6 +27,7 @@ from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import observe_routing
 from pointsman.models.transformer_xl import Memory, TransformerXL
 from pointsman.report.embedding import available, embed
+from pointsman.report.inside import first_type
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
 from pointsman.routers.registry import BASELINES
@@ -110,10 +111,13 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
         run = next((run for run in comparison.of(router) if run.done), None)
         if run is None or router.partition(":")[0] in BASELINES:
             continue
+        if (run.path / "audit.json").is_file():
+            continue  # it has its own, or none
         found = run.explorer
         if found and not (run.path / "checkpoints").is_dir():
-            continue  # an audit's, made with it
-        if found.get("checkpoint") == run.evaluation.get("checkpoint") and found["map"]["method"] == wanted:
+            continue
+        method_of_map = (found.get("map") or {}).get("method")
+        if found.get("checkpoint") == run.evaluation.get("checkpoint") and method_of_map == wanted:
             continue
         try:
             if note:
@@ -185,25 +189,28 @@ def pack(seen: dict[int, dict[str, Seen]], tokens: Sequence[str]) -> dict[str, A
     """The routing of T tokens for every k and layer, small.
 
     `routing` is base64 of zlib of, for each layer, for each k: probabilities [T, E] as bytes round(127 sqrt(p)), the
-    expert of the greatest weight [T] (255: none), and the chosen experts as bits [T, ceil(E / 8)], little-endian.
+    expert of the greatest weight [T] (255: none), and the chosen experts as bits [T, ceil(E / 8)], little-endian. Of
+    more than 255 experts that one takes two bytes (65535: none), and the format is 2.
     """
     ks = sorted(seen)
     layers = list(seen[ks[0]])
     usage: dict[str, dict[str, Any]] = {str(k): {} for k in ks}
     blob = bytearray()
     experts = seen[ks[0]][layers[0]].routing.num_experts
+    kind = first_type(experts)
+    none = np.iinfo(kind).max
     for name in layers:
         for k in ks:  # neighbours: the first layer's distributions are the same at every k, and zlib sees it
             routing = seen[k][name].routing
             chosen = _members(routing.experts, experts)
             probs = (LEVELS * routing.probs.double().clamp(0, 1).sqrt()).round().to(torch.uint8)
-            first = first_choice(routing)
+            first = first_choice(routing).numpy()
             blob += probs.numpy().tobytes()
-            blob += torch.where((first < 0) | (first > 254), 255, first).to(torch.uint8).numpy().tobytes()
+            blob += np.where(first < 0, none, first).astype(kind).tobytes()
             blob += np.packbits(chosen, axis=1, bitorder="little").tobytes()
             usage[str(k)][name] = most_taken(chosen, tokens)
     return {
-        "format": 1,
+        "format": kind.itemsize,
         "tokens": list(tokens),
         "top_k": ks,
         "num_experts": experts,

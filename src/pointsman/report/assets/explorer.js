@@ -6,15 +6,16 @@ const explorerState = { router: 0, layer: null, k: null, expert: null, token: nu
 /* A router's packed sample as functions of (k, layer). */
 async function unpack(entry, tokens) {
   const [bytes, usage] = await Promise.all([inflate(entry.routing), inflate(entry.usage)]);
-  const E = entry.experts, width = Math.ceil(E / 8), block = tokens * (E + 1 + width);
+  const E = entry.experts, width = Math.ceil(E / 8), size = E > 255 ? 2 : 1, none = 256 ** size - 1, block = tokens * (E + size + width);
   const names = entry.layers.map(([name]) => name);
   function view(k, layer) {
     const start = (names.indexOf(layer) * entry.topK.length + entry.topK.indexOf(k)) * block;
-    const first = start + tokens * E, bits = first + tokens;
+    const first = start + tokens * E, bits = first + size * tokens;
+    const firstAt = (t) => size === 1 ? bytes[first + t] : bytes[first + 2 * t] + 256 * bytes[first + 2 * t + 1];
     return {
       probs: (t) => { const p = Array.from({ length: E }, (_, e) => (bytes[start + t * E + e] / 127) ** 2); return p; },
       prob: (t, e) => (bytes[start + t * E + e] / 127) ** 2,
-      first: (t) => (bytes[first + t] === 255 ? null : bytes[first + t]),
+      first: (t) => (firstAt(t) === none ? null : firstAt(t)),
       chosen: (t, e) => Boolean(bytes[bits + t * width + (e >> 3)] >> (e & 7) & 1),
     };
   }

@@ -84,13 +84,13 @@ function scatter(entry, layer, label, state) {
       context.save();
       context.translate(...place(i, width));
       context.globalAlpha = dim ? .6 : .85;
-      context.fillStyle = dim ? faint : first[i] === 255 ? cssColour("--faint") : colours[first[i] % SERIES_COLOURS];
+      context.fillStyle = dim ? faint : first[i] === null ? cssColour("--faint") : colours[first[i] % SERIES_COLOURS];
       context.fill(new Path2D(MARKERS[EXPERT_MARKERS[Math.floor(first[i] / SERIES_COLOURS) % EXPERT_MARKERS.length]](3)));
       context.restore();
     }
   }
   function place(i, width) { return [8 + xs[i] / 1000 * (width - 16), 8 + ys[i] / 1000 * (width * .82 - 16)]; }
-  function describe(i) { return `${JSON.stringify(entry.map.tokens[i])}: ${first[i] === 255 ? "no expert" : `expert ${first[i]}`}`; }
+  function describe(i) { return `${JSON.stringify(entry.map.tokens[i])}: ${first[i] === null ? "no expert" : `expert ${first[i]}`}`; }
   let at = -1;
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect(), width = box.width;
