@@ -109,13 +109,15 @@ def test_the_command(runs, capsys, tmp_path):
     assert saved["source"]["run"] == str(path)
     assert main(["diagnose", str(path), "--eval-tokens", "100", "--set", "eval_segment_length=8"]) == 0
     assert json.loads((path / "diagnostics.json").read_text())["protocol"]["segment_length"] == 8
+    assert main(["diagnose", str(path), "--eval-tokens", "all", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert json.loads((tmp_path / "diagnostics.json").read_text())["protocol"]["tokens"] > 200
     assert (path / "diagnostics.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "no run here, and no Hugging Face model"),
+        (["nowhere"], "no run here, and no model that transformers can load"),
         (["{folder}"], "neither a run"),
         (["{run}", "--against", "{dense}"], "has the layers and experts"),
         (["{dense}"], "dense model has no router"),
@@ -124,6 +126,7 @@ def test_the_command(runs, capsys, tmp_path):
         (["{run}", "--eval-tokens", "0"], "allowed are whole numbers"),
         (["{run}", "--set", "steps=9"], "only read"),
         (["{run}", "--set", "eval_segment_lenght=9"], "did you mean 'eval_segment_length'"),
+        (["{run}", "--set", "eval_tokens=9"], "only read"),
         (["{run}", "--againts", "x"], "did you mean '--against'"),
     ],
 )
@@ -158,5 +161,6 @@ def test_a_hugging_face_model(runs, tmp_path):
     layer = next(iter(found["layers"].values()))
     assert layer["num_experts"] == 6
     assert len(layer["load"]["share"]) == 6
+    assert found["protocol"]["tokens"] == layer["entropy"]["tokens"]
     assert layer["specialisation"]["mutual_information"] is not None
     assert "experts used" in summary(found)

@@ -20,7 +20,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         if one in (int, float) and not isinstance(value, bool):
             try:
                 number = one(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 continue
             if isinstance(value, float) and number != value:
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, did_you_mean
 from pointsman.control import named_routers
 from pointsman.diagnostics.consistency import consistency_over_training
 from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FILE = "diagnostics.json"
 MOST_HISTORY = 4
+READING = ("eval_batch_size", "eval_segment_length", "eval_memory_length")
 
 
 class Watch(Protocol):
@@ -38,11 +39,12 @@ class Settings:
     Attributes:
         data: a corpus as `--data` names it; None: the run's own.
         split: its part.
-        tokens: how many targets are read, whole segments evenly spaced; None: all.
-        top_k: values of k whose routing is compared with that at the run's own k; None: 1, 2, 4, … N.
+        tokens: how many targets are read, of a run whole segments evenly spaced, of a Hugging Face model the first;
+            None: all.
+        top_k: values of k whose routing is compared with that at its own k; None: those of the run, of a model none.
         history: how many of the run's earlier checkpoints are looked at.
         device: where models run.
-        changes: settings of the run's evaluation to read with instead (`eval_segment_length`, …), as --set takes them.
+        changes: settings of a run's evaluation to read with instead (those of `READING`), as --set takes them.
     """
 
     data: str | None = None
@@ -55,8 +57,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in self.changes:
-            if not name.startswith("eval_"):
-                raise RunError(f"--set {name}: a finished run is only read; settings that start with eval_ can change")
+            if name not in READING:
+                raise RunError(f"--set {name}: a finished run is only read: {did_you_mean(name, READING)}")
 
 
 def diagnose_path(
@@ -250,22 +252,25 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
 
 def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict[str, Any]:
     """A Hugging Face MoE through its own gates, each seen as a router with the same routing."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from pointsman.hf import replace_routers
+    from pointsman.hf.loading import load_model, load_tokenizer, refuse_unknown_tokens
     from pointsman.training.run_directory import open_corpus
 
+    if settings.changes:
+        raise RunError(
+            f"--set {next(iter(settings.changes))}: of a run; a Hugging Face model is read in rows of its own"
+        )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{name}: no run here, and no Hugging Face model: {str(error).splitlines()[0]}") from None
-    replace_routers(model.to(settings.device), "smoe")
+        model, tokenizer = load_model(name, device=settings.device), load_tokenizer(name)
+    except RunError as error:
+        raise RunError(f"{name}: no run here, and {str(error).removeprefix(f'{name}: ')}") from None
+    replace_routers(model, "smoe")
     corpus = open_corpus(settings.data or "stdlib")
     length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
     budget = settings.tokens or len(corpus.split(settings.split))
     text = corpus.vocabulary.decode(corpus.split(settings.split)[: 6 * budget])
     ids = torch.tensor(tokenizer(text)["input_ids"][:budget])
+    refuse_unknown_tokens(model, int(ids.max()))
     length = min(length, len(ids))
     batches = ids[: len(ids) // length * length].view(-1, length).split(rows)  # type: ignore[no-untyped-call]
     if watch:
@@ -279,6 +284,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict
         advance=None if watch is None else lambda done: watch.advance(done, {}),
     )
     found["source"] = {"model": name}
-    found["protocol"] = {"data": corpus.description, "split": settings.split, "tokens": len(batches) * rows * length}
+    read = sum(batch.numel() for batch in batches)
+    found["protocol"] = {"data": corpus.description, "split": settings.split, "tokens": read}
     found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
     return found

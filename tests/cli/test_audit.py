@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,28 @@ def test_audit(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["layers"]["model.layers.0.mlp"]["fluctuation"]["top1"] == 0
 
 
+def test_the_model_to_compare_with_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(saved, bare, ignore=shutil.ignore_patterns("token*"))
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 20)
+    words = ["audit", str(saved), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0
+    assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0  # over its own results
+
+
+def test_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1")
+    for name in [name for name in sys.modules if name.startswith("pointsman.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["audit", "model", "--data", str(text), "--device", "cpu"]) == 2
+    assert "the package 'transformers' is not installed" in capsys.readouterr().err
+
+
 def test_conversations(saved: Path, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]}] * 3
     file = tmp_path / "chats.jsonl"
@@ -57,6 +80,8 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
         ([None, "--data", "no-such-data"], "no-such-data"),
         ([None, "--data", "BAD"], "line 1"),
         ([None, "--data", "CHAT"], "a list of messages such as"),
+        ([None, "--data", "LATIN"], "line 2: not UTF-8 (byte 0xe9)"),
+        ([None, "--out", "RUN"], "holds a run, whose files would be overwritten"),
     ],
 )
 def test_bad_input(
@@ -66,12 +91,17 @@ def test_bad_input(
     bad.write_text('{"texts": 1}')
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"messages": ["hello"]}')
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"text": "w1"}\n{"text": "caf\xe9"}\n')
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     shutil.copytree(saved, tmp_path / "truncated")
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     places = {None: saved, "BAD": bad, "CHAT": chat, "TRUNCATED": weights.parent}
+    places |= {"LATIN": latin, "RUN": tmp_path / "run"}
     given = [str(places.get(word, word)) for word in changes]
-    assert main(["audit", *given, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    out = [] if "--out" in given else ["--out", str(tmp_path / "out")]
+    assert main(["audit", *given, "--device", "cpu", *out]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error

@@ -161,7 +161,9 @@ def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
     run, plain = tmp_path / "run", tmp_path / "plain"
     words = ["train", "--router", "hyperrouter", "--data", str(text), "--steps", "2", "--eval-tokens", "512"]
     assert main([*words, *SMALL, "--out", str(run)]) == 0
-    assert main(["export", str(run), "--out", str(plain), "--materialize"]) == 0
+    assert main(["export", str(run), "--out", str(run), "--materialize"]) == 2  # it would be no run any more
+    for _ in range(2):
+        assert main(["export", str(run), "--out", str(plain), "--materialize"]) == 0
     config = RunConfig.from_json((plain / "config.json").read_text())
     assert config.model.router == "smoe|smoe"
     model = TransformerXL(config.model).eval()

@@ -188,3 +188,16 @@ def test_the_hub_comes_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with pytest.raises(RunError, match=r"pip install 'pointsman\[hf\]'"):
         load_task("imdb")
     assert set(TASKS) == {"sst2", "sst2-glue", "sst5", "imdb", "banking77"}
+
+
+def test_a_long_text_is_a_text(tmp_path: Path) -> None:
+    rows = csv_text([("word " * 40_000, "a"), ("short", "b")] * 4)
+    task = load_task(str(folder_of(tmp_path, train__csv=rows, test__csv=rows)))
+    assert max(map(len, task.splits["test"].texts)) > 131_072
+
+
+def test_a_class_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, train__csv=csv_text(ROWS), test__csv=csv_text(ROWS))
+    (folder / "labels.json").write_text('["pos", "neg", "pos"]')
+    with pytest.raises(RunError, match="the class 'pos' is listed twice"):
+        load_task(str(folder))

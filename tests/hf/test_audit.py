@@ -225,6 +225,68 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     assert (tmp_path / "audit" / "audit.md").read_text().startswith("# Audit of MixtralForCausalLM")
 
 
+def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    from pointsman.report import write_report
+
+    model = spread(zoo.tiny_model("mixtral"))
+    for name, tokens in (("before", 64), ("after", 0)):
+        hf.audit(model, tokenizer(), texts(8), top_k=[1], sample_tokens=tokens).save(tmp_path / name)
+    page = write_report([tmp_path / "before", tmp_path / "after"], out=tmp_path, samples="pca").read_text("utf-8")
+    assert "MixtralForCausalLM (before)" in page
+    assert "MixtralForCausalLM (after)" in page
+    assert not (tmp_path / "after" / "explorer.json").exists()
+
+
+@pytest.mark.parametrize("part", ["lm_head.weight", "model.layers.0.mlp.gate.weight"])
+def test_a_sick_model_has_an_audit(part: str, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    with torch.no_grad():
+        model.get_parameter(part)[0] = torch.nan
+    result = hf.audit(model, tokenizer(), texts(8), top_k=[1, 2])
+    assert [row["loss"] for row in result.quality] == [None, None]
+    assert result.quality[0]["perplexity"] is None
+    assert sum("the loss is nan" in note for note in result.notes) == 2
+    assert "| 1 | - | - |" in result.markdown()
+    result.save(tmp_path)
+    json.loads((tmp_path / "audit.json").read_text())
+
+
+def test_a_class_that_fails_at_another_k_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    experts = model.model.layers[1].mlp.experts
+    right = experts.forward
+
+    def fails(hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if indices.shape[-1] == 1:
+            raise RuntimeError("not with one")
+        return right(hidden, indices, weights)
+
+    monkeypatch.setattr(experts, "forward", fails)
+    result = hf.audit(model, tokenizer(), texts(8), top_k=[1, 2, 3])
+    assert [row["top_k"] for row in result.quality] == [2, 3]
+    assert any("k = 1" in note and "not with one" in note for note in result.notes)
+    result.save(tmp_path)
+    assert json.loads((tmp_path / "explorer.json").read_text())["top_k"] == [2, 3]
+
+
+def test_tokens_without_an_embedding() -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    model.resize_token_embeddings(3)
+    with pytest.raises(ValueError, match=r"the tokenizer gives token \d+, and MixtralForCausalLM has 3 embeddings"):
+        hf.audit(model, tokenizer(), texts(4), top_k=[1])
+
+
+def test_a_short_content_is_not_found_in_the_template() -> None:
+    writing = tokenizer()
+    writing.chat_template = "{% for m in messages %}w1 {{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    messages = [{"role": "user", "content": "w2"}, {"role": "assistant", "content": "w1"}]
+    (batch,) = text_batches(writing, [messages], length=64, batch_size=1, max_tokens=None)
+    kinds = [KINDS[kind] for kind in batch.kinds[0].tolist()]
+    assert kinds[-1] == "text"
+    assert kinds.count("text") == 2
+
+
 def test_of_a_replaced_router() -> None:
     model = hf.replace_routers(spread(zoo.tiny_model("mixtral")), "smoe+similarity")
     with torch.no_grad():

@@ -241,6 +241,21 @@ def test_refusals_change_nothing(spec: str, words: str) -> None:
     assert not hasattr(model.config, "pointsman")
 
 
+def test_an_attention_that_shows_nothing_changes_nothing() -> None:
+    model = zoo.tiny_model("mixtral")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="works with sdpa attention, not with 'flash_attention_2'"):
+        hf.replace_routers(model, "smoe+attention")
+    model.config._attn_implementation = "sdpa"
+    assert not any(hasattr(module, "pointsman") for module in model.modules())
+    hf.replace_routers(model, "smoe+attention")
+
+
+def test_a_block_without_its_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="Sequential holds no transformers model"):
+        hf.replace_routers(torch.nn.Sequential(zoo.tiny_model("mixtral").model.layers[0].mlp), "smoe")
+
+
 def test_materialize_refuses_by_layer() -> None:
     model = hf.replace_routers(zoo.tiny_model("mixtral"), "hyperrouter|xmoe")
     before = logits(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman.cli.options import Parser, choose_device, k_list, token_budget, whole
+from pointsman.cli.options import Parser, choose_device, k_list, refuse_runs, token_budget, whole
 
 EPILOG = """examples:
   pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
@@ -47,10 +47,13 @@ def run(words: Sequence[str]) -> int:
     texts = read_texts(values.data)
     from pointsman.cli.progress import Display
     from pointsman.hf import audit
+    from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import count_tokens
 
-    model, tokenizer = load(values.model, values.dtype, device)
-    against = None if values.against is None else load(values.against, values.dtype, device)[0]
+    out = values.out or Path(f"audit-{Path(values.model).name}")
+    refuse_runs(out, unless="audit.json")
+    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
+    against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
     total = count_tokens(tokenizer, texts, length=values.length, max_tokens=budget)
     with Display() as display:
@@ -67,33 +70,9 @@ def run(words: Sequence[str]) -> int:
             progress=lambda done, _: display.advance(done, {}),
         )
     print(result.markdown())
-    out = values.out or Path(f"audit-{Path(values.model).name}")
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
     print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)
     return 0
-
-
-def load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer from a folder or the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(name)
-    if path.is_file():
-        raise RunError(f"{name}: this is a file; MODEL is a folder with a saved model, or a name on the hub")
-    kinds: tuple[tuple[str, Any, dict[str, str]], ...] = (
-        ("model", AutoModelForCausalLM, {"dtype": dtype}),
-        ("tokenizer", AutoTokenizer, {}),
-    )
-    found = []
-    for what, source, options in kinds:
-        try:
-            found.append(source.from_pretrained(name, **options))
-        except Exception as error:  # whatever transformers, safetensors and tokenizers raise at a damaged folder
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")
-            where = "" if path.is_dir() else " (there is no such folder here)"
-            raise RunError(f"{name}: no {what} that transformers can load{where}: {reason}") from None
-    model, tokenizer = found
-    return model.to(device), tokenizer
 
 
 def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
@@ -114,8 +93,12 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise RunError(f"{path}, line {number}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
             if not line.strip():
                 continue
             try:

@@ -28,7 +28,10 @@ def parser() -> Parser:
         "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
     )
     flags.add_argument(
-        "--top-k", type=k_list, metavar="K,K", help="k values to compare with the run's own (default: 1, 2, 4, … N)"
+        "--top-k",
+        type=k_list,
+        metavar="K,K",
+        help="k values to compare with its own (default: a run's; of a model none)",
     )
     flags.add_argument(
         "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
@@ -48,9 +51,8 @@ def run(words: Sequence[str]) -> int:
     from pointsman.diagnosis import FILE, Settings, diagnose_path
     from pointsman.diagnostics.summary import summary
 
-    settings = Settings(
-        values.data, values.split, values.eval_tokens, values.top_k, device=device, changes=overrides(values.set)
-    )
+    tokens = None if values.eval_tokens == "all" else values.eval_tokens
+    settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))
     with Display() as display:
         found = diagnose_path(values.target, values.against, settings, display)
     print(summary(found))

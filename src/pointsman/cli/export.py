@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.cli.options import Parser, check_device
+from pointsman.cli.options import Parser, check_device, refuse_runs
 
 EPILOG = """examples:
   pointsman export runs/hyper --out hyper
@@ -34,13 +34,14 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.control import materialize, named_routers
     from pointsman.training.run import load_run
 
+    out = values.out or values.run / "export"
+    refuse_runs(out, unless="model.safetensors")
     saved = load_run(values.run, note=lambda message: print(message, file=sys.stderr))
     config = saved.config
     if values.materialize:
         materialize(saved.model)
         specs = "|".join(router.spec for _, router in named_routers(saved.model))
         config = config.with_overrides({"model.router": specs})
-    out = values.out or values.run / "export"
     with disk_errors(out, "the weights were not written"):
         out.mkdir(parents=True, exist_ok=True)
         aside = out / "model.safetensors.part"

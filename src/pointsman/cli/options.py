@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -188,10 +187,15 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def data_folder() -> Path | None:
-    """$POINTSMAN_DATA, the folder in which data sets are looked for first."""
-    folder = os.environ.get("POINTSMAN_DATA")
-    return Path(folder) if folder else None
+def refuse_runs(out: Path, *, unless: str) -> None:
+    """RunError where a folder is a run or a comparison, whose files results of another kind would overwrite.
+
+    Args:
+        unless: the file by which a folder of such results is known; it may be written again.
+    """
+    known = (out / "config.json").is_file() and not (out / unless).is_file()
+    if known or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
+        raise RunError(f"{out} holds a run, whose files would be overwritten; choose another --out")
 
 
 def choose_device(name: str | None) -> str:

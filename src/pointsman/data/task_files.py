@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledTe
     if kind is None:
         raise RunError(f"{path}: allowed are .csv, .tsv, .jsonl and fastText .txt files, also packed as .gz")
     found: list[LabelledText] = []
-    with reading(path), open_unpacked(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+    with (
+        reading(path),
+        _long_fields(),
+        open_unpacked(path) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+    ):
         try:
             for line, text, label in _rows(file, kind, path, columns):
                 where = f"{path}, line {line}"
@@ -71,6 +77,16 @@ def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledTe
     if not found:
         raise RunError(f"{path} holds no example")
     return found
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Texts of any length: csv refuses those above 131,072 characters otherwise."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:

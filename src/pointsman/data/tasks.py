@@ -260,7 +260,11 @@ def _declared(path: Path) -> tuple[str, ...]:
         raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
         raise RunError(f"{path}: a JSON list of class names is needed")
-    return tuple(str(name) for name in names)
+    declared = tuple(str(name) for name in names)
+    if len(set(declared)) < len(declared):
+        twice = next(name for name in declared if declared.count(name) > 1)
+        raise RunError(f"{path}: the class {twice!r} is listed twice")
+    return declared
 
 
 def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[LabelledText]]:

@@ -3,7 +3,7 @@
 try:
     import transformers  # noqa: F401
 except ImportError as error:  # pragma: no cover
-    raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'") from error
+    raise ImportError("pointsman.hf needs transformers: pip install 'pointsman[hf]'", name="transformers") from error
 
 from pointsman.hf import attention as _attention
 from pointsman.hf import experts as _experts

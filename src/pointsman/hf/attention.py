@@ -142,11 +142,16 @@ def _latent(attention: Any) -> bool:
 def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> None:
     """From now on the gate's router sees the attention before it. `model` is the transformers model that holds both."""
     attention, projection = find_attention(model, gate_name)
+    check_implementation(model)
     Tracer(attention, projection, gate, state)
     state.implementation = state.implementation or model.config._attn_implementation
     if model.config._attn_implementation != NAME:
-        if model.config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"attention-informed routing works with sdpa attention, not with {model.config._attn_implementation!r}"
-            )
         model.set_attn_implementation(NAME)
+
+
+def check_implementation(model: Any) -> None:
+    """ValueError where the model's attention is computed in a way that shows nothing of it."""
+    if model.config._attn_implementation not in ("sdpa", "eager", NAME):
+        raise ValueError(
+            f"attention-informed routing works with sdpa attention, not with {model.config._attn_implementation!r}"
+        )

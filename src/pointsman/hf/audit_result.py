@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pointsman._files import write_whole
 from pointsman.hf.listen import changed
 from pointsman.hf.text import TextBatch
 from pointsman.routing import Routing
@@ -193,7 +194,6 @@ class AuditResult:
             the directory.
         """
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         experts = max(layer["num_experts"] for layer in self.layers.values())
         results = [
             {
@@ -226,9 +226,11 @@ class AuditResult:
         explorer = self._explorer()
         if explorer is not None:
             files["explorer.json"] = explorer
-        for name, value in files.items():
-            (folder / name).write_text(json.dumps(value, allow_nan=False) + "\n", encoding="utf-8")
-        (folder / "audit.md").write_text(self.markdown(), encoding="utf-8")
+        texts = {name: json.dumps(value, allow_nan=False) + "\n" for name, value in files.items()}
+        for name, text in {**texts, "audit.md": self.markdown()}.items():
+            write_whole(folder / name, text)
+        if explorer is None:
+            (folder / "explorer.json").unlink(missing_ok=True)  # of an earlier audit
         return folder
 
     def _explorer(self) -> dict[str, Any] | None:
@@ -243,6 +245,12 @@ class AuditResult:
             for k, layers in sample.routings.items()
         }
         own = self.top_k if self.top_k in seen else min(seen)
+        whole = {layer: len(one.routing.experts) for layer, one in seen[own].items()}
+        seen = {
+            k: layers
+            for k, layers in seen.items()
+            if {layer: len(one.routing.experts) for layer, one in layers.items()} == whole
+        }
         packed = pack(seen, sample.tokens)
         return packed | {
             "checkpoint": self.model,
@@ -270,7 +278,7 @@ def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
     layers = {}
     count = 0
     for layer, parts in sample.hidden.items():
-        hidden = torch.cat(parts)[:POINTS].double()
+        hidden = torch.cat(parts)[:POINTS].double().nan_to_num(0, 0, 0)
         hidden = hidden - hidden.mean(0)
         flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
         low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0

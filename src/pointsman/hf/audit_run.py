@@ -15,9 +15,21 @@ from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Entropy, Fluctuation, Load
 from pointsman.hf.audit_result import AuditResult, Sample
 from pointsman.hf.listen import Ears, changed
+from pointsman.hf.loading import refuse_unknown_tokens
 from pointsman.hf.text import KINDS, TextBatch
 from pointsman.hf.text_loss import TextLoss
 from pointsman.routing import Routing
+
+LARGEST = 700.0  # nats, whose perplexity a float holds
+
+
+def finite(found: Any) -> Any:
+    """The same with None for numbers that are not finite."""
+    if isinstance(found, dict):
+        return {key: finite(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 class AuditRun:
@@ -50,6 +62,7 @@ class AuditRun:
         """One batch at every k, its own first."""
         for index, kind in enumerate(KINDS):
             self.counts[kind] += int((batch.kinds == index).sum())
+        refuse_unknown_tokens(self.model, int(batch.ids.max()))
         kept = sample.begin(batch)
         of_kind = {kind: (batch.kinds == index).reshape(-1) for index, kind in enumerate(KINDS)}
         first: dict[str, Routing] = {}
@@ -76,6 +89,9 @@ class AuditRun:
                 if k == self.own:
                     raise
                 self.failed[k] = f"k = {k}: {type(self.model).__name__} itself fails ({error})"
+                self.agreement[k].clear()
+                if k is not None:
+                    sample.routings.pop(k, None)
                 continue
             if k == self.own:
                 first = seen
@@ -153,9 +169,14 @@ class AuditRun:
                 }
                 for layer, entropy in self.entropies[k].items()
             }
-            perplexity = None if loss is None else math.exp(min(loss, 700.0))
+            if loss is not None and not math.isfinite(loss):
+                notes.append(
+                    f"k = {k}: the loss is {loss}: the model's numbers run over, or its weights hold some that do"
+                )
+                loss = None
+            perplexity = None if loss is None or loss > LARGEST else math.exp(loss)
             quality.append({"top_k": k, "loss": loss, "perplexity": perplexity, "tokens": count, "routers": routers})
-        if quality[0]["loss"] is None:
+        if not any(self.losses[k].tokens for k in self.ks):
             notes.append("no loss: the model gives no logits over its vocabulary for each token")
         silent = [f"{layer}: {reason}" for layer, reason in self.ears.silent.items()]
         return AuditResult(
@@ -163,9 +184,9 @@ class AuditRun:
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
             top_k=self.own,
             tokens=self.counts,
-            quality=quality,
-            layers=layers,
-            against={"loss": self.other_loss.mean} if self.other is not None else None,
+            quality=finite(quality),
+            layers=finite(layers),
+            against=finite({"loss": self.other_loss.mean}) if self.other is not None else None,
             protocol=protocol,
             notes=[*notes, *self.failed.values(), *silent],
             sample=sample,

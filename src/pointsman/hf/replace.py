@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pointsman.hf.attention import find_attention, trace
+from pointsman.hf.attention import check_implementation, find_attention, trace
 from pointsman.hf.gates import NO_GATE, Form, Gate, survey
 from pointsman.hf.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
 from pointsman.hf.scorers import HyperDelta, adapted, check_spec, shared_by_default
@@ -63,6 +63,8 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     homes = _homes(model)
     built = []
     for gate, one in zip(gates, resolved, strict=True):
+        if not homes:
+            raise ValueError(f"replace_routers: {type(model).__name__} holds no transformers model, to keep the specs")
         home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
         heads = getattr(homes[home].config, "num_attention_heads", None)
         router = _build(gate, one, start, shared, heads)
@@ -70,6 +72,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
             raise ValueError(f"replace_routers: {one!r} looks at later tokens; layer {gate.layer!r} is a decoder's")
         if "attention" in router.needs:
             find_attention(model, gate.name)
+            check_implementation(homes[home])
         built.append((gate, home, router))
     states: dict[str, ForwardState] = {}
     for gate, home, router in built:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 PADDING, TEXT, SPECIAL, TEMPLATE = range(4)
 KINDS = ("padding", "text", "special", "template")
+MARK = "\u2060content\u2060"  # that no text has
 PIECE = 1 << 16
 """Characters that are tokenized at once."""
 
@@ -104,11 +105,13 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
         raise ValueError(f"audit: the tokenizer's chat template refuses a conversation: {error}") from None
     spans = []
     cursor = 0
-    for content in (content for message in messages for content in _contents(message)):
-        start = written.find(content, cursor)
-        if content and start >= 0:
-            cursor = start + len(content)
-            spans.append((start, cursor))
+    for number, message in enumerate(messages):
+        cursor = max(cursor, _begin(tokenizer, messages, number, written))
+        for content in _contents(message):
+            start = written.find(content, cursor)
+            if content and start >= 0:
+                cursor = start + len(content)
+                spans.append((start, cursor))
     encoded = tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     special = set(tokenizer.all_special_ids)
     kinds = []
@@ -116,6 +119,24 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
         inside = any(first <= start and stop <= last for first, last in spans)
         kinds.append(SPECIAL if one in special else TEXT if inside else TEMPLATE)
     return list(encoded["input_ids"]), kinds
+
+
+def _begin(tokenizer: Any, messages: Conversation, number: int, written: str) -> int:
+    """Where a message's content begins in the text that the template makes; 0 where the template does not say.
+
+    So that a short content is not found in the template's own words.
+    """
+    content: Any = MARK
+    if isinstance(messages[number].get("content"), list):
+        content = [{"type": "text", "text": MARK}]
+    try:
+        shown = tokenizer.apply_chat_template(
+            [*messages[:number], {**messages[number], "content": content}], tokenize=False
+        )
+    except Exception:  # a template that wants the conversation to be whole
+        return 0
+    at = int(shown.find(MARK))
+    return at if at >= 0 and written.startswith(shown[:at]) else 0
 
 
 def _contents(message: Mapping[str, Any]) -> Iterator[str]:

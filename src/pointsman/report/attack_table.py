@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,9 @@ class AttackTable:
     def csv(self) -> str:
         """Comma-separated, the condition first."""
         lines: list[str] = []
+        every_k = sorted({k for one in self.conditions for k in one.table.top_k})
         for one in self.conditions:
-            header, *rows = one.table.csv().splitlines()
+            header, *rows = replace(one.table, top_k=every_k).csv().splitlines()
             lines += [] if lines else [f"condition,{header}"]
             lines += [f'"{one.words}",{row}' for row in rows]
         return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,17 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def gather(runs: Sequence[Run]) -> Comparison:
-    """Several runs as an unplanned comparison; RunError where two have the same router and seed."""
+    """Several runs as an unplanned comparison; RunError where two have the same router and seed.
+
+    Audits of one class of models go by the names of their folders, too.
+    """
     assert runs
+    runs = [
+        replace(run, router=f"{run.router} ({run.path.resolve().name})")
+        if (run.path / "audit.json").is_file() and sum(run.router == other.router for other in runs) > 1
+        else run
+        for run in runs
+    ]
     named: dict[tuple[str, int], Run] = {}
     for run in runs:
         if (run.router, run.seed) in named:

@@ -1,0 +1,42 @@
+"""Models and tokenizers from a folder or the hub; whatever is wrong there is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pointsman._errors import RunError
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
+    """A causal language model; RunError says why there is none."""
+    return _load(name, "model", lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)).to(device)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer; RunError says why there is none."""
+    return _load(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(name))
+
+
+def _load(name: str, what: str, load: Callable[[], Any]) -> Any:
+    path = Path(name)
+    if path.is_file():
+        raise RunError(f"{name}: this is a file; MODEL is a folder with a saved model, or a name on the hub")
+    try:
+        return load()
+    except Exception as error:  # whatever transformers, safetensors and tokenizers raise at a damaged folder
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+        where = "" if path.is_dir() else " (there is no such folder here)"
+        raise RunError(f"{name}: no {what} that transformers can load{where}: {reason}") from None
+
+
+def refuse_unknown_tokens(model: Any, highest: int) -> None:
+    """ValueError if a text has a token that a model has no embedding for."""
+    embeddings = model.get_input_embeddings()
+    known = getattr(embeddings, "num_embeddings", None)
+    if known is not None and highest >= known:
+        raise ValueError(f"the tokenizer gives token {highest}, and {type(model).__name__} has {known:,} embeddings")
