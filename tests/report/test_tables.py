@@ -166,3 +166,20 @@ def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, "smoe", 0)) for name in ("a", "b")]
     with pytest.raises(RunError, match="two runs with router 'smoe' and seed 0"):
         gather(runs)
+
+
+def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:
+    from pointsman.report.attack_table import AttackTable
+    from pointsman.report.runs import read_comparison
+
+    comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
+    row = {"split": "test", "metric": "bits_per_character", "tokens": 9}
+    attack = {"kind": "char", "rate": 0.1, "seed": 0, "word": "AAA"}
+    results = [
+        *({**row, "top_k": k, "value": float(k)} for k in (1, 2)),
+        {**row, "top_k": 2, "value": 7.0, "attack": attack},
+    ]
+    [run] = comparison.runs.values()
+    record = {"results": results, "protocol": {"tokens": 9}, "routing": []}
+    lines = list(csv.DictReader(AttackTable.of(comparison, "a", [(run, record)]).csv().splitlines()))
+    assert [(line["k=1 mean"], line["k=2 mean"]) for line in lines] == [("1.0", "2.0"), ("-", "7.0")]

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pointsman import __version__
+from pointsman._files import write_whole
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS, PACKED
 from pointsman.benchmark.run import Benchmark, Result, StepResult, Times
@@ -147,12 +148,11 @@ def _ratio(times: Times, result: Result, name: str = "total") -> str:
 
 def write(benchmark: Benchmark, folder: Path) -> list[Path]:
     """Writes layer.md, layer.json and, where matplotlib is installed, layer.svg."""
-    folder.mkdir(parents=True, exist_ok=True)
-    page, data = folder / "layer.md", folder / "layer.json"
-    page.write_text(markdown(benchmark), encoding="utf-8")
     record = {"machine": machine(), **asdict(benchmark)}
-    data.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    written = [page, data]
+    written = [
+        write_whole(folder / "layer.md", markdown(benchmark)),
+        write_whole(folder / "layer.json", json.dumps(record, indent=1) + "\n"),
+    ]
     if not benchmark.results:
         return written
     with contextlib.suppress(ImportError):  # matplotlib is an extra

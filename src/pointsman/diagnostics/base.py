@@ -1,6 +1,7 @@
 """What every diagnostic is: a small streaming object with float64 sums, `update`, `merge` and `result`.
 
-Memory never grows with the number of tokens. Nothing here waits for the device before `result`.
+Memory never grows with the number of tokens. Most wait for the device in `result` alone; those that look up
+tokens or pick out some (specialisation, similarity of outputs, Jacobians) do so in `update`, too.
 """
 
 from __future__ import annotations
