@@ -6,13 +6,12 @@ as few calls as can be. Which way depends on how many rows an expert has, and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman.ops import dots, packing
@@ -28,8 +27,6 @@ MOST = 256  # assignments; of more, many share an expert, and oneDNN would build
 COLUMNS = {torch.float32: range(4, 33), torch.bfloat16: range(2, 65)}
 """For how many rows a large weight takes them as columns, where `Decoding.few` says so: measured with Intel's AMX."""
 TINY = 1 << 15  # elements of a weight that is read in less time than a call takes
-
-Indices = NDArray[np.int64]
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Inputs, weights and biases, of all experts [E, out, in] or of one, to the products of each row with its expert's."""
@@ -53,56 +50,67 @@ def forward(
         decoding: what the timings of `measure_kernels` chose.
     """
     tokens, k = expert.shape
-    # so few that numpy sorts and counts them in a fraction of torch's time
-    experts: Indices = expert.reshape(-1).long().numpy()
-    indices = experts.tolist()
-    refuse_beyond(max(indices), len(parameters.w_in))
-    dropped = min(indices) < 0
-    if tokens == 1 and not dropped:
-        rows = _single(parameters, decoding)(
-            hidden, Chosen(np.zeros_like(experts), experts), parameters, first.activation
-        )
-        return torch.mm(weight.to(hidden.dtype), rows)
-    place = np.arange(len(indices))
-    if dropped:
-        place = np.flatnonzero(experts >= 0)
-        if not len(place):
+    # so few that lists are sorted and counted in a fraction of the time that calls into torch or numpy take
+    experts: list[int] = expert.reshape(-1).tolist()
+    refuse_beyond(max(experts), len(parameters.w_in))
+    kept = list(range(len(experts)))
+    if min(experts) < 0:
+        kept = [place for place in kept if experts[place] >= 0]
+        if not kept:
             return torch.zeros_like(hidden)
-    source = place // k
-    results = _results(hidden, Chosen(source, experts[place]), parameters, first, decoding)
+        experts = [experts[place] for place in kept]
+    elif tokens == 1:
+        rows = _single(parameters, decoding)(hidden, Chosen([0] * k, experts), parameters, first.activation)
+        return torch.mm(weight.to(hidden.dtype), rows)
+    source = [place // k for place in kept]
+    results = _results(hidden, Chosen(source, experts), parameters, first, decoding)
     factor = weight.to(hidden.dtype).reshape(-1)
-    if dropped:
-        factor = factor[torch.from_numpy(place)]
-        bags = source.searchsorted(np.arange(tokens))
+    if len(kept) < tokens * k:
+        factor = factor[_tensor(kept)]
+        bags = torch.searchsorted(_tensor(source), torch.arange(tokens, device="cpu"))
     else:
-        bags = np.arange(0, len(place), k)
-    return F.embedding_bag(results.place, results.rows, torch.from_numpy(bags), mode="sum", per_sample_weights=factor)
+        bags = _tensor(range(0, len(kept), k))
+    return F.embedding_bag(_tensor(results.place), results.rows, bags, mode="sum", per_sample_weights=factor)
+
+
+def _tensor(values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(list(values), dtype=dtype, device="cpu")
 
 
 class Chosen(NamedTuple):
     """Assignments in any order: expert `expert[i]` works on the hidden states of token `source[i]`."""
 
-    source: Indices
-    expert: Indices
+    source: list[int]
+    expert: list[int]
 
-    def take(self, places: Indices) -> Chosen:
-        return Chosen(self.source[places], self.expert[places])
+    def take(self, places: list[int]) -> Chosen:
+        return Chosen([self.source[place] for place in places], [self.expert[place] for place in places])
 
-    def by_expert(self) -> Indices:
+    def by_expert(self) -> list[int]:
         """The places in the order of their experts."""
-        return self.expert.argsort(kind="stable")
+        return sorted(range(len(self.expert)), key=self.expert.__getitem__)
+
+    def counts(self, num_experts: int) -> list[int]:
+        """How many assignments each expert has."""
+        counts = [0] * num_experts
+        for expert in self.expert:
+            counts[expert] += 1
+        return counts
 
 
 class Results(NamedTuple):
     """What experts gave: row `place[i]` [S] of `rows` [n, dim] is assignment i's."""
 
     rows: Tensor
-    place: Tensor
+    place: Iterable[int]
 
 
-def _ordered(rows: Tensor, order: Indices | None = None) -> Results:
-    """Row i is of assignment `order[i]`; None: of assignment i."""
-    return Results(rows, torch.from_numpy(np.arange(len(rows)) if order is None else order.argsort()))
+def _ordered(rows: Tensor, order: list[int]) -> Results:
+    """Row i is of assignment `order[i]`."""
+    place = [0] * len(order)
+    for row, assignment in enumerate(order):
+        place[assignment] = row
+    return Results(rows, place)
 
 
 def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
@@ -110,27 +118,27 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
     single = _single(p, decoding)
     with_dots = single is _by_dots
-    counts = np.bincount(chosen.expert, minlength=len(p.w_in))
-    most = int(counts.max())
+    counts = chosen.counts(len(p.w_in))
+    most = max(counts)
     if small:
-        if with_dots and len(chosen.expert) <= _few_rows(first.gemm) * np.count_nonzero(counts):
+        if with_dots and len(chosen.expert) <= _few_rows(first.gemm) * sum(map(bool, counts)):
             order = chosen.by_expert()  # so that each weight is read once
             return _ordered(_by_dots(hidden, chosen.take(order), p, first.activation), order)
         if _batched_suits(p, most, len(chosen.expert), first.gemm):
             return _batched(hidden, chosen, counts, most, p, first.activation)
     elif most == 1:
-        return _ordered(single(hidden, chosen, p, first.activation))
+        return Results(single(hidden, chosen, p, first.activation), range(len(chosen.expert)))
     order = shared = chosen.by_expert()
     results = []
     if with_dots or not small:
-        alone = counts[chosen.expert[order]] == 1
-        left, shared = order[alone], order[~alone]
-        order = np.concatenate((left, shared))
-        if len(left):
-            counts[chosen.expert[left]] = 0
+        left = [place for place in order if counts[chosen.expert[place]] == 1]
+        shared = [place for place in order if counts[chosen.expert[place]] > 1]
+        order = left + shared
+        if left:
+            counts = [0 if count == 1 else count for count in counts]
             results.append(single(hidden, chosen.take(left), p, first.activation))
-    if len(shared):
-        rows = hidden.index_select(0, torch.from_numpy(chosen.source[shared]))
+    if shared:
+        rows = hidden.index_select(0, _tensor(chosen.source[place] for place in shared))
         in_columns = decoding.few == "columns" and not small
         if in_columns and isinstance(first.gemm, Packed):
             in_columns = not packing.beats_columns(hidden.dtype)
@@ -161,13 +169,13 @@ def _one_by_one_row(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activat
     def linear(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
 
-    pairs = zip(chosen.source.tolist(), chosen.expert.tolist(), strict=True)
+    pairs = zip(*chosen, strict=True)
     return torch.stack([_feed_forward(hidden[row], one(p, index), activation, linear) for row, index in pairs])
 
 
 def _by_dots(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: str) -> Tensor:
     """All rows in one call a weight."""
-    source, expert = map(torch.from_numpy, chosen)
+    source, expert = map(_tensor, chosen)
     rows = torch.arange(len(expert), device="cpu")
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,25 +193,25 @@ def _batched_suits(p: ExpertParameters, most: int, assignments: int, gemm: Gemm)
 
 
 def _batched(
-    hidden: Tensor, chosen: Chosen, counts: Indices, most: int, p: ExpertParameters, activation: str
+    hidden: Tensor, chosen: Chosen, counts: list[int], most: int, p: ExpertParameters, activation: str
 ) -> Results:
     """All experts, each on as many rows as the busiest has, in one call a weight: used ones and unused ones."""
     size = most if hidden.dtype == torch.float32 else -(-most // 4) * 4  # few sizes: oneDNN builds a kernel for each
-    order, starts = chosen.by_expert(), counts.cumsum() - counts
-    ordered = chosen.expert[order]
-    slots = np.empty_like(order)
-    slots[order] = ordered * size + np.arange(len(order)) - starts[ordered]
-    slot = torch.from_numpy(slots)
+    following = [expert * size for expert in range(len(counts))]
+    slots = []
+    for expert in chosen.expert:
+        slots.append(following[expert])
+        following[expert] += 1
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is None:
             return torch.bmm(inputs, weight.mT)
         return torch.baddbmm(bias[:, None], inputs, weight.mT)
 
-    rows = hidden.index_select(0, torch.from_numpy(chosen.source))
-    padded = hidden.new_zeros(len(p.w_in) * size, hidden.shape[1]).index_copy_(0, slot, rows)
+    rows = hidden.index_select(0, _tensor(chosen.source))
+    padded = hidden.new_zeros(len(p.w_in) * size, hidden.shape[1]).index_copy_(0, _tensor(slots), rows)
     output = _feed_forward(padded.view(len(p.w_in), size, -1), p, activation, linear)
-    return Results(output.view(-1, hidden.shape[1]), slot)
+    return Results(output.view(-1, hidden.shape[1]), slots)
 
 
 def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUnits, small: bool) -> bool:
@@ -216,19 +224,19 @@ def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUn
     return whole and (small or not (first.gemm is ONEDNN or isinstance(first.gemm, Packed)))
 
 
-def _grouped(rows: Tensor, counts: Indices, p: ExpertParameters, activation: str) -> Tensor:
+def _grouped(rows: Tensor, counts: list[int], p: ExpertParameters, activation: str) -> Tensor:
     """Rows in the order of their experts, of which each has `counts` [E]."""
-    ends = torch.from_numpy(counts.cumsum(dtype=np.int32))
+    ends = _tensor(accumulate(counts), torch.int32)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = F.grouped_mm(rows, weight.mT, offs=ends)
-        return output if bias is None else output.add_(bias.repeat_interleave(torch.from_numpy(counts), 0))
+        return output if bias is None else output.add_(bias.repeat_interleave(_tensor(counts), 0))
 
     return _feed_forward(rows, p, activation, linear)
 
 
 def _one_by_one(
-    rows: Tensor, counts: Indices, parameters: ExpertParameters, first: HiddenUnits, columns: range
+    rows: Tensor, counts: list[int], parameters: ExpertParameters, first: HiddenUnits, columns: range
 ) -> Tensor:
     """What `_grouped` does, an expert after the other; those of so many rows as are in `columns` take columns."""
 
@@ -236,8 +244,10 @@ def _one_by_one(
         return torch.mm(weight, inputs) if bias is None else torch.addmm(bias[:, None], weight, inputs)
 
     results, start = [], 0
-    for index in np.flatnonzero(counts).tolist():
-        end = start + int(counts[index])
+    for index, count in enumerate(counts):
+        if not count:
+            continue
+        end = start + count
         expert, inputs = one(parameters, index), rows[start:end]
         if end - start in columns:
             results.append(_feed_forward(inputs.t(), expert, first.activation, of_columns).t())

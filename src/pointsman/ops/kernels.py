@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class Kernels:
                     f"kernels: {name}={getattr(self, name)!r}: {did_you_mean(getattr(self, name), allowed)}"
                 )
 
-    @property
+    @cached_property
     def code(self) -> str:
         """All of it in a word, for operators that take no objects."""
         return ",".join(astuple(self))
