@@ -10,7 +10,7 @@ def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over tokens of `values` [tokens, ...]; `mask` [tokens] leaves padding out. Zero where no token is real."""
     if mask is None:
         return values.mean(0) if len(values) else values.sum(0)
-    real = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # whatever padding holds, NaN too
+    real = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # also where padding is NaN
     return real.sum(0) / mask.sum().clamp_min(1)
 
 

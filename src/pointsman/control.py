@@ -124,6 +124,7 @@ def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
     A frozen router's running statistics stay as they are, too. Losses stay attached: they still train what lies below.
+    `requires_grad_(True)` of such a part takes it back; of a router it must be the router's own.
 
     Raises:
         ValueError: a role that no part of the model has.

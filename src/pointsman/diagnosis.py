@@ -267,8 +267,8 @@ def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict
     replace_routers(model, "smoe")
     corpus = open_corpus(settings.data or "stdlib")
     length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
-    budget = settings.tokens or len(corpus.split(settings.split))
-    text = corpus.vocabulary.decode(corpus.split(settings.split)[: 6 * budget])
+    budget = settings.tokens
+    text = corpus.vocabulary.decode(corpus.split(settings.split)[: None if budget is None else 6 * budget])
     ids = torch.tensor(tokenizer(text)["input_ids"][:budget])
     refuse_unknown_tokens(model, int(ids.max()))
     length = min(length, len(ids))

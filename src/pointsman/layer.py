@@ -115,8 +115,8 @@ class MoE(nn.Module):
 class AttachLosses(torch.autograd.Function):
     """The identity on the output, whose backward also sends `scale` into each loss.
 
-    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. The
-    output counts as changed in place, for a view could not be changed in place by what follows.
+    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. What
+    comes out is the output's memory under another name: of a view torch would refuse to change anything in place.
     """
 
     @staticmethod
@@ -128,10 +128,9 @@ class AttachLosses(torch.autograd.Function):
         statistics: Mapping[str, Tensor],
         *losses: Tensor,
     ) -> Tensor:
-        ctx.mark_dirty(output)
         ctx.scale, ctx.gather, ctx.statistics = scale, gather, statistics
         ctx.dtypes = [loss.dtype for loss in losses]
-        return output
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -81,7 +81,7 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
         ([None, "--data", "BAD"], "line 1"),
         ([None, "--data", "CHAT"], "a list of messages such as"),
         ([None, "--data", "LATIN"], "line 2: not UTF-8 (byte 0xe9)"),
-        ([None, "--out", "RUN"], "holds a run, whose files would be overwritten"),
+        ([None, "--out", "RUN"], "holds a run or other results, which would be overwritten"),
     ],
 )
 def test_bad_input(

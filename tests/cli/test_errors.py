@@ -245,6 +245,7 @@ def test_help_is_there_for_every_command_and_loads_no_torch() -> None:
     ("error", "says"),
     [
         (MemoryError("Unable to allocate 9 TiB"), "Unable to allocate 9 TiB"),
+        (MemoryError(), "a smaller model"),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory."),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 40 bytes"), "40 bytes"),
     ],

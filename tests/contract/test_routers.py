@@ -401,6 +401,20 @@ def test_what_follows_a_layer_may_work_in_place(spec: str, hidden: Tensor) -> No
         assert (left is None and right is None) or torch.equal(left, right)
 
 
+def test_hooks_on_the_experts_see_an_output_that_stays(spec: str, hidden: Tensor) -> None:
+    def doubled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return 2 * output.tanh()  # which keeps its result for backward
+
+    layer = MoE(DIM, 16, EXPERTS, router=spec)
+    layer.router.balance = 0.5
+    layer.experts.register_forward_hook(doubled)
+    seen: list[Tensor] = []
+    layer.experts.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    layer(hidden.clone().requires_grad_(), context_for(layer.router, hidden)).square().sum().backward()
+    assert len(seen) == 1
+    assert layer.experts.w_in.grad is not None
+
+
 def test_record_routing(spec: str, hidden: Tensor) -> None:
     model = nn.ModuleDict({"block": MoE(DIM, 16, EXPERTS, router=spec)})
     context = context_for(model["block"].router, hidden)

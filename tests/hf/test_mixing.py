@@ -171,6 +171,14 @@ def test_similarity_against_the_definition() -> None:
     assert torch.equal(routing.experts.sort(-1).values, chosen.indices.sort(-1).values)
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "granitemoeshared"])  # whose gates give a softmax's own result on
+def test_statistics_leave_what_gates_keep_for_backward(name: str) -> None:
+    model = hf.replace_routers(spread(zoo.tiny_model(name)), "smoe+attention").train()
+    model(IDS, labels=IDS).loss.backward()
+    step_end(model)
+    assert all(int(router.mix.mixer.head_steps) == 1 for _, router in named_routers(model))
+
+
 @pytest.mark.parametrize("name", WITH_TRACE)
 @pytest.mark.parametrize("spec", ["smoe+attention", "smoe+attention:heads=all", "smoe+similarity:source=attention"])
 def test_attention_informed(name: str, spec: str, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from tests.report.test_page import Page
 from pointsman._errors import RunError
 from pointsman.recipes import PRESETS, RECIPES, recipe
 from pointsman.recipes import preset as make_preset
+from pointsman.report import paper, protocol
 from pointsman.report.paper import Beside, canonical, paper_tables
 from pointsman.report.published_mutual import PAPERS
+from pointsman.report.runs import read_run
 
 
 def table(paths: list[Path] | Path, paper: str, number: str) -> Beside:
@@ -165,9 +167,22 @@ def test_a_preset_with_other_settings_is_not_the_papers(tmp_path: Path) -> None:
         assert list(table(run, "hyperrouter", "Table 1 (enwik8)").ours) == [told]
 
 
+@pytest.mark.parametrize("router", ["smoe", "hyperrouter", "dense"])
+def test_rows_of_a_recipe_are_the_papers_whatever_the_router(tmp_path: Path, router: str) -> None:
+    config = recipe("hyperrouter-enwik8-small-code", router=router)
+    run = enwik8_run(tmp_path / "r", router, 0, {16: 1.5}, "hyperrouter-enwik8-small-code", config.steps)
+    assert paper._is_plainly(read_run(run), "hyperrouter-enwik8-small-code")
+
+
+def test_the_command_of_a_run_with_a_router_from_elsewhere(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "r", "mine:sharpness=2"))
+    assert protocol._train_command(run).startswith("pointsman train --router mine:sharpness=2 --preset tiny")
+    assert "--train-top-k N/2:N" in protocol._train_command(run)
+
+
 def test_presets_of_tables_exist() -> None:
-    for paper in PAPERS.values():
-        for each in paper.tables:
+    for each_paper in PAPERS.values():
+        for each in each_paper.tables:
             assert set(each.presets) <= PRESETS.keys() | RECIPES.keys(), each.number
 
 
@@ -193,8 +208,8 @@ def test_specs_are_compared_by_meaning() -> None:
 def test_every_spec_is_one_that_can_be_asked_for() -> None:
     from pointsman.routers.registry import list_mixers, list_routers, parse_spec
 
-    for paper in PAPERS.values():
-        for one in paper.tables:
+    for each_paper in PAPERS.values():
+        for one in each_paper.tables:
             for spec in {spec for line in one.lines for spec in line.specs}:
                 head, _, mixer = spec.partition("+")
                 if (not mixer or mixer.partition(":")[0] in list_mixers()) and "switch:gate" not in spec:

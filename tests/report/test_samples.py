@@ -77,10 +77,10 @@ def test_tokens_without_an_expert(experts: int, none: int) -> None:
 
 def test_a_foreign_sample_is_none_of_ours() -> None:
     whole = {**pack(made_up(), ["a"] * 40), "map": {}}
-    assert inside._readable(whole)
-    assert not inside._readable({**whole, "format": 2})
-    assert not inside._readable({key: value for key, value in whole.items() if key != "routing"})
-    assert not inside._readable({})
+    assert inside.readable(whole)
+    assert not inside.readable({**whole, "format": 2})
+    assert not inside.readable({key: value for key, value in whole.items() if key != "routing"})
+    assert not inside.readable({})
 
 
 @pytest.mark.parametrize("experts", [11, 300])

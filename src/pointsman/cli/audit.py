@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     from pointsman.hf.text import count_tokens
 
     out = values.out or Path(f"audit-{Path(values.model).name}")
-    refuse_runs(out, unless="audit.json")
+    refuse_runs(out, unless=("audit.json",))
     model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
     against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens

@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.training.run import load_run
 
     out = values.out or values.run / "export"
-    refuse_runs(out, unless="model.safetensors")
+    refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
     saved = load_run(values.run, note=lambda message: print(message, file=sys.stderr))
     config = saved.config
     if values.materialize:

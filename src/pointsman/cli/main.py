@@ -73,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        return fail(
-            f"out of memory: {str(error).splitlines()[0]}; a smaller model, batch_size or segment_length takes less"
-        )
+        told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
+        return fail(f"out of memory: {told}")
     except ImportError as error:
         if error.name and not error.name.startswith("pointsman"):
             return fail(f"the package {error.name!r} is not installed: pip install 'pointsman[report,hf,track]'")

@@ -187,15 +187,15 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def refuse_runs(out: Path, *, unless: str) -> None:
-    """RunError where a folder is a run or a comparison, whose files results of another kind would overwrite.
+def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
+    """RunError where a folder holds a run, a model or other results, which those of a command would overwrite.
 
     Args:
-        unless: the file by which a folder of such results is known; it may be written again.
+        unless: the files by which a folder of its own results is known; it may be written again.
     """
-    known = (out / "config.json").is_file() and not (out / unless).is_file()
-    if known or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
-        raise RunError(f"{out} holds a run, whose files would be overwritten; choose another --out")
+    foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
+    if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
+        raise RunError(f"{out} holds a run or other results, which would be overwritten; choose another --out")
 
 
 def choose_device(name: str | None) -> str:

@@ -169,7 +169,7 @@ def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
     """explorer.json of the router's first run that has one, with its seed."""
     for run in comparison.of(router):
         found = run.explorer
-        if _readable(found):
+        if readable(found):
             return {**found, "seed": run.seed}
     return None
 
@@ -179,7 +179,7 @@ def first_type(experts: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if experts <= 255 else "<u2")
 
 
-def _readable(sample: Mapping[str, Any]) -> bool:
+def readable(sample: Mapping[str, Any]) -> bool:
     """Whether a sample is whole, and of the format for its number of experts."""
     parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
     return all(part in sample for part in parts) and sample.get("format") == first_type(sample["num_experts"]).itemsize

@@ -251,7 +251,7 @@ def _is_plainly(run: Run, preset: str) -> bool:
     """Whether a run's settings are the preset's or recipe's, but for its router, seed, data, and how it was judged."""
     from pointsman.training.config import NO_EFFECT_ON_TRAINING
 
-    expected = named(preset)
+    expected = named(preset, router=run.router)
     if expected is None:
         return False
     free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING

@@ -90,6 +90,8 @@ def _train_command(run: Run) -> str:
     expected = named(name, router=run.router, **given)
     words = ["pointsman", "train", *([name] if name in RECIPES else []), "--router", run.router]
     words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
+    if expected is None:  # of no preset here, or with a router that is registered elsewhere
+        words += _flags(run.config, ("train_top_k", "k_schedule"))
     for key, value in {} if expected is None else deviations(run.config, expected).items():
         if key not in (*given, "preset", "model.router"):
             words += ["--set", f"{key}={_as_setting(value)}"]

@@ -27,7 +27,7 @@ from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import observe_routing
 from pointsman.models.transformer_xl import Memory, TransformerXL
 from pointsman.report.embedding import available, embed
-from pointsman.report.inside import first_type
+from pointsman.report.inside import first_type, readable
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
 from pointsman.routers.registry import BASELINES
@@ -117,7 +117,8 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
         if found and not (run.path / "checkpoints").is_dir():
             continue
         method_of_map = (found.get("map") or {}).get("method")
-        if found.get("checkpoint") == run.evaluation.get("checkpoint") and method_of_map == wanted:
+        checkpoint = run.evaluation.get("checkpoint")
+        if readable(found) and found.get("checkpoint") == checkpoint and method_of_map == wanted:
             continue
         try:
             if note:

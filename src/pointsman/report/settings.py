@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman._errors import RunError
+
 
 def named(name: str, **given: Any) -> dict[str, Any] | None:
-    """The settings of a preset or recipe, those of the model as "model.…"; None where there is none of that name.
+    """The settings of a preset or recipe, those of the model as "model.…".
+
+    None where there is none of that name, or none with what is given, such as a router that is registered elsewhere.
 
     Args:
         given: what the preset is asked for besides (`recipes.preset`); of a recipe router and seed alone.
     """
     from pointsman.recipes import PRESETS, RECIPES, preset, recipe
 
-    if name in PRESETS:
-        return flat(preset(name, **given).to_dict())
-    if name in RECIPES:
-        return flat(recipe(name, **{key: value for key, value in given.items() if key in ("router", "seed")}).to_dict())
+    try:
+        if name in PRESETS:
+            return flat(preset(name, **given).to_dict())
+        if name in RECIPES:
+            own = {key: value for key, value in given.items() if key in ("router", "seed")}
+            return flat(recipe(name, **own).to_dict())
+    except (ValueError, RunError):
+        return None
     return None
 
 

@@ -123,12 +123,18 @@ class Router(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether `freeze` holds it: its state then stays too, whatever `step_end` would do. `requires_grad_(True)`, of
-        it or of one of its parameters, ends that."""
+        the router or of one of its parameters, ends that; so does setting this to False."""
         return self._frozen and not any(parameter.requires_grad for parameter in self.parameters())
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
         self._frozen = frozen
+
+    def requires_grad_(self, requires_grad: bool = True) -> Router:
+        super().requires_grad_(requires_grad)
+        if requires_grad:
+            self._frozen = False  # one without parameters, too
+        return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -81,8 +81,8 @@ class Capacity(Selector):
         if context.padding_mask is not None:
             real = context.padding_mask.repeat_interleave(k, dim=1)
             slots = torch.where(real, slots, num_experts)
-            lengths = context.padding_mask.sum(1, keepdim=True, dtype=torch.float64)
-            capacity = torch.ceil(each * lengths - ROUNDING).long()
+            exact = torch.float32 if real.device.type == "mps" else torch.float64  # which has nothing better
+            capacity = torch.ceil(each * context.padding_mask.sum(1, keepdim=True, dtype=exact) - ROUNDING).long()
         # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
         order = torch.argsort(slots, dim=1, stable=True)
         sorted_slots = slots.gather(1, order)
