@@ -70,7 +70,8 @@ def test_near_ties_fall_the_same_way(seconds: float, chosen: str, monkeypatch: p
 
         return way
 
-    assert kernels_module.fastest({"usual": takes(2 + seconds), "other": takes(2)}, 3) == chosen
+    assert kernels_module.fastest({"usual": takes(2 + seconds), "other": takes(2)}, 3, 0.1) == chosen
+    assert kernels_module.fastest({"usual": takes(2 + seconds), "other": takes(2)}, 3) == "other"
 
 
 def test_without_dots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("oneDNN packs no weights here")
     for module in (packing, few):
         monkeypatch.setattr(module, "IN_CACHE", 1)
-    monkeypatch.setattr(cpu, "sharing", lambda dtype, size, kernels: None)
+    monkeypatch.setattr(cpu, "sharing", lambda *_: None)
     monkeypatch.setattr(gemm, "SMALL", 0)
     monkeypatch.setattr(packing, "measure_kernels", lambda: ONEDNN)
     monkeypatch.setattr(packing, "beats_columns", lambda dtype: True)

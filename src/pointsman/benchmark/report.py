@@ -29,7 +29,7 @@ def machine() -> dict[str, str]:
         "processor": _processor(),
         "threads": str(torch.get_num_threads()),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "float32 products": measure_kernels().gemm,
+        "kernels": ", ".join(f"{name}={value}" for name, value in measure_kernels().to_dict().items()),
     }
     if torch.cuda.is_available():
         info["GPU"] = torch.cuda.get_device_name()

@@ -68,7 +68,11 @@ class Work:
         self.slots: Slots = slots
         self.plan: Plan | None = None
         if slots.per_token != num_experts:
-            self.plan = plan(slots, num_experts, sharing(hidden.dtype, parameters.w_in[0].numel(), options.kernels))
+            self.plan = plan(
+                slots,
+                num_experts,
+                sharing(hidden.dtype, parameters.w_in[0].numel(), options.kernels, len(slots.expert)),
+            )
 
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
@@ -130,7 +134,7 @@ class Work:
         return gradient.new_zeros(weight.numel()).index_copy_(0, chosen, gradient).view(weight.shape)
 
 
-def sharing(dtype: torch.dtype, size: int, kernels: Kernels | None = None) -> Sharing | None:
+def sharing(dtype: torch.dtype, size: int, kernels: Kernels | None = None, slots: int = 0) -> Sharing | None:
     """Which experts whose weights have so many elements are computed together: through torch.bmm.
 
     In bfloat16 that is oneDNN's, and the better product for all but large experts; in float32 it is BLAS's, which pays
@@ -138,13 +142,16 @@ def sharing(dtype: torch.dtype, size: int, kernels: Kernels | None = None) -> Sh
 
     Args:
         kernels: None for a bound on what any would do.
+        slots: of the whole call. A part's gathered rows and gradients are there at once: they stay a share of it.
     """
     if dtype == torch.bfloat16:
         if size > IN_CACHE:
             return None
         spare = min(128, (1 << 23) // size)
         padded = kernels is None or kernels.batched_bf16 == "padded"
-        rows = min(8192, (1 << 30) // size) if padded else 2048  # more would leave the cache, and gain little
+        rows = 2048  # more would leave the cache, and gain little
+        if padded:
+            rows = max(rows, min(8192, (1 << 30) // size, slots // 2))
         return Sharing(spare, rows, rows, PADDING if padded else 0)
     most = (1 << 22) // size if size <= 1 << 16 else FEW_ROWS
     return Sharing(min(128, (1 << 21) // size), most, 2048) if size <= 1 << 17 else None
