@@ -151,7 +151,7 @@ def sharing(dtype: torch.dtype, size: int, kernels: Kernels | None = None, slots
         padded = kernels is None or kernels.batched_bf16 == "padded"
         rows = 2048  # more would leave the cache, and gain little
         if padded:
-            rows = max(rows, min(8192, (1 << 30) // size, slots // 2))
+            rows = max(rows, min(4096, (1 << 29) // size, slots // 2))
         return Sharing(spare, rows, rows, PADDING if padded else 0)
     most = (1 << 22) // size if size <= 1 << 16 else FEW_ROWS
     return Sharing(min(128, (1 << 21) // size), most, 2048) if size <= 1 << 17 else None
