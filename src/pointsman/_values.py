@@ -1,10 +1,12 @@
-"""Values of annotated types out of what a user wrote."""
+"""Values of annotated types out of what a user wrote, and back."""
 
 from __future__ import annotations
 
 import types
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
+
+from pointsman._errors import RunError
 
 
 def convert(value: Any, kind: Any, where: str) -> Any:
@@ -39,3 +41,49 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(one) for one in get_args(kind))
     return {bool: "true or false", int: "a whole number", float: "a number", type(None): "none"}.get(kind, str(kind))
+
+
+def check_whole(where: str, value: object, least: int = 1) -> None:
+    """ValueError unless it is a whole number from `least`; `where` names it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{where}={value!r}: allowed are whole numbers from {least}")
+
+
+def written(value: Any) -> str:
+    """A value as specs and `--set` take it."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(written, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def typed_value(value: Any, kind: Any, where: str) -> Any:
+    """`value` as the annotated type: what `_values.convert` knows, strings, and tuples ("1,2,4" or a list).
+
+    Raises:
+        RunError: names the setting, the value and what is allowed.
+    """
+    kinds = list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
+    if type(None) in kinds and value in (None, "none", "all"):
+        return None
+    for one in kinds:
+        if one is str and isinstance(value, str):
+            return value
+        if get_origin(one) is tuple:
+            return _typed_tuple(value, get_args(one), where)
+    if str in kinds:
+        raise RunError(f"{where}={value!r}: allowed is a text")
+    try:
+        return convert(value, kind, where)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def _typed_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.strip("[]() ").split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise RunError(f"{where}={value!r}: allowed is a list, as 1,2,4")
+    if kinds[-1] is not Ellipsis and len(value) != len(kinds):
+        raise RunError(f"{where}={value!r}: allowed are {len(kinds)} values")
+    each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
+    return tuple(typed_value(one, kind, where) for one, kind in zip(value, each, strict=True))

@@ -225,13 +225,14 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 
 
 def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
+    from pointsman.routers.registry import is_baseline
     from pointsman.training.compare import read_plan, run_path
 
     plan = read_plan(path) or {}
     routers: dict[str, Any] = {}
     for router in plan["routers"]:
         runs = [run for seed in plan["seeds"] if (run := run_path(path, router, seed)).joinpath("checkpoints").is_dir()]
-        if runs and not router.startswith("dense"):
+        if runs and not is_baseline(router):
             routers[router] = _of_run(runs[0], runs[1:], settings, watch)
     if not routers:
         raise RunError(f"{path}: no run with routers and a checkpoint yet")
@@ -253,7 +254,8 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
 def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict[str, Any]:
     """A Hugging Face MoE through its own gates, each seen as a router with the same routing."""
     from pointsman.hf import replace_routers
-    from pointsman.hf.loading import load_model, load_tokenizer, refuse_unknown_tokens
+    from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman.hf.text import refuse_unknown_tokens
     from pointsman.training.run_directory import open_corpus
 
     if settings.changes:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
 from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
@@ -55,8 +56,7 @@ class Experts(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: {did_you_mean(activation, ACTIVATIONS)}")
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim), ("num_experts", num_experts)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r}: allowed are whole numbers from 1")
+            check_whole(name, size)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 up to, not including, 1")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts

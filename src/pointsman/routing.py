@@ -5,12 +5,21 @@ Shapes: B sequences, T tokens a sequence, E experts, k chosen experts, H heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+def check_padding_mask(mask: Tensor, shape: Sequence[int], where: str = "") -> None:
+    """ValueError unless a padding mask is of this shape and bool."""
+    if list(mask.shape) != list(shape):
+        raise ValueError(f"{where}padding_mask must be {list(shape)}, got {list(mask.shape)}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{where}padding_mask must be bool, True for a real token, got {mask.dtype}")
+
 
 Carry = Mapping[str, Tensor]
 """What a mixer needs of earlier tokens: tensors [B, S, ...], the newest token last."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pointsman._values import check_whole
 from pointsman.control import named_routers, record_routing
 from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.base import number, unmixed
@@ -85,8 +86,7 @@ class RoutingMonitor:
     """
 
     def __init__(self, model: nn.Module, every: int = 100) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"RoutingMonitor: every={every!r}: allowed are whole numbers from 1")
+        check_whole("RoutingMonitor: every", every)
         self.every = every
         self._model = model
         self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit_plan import small_diagnostics, values_of_k
 from pointsman.hf.audit_result import AuditResult, Sample
@@ -89,8 +90,7 @@ def _check(texts: Iterable[Any], **numbers: tuple[Any, int]) -> None:
     if isinstance(texts, str):
         raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
     for name, (value, least) in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"audit: {name}={value!r}: allowed are whole numbers from {least}")
+        check_whole(f"audit: {name}", value, least)
 
 
 def _matching(ears: Ears, against: nn.Module) -> Ears:

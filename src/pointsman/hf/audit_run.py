@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Entropy, Fluctuation, Load
+from pointsman.diagnostics.base import number
 from pointsman.hf.audit_result import AuditResult, Sample
 from pointsman.hf.listen import Ears, changed
-from pointsman.hf.loading import refuse_unknown_tokens
-from pointsman.hf.text import KINDS, TextBatch
+from pointsman.hf.text import KINDS, TextBatch, refuse_unknown_tokens
 from pointsman.hf.text_loss import TextLoss
 from pointsman.routing import Routing
 
@@ -29,7 +29,7 @@ def finite(found: Any) -> Any:
         return {key: finite(value) for key, value in found.items()}
     if isinstance(found, list | tuple):
         return [finite(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+    return number(found) if isinstance(found, float) else found
 
 
 class AuditRun:

@@ -32,11 +32,3 @@ def _load(name: str, what: str, load: Callable[[], Any]) -> Any:
         reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
         where = "" if path.is_dir() else " (there is no such folder here)"
         raise RunError(f"{name}: no {what} that transformers can load{where}: {reason}") from None
-
-
-def refuse_unknown_tokens(model: Any, highest: int) -> None:
-    """ValueError if a text has a token that a model has no embedding for."""
-    embeddings = model.get_input_embeddings()
-    known = getattr(embeddings, "num_embeddings", None)
-    if known is not None and highest >= known:
-        raise ValueError(f"the tokenizer gives token {highest}, and {type(model).__name__} has {known:,} embeddings")

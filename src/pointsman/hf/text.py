@@ -156,3 +156,11 @@ def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBat
         ids[row, : len(some)] = torch.tensor(some)
         kinds[row, : len(some)] = torch.tensor(what)
     return TextBatch(ids, kinds)
+
+
+def refuse_unknown_tokens(model: Any, highest: int) -> None:
+    """ValueError if a text has a token that a model has no embedding for."""
+    embeddings = model.get_input_embeddings()
+    known = getattr(embeddings, "num_embeddings", None)
+    if known is not None and highest >= known:
+        raise ValueError(f"the tokenizer gives token {highest}, and {type(model).__name__} has {known:,} embeddings")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
 from pointsman.hf.replace import replace_routers
 
 SHARED_HIDDEN = 64
@@ -92,8 +93,7 @@ def upcycle(
     kind = model.config.model_type
     if kind not in TARGETS:
         raise ValueError(f"upcycle: no mixture of experts matches {kind!r}: {did_you_mean(kind, TARGETS)}")
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or num_experts < 1:
-        raise ValueError(f"upcycle: num_experts={num_experts!r}: allowed are whole numbers from 1")
+    check_whole("upcycle: num_experts", num_experts)
     if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
         raise ValueError(f"upcycle: top_k={top_k!r}: allowed are whole numbers from 1 to {num_experts}")
     if not noise >= 0:

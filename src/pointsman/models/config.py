@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
 from pointsman.experts import EXPERTS
 from pointsman.ops.reference import ACTIVATIONS
 from pointsman.routers.registry import BASELINES, split_specs
@@ -97,9 +98,7 @@ class TransformerXLConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "dim", "num_heads", "head_dim", "hidden_dim", "num_experts"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: allowed are whole numbers from 1")
+            check_whole(name, getattr(self, name))
         if self.dim % 2:
             raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
         check_top_k(self.top_k, self.num_experts)

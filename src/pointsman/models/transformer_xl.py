@@ -29,7 +29,7 @@ from pointsman.models.initial import initialize, seeded
 from pointsman.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
 from pointsman.routers.registry import BASELINES, build_router, split_specs
 from pointsman.routers.router import Router
-from pointsman.routing import Carry
+from pointsman.routing import Carry, check_padding_mask
 
 DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
 
@@ -306,8 +306,5 @@ def _key_mask(memory: Memory, padding_mask: Tensor | None, tokens: Tensor) -> Te
         before = torch.ones(len(tokens), memory.length, dtype=torch.bool, device=tokens.device)
     if now is None:
         now = torch.ones_like(tokens, dtype=torch.bool)
-    if now.shape != tokens.shape:
-        raise ValueError(f"padding_mask must be {list(tokens.shape)}, got {list(now.shape)}")
-    if now.dtype != torch.bool:
-        raise ValueError(f"padding_mask must be bool, True for a real token, got {now.dtype}")
+    check_padding_mask(now, tokens.shape)
     return torch.cat([before, now], 1)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman._values import written
 from pointsman.report.runs import Comparison, Run, number
 from pointsman.report.series import BINS
 from pointsman.report.settings import deviations, named
@@ -92,17 +93,11 @@ def _train_command(run: Run) -> str:
     words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
     if expected is None:  # of no preset here, or with a router that is registered elsewhere
         words += _flags(run.config, ("train_top_k", "k_schedule"))
-    for key, value in {} if expected is None else deviations(run.config, expected).items():
-        if key not in (*given, "preset", "model.router"):
-            words += ["--set", f"{key}={_as_setting(value)}"]
+    else:
+        told = (*given, "preset", "model.router")
+        other = {key: value for key, value in deviations(run.config, expected).items() if key not in told}
+        words += [word for key, value in other.items() for word in ("--set", f"{key}={written(value)}")]
     return shlex.join([*words, "--out", run.path.name])
-
-
-def _as_setting(value: Any) -> str:
-    """As `--set` takes it."""
-    if isinstance(value, list | tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:

@@ -30,7 +30,7 @@ from pointsman.report.embedding import available, embed
 from pointsman.report.inside import first_type, readable
 from pointsman.report.runs import Comparison
 from pointsman.report.series import significant
-from pointsman.routers.registry import BASELINES
+from pointsman.routers.registry import is_baseline
 from pointsman.routing import Routing, RoutingContext
 from pointsman.training.checkpoint import steps_of
 from pointsman.training.run import load_run
@@ -109,7 +109,7 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
     wanted = available(method)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
-        if run is None or router.partition(":")[0] in BASELINES:
+        if run is None or is_baseline(router):
             continue
         if (run.path / "audit.json").is_file():
             continue  # it has its own, or none

@@ -17,6 +17,7 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
         given: what the preset is asked for besides (`recipes.preset`); of a recipe router and seed alone.
     """
     from pointsman.recipes import PRESETS, RECIPES, preset, recipe
+    from pointsman.training.config import flat
 
     try:
         if name in PRESETS:
@@ -29,18 +30,9 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     return None
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of config.json, those of the model as "model.…"."""
-    model = config.get("model", {})
-    return {
-        **{key: value for key, value in config.items() if key != "model"},
-        **{f"model.{key}": value for key, value in model.items()},
-    }
-
-
 def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of config.json that `expected` has otherwise. What follows from the data and the seed is none."""
-    from pointsman.training.config import DERIVED
+    from pointsman.training.config import DERIVED, flat
 
     return {
         key: value

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import Site, register_router
 from pointsman.routers.stages import FrozenStage, Scorer, Stages
@@ -96,8 +97,7 @@ def hyperrouter(site: Site, *, hyper_dim: int = 256, embed_dim: int | None = Non
     """
     embed_dim = site.dim if embed_dim is None else embed_dim
     for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
-        if value < 1:
-            raise ValueError(f"hyperrouter: option {name}={value}: allowed are whole numbers from 1")
+        check_whole(f"hyperrouter: option {name}", value)
 
     def build() -> nn.Module:
         outputs = site.num_experts * (site.dim + 1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torch import nn
 
 from pointsman._errors import did_you_mean
-from pointsman._values import convert
+from pointsman._values import check_whole, convert, written
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.select import Capacity, TopK
 from pointsman.routers.stages import Mixer, Selector, Stages
@@ -26,6 +26,11 @@ BASELINES = {
     "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
 }
 """Baselines without a router: models build them, `compare` lists them."""
+
+
+def is_baseline(spec: str) -> bool:
+    """Whether a router setting (a spec, or several) is a baseline, which always stands alone."""
+    return spec.partition(":")[0] in BASELINES
 
 
 @dataclass
@@ -229,9 +234,8 @@ def build_router(
     parsed = parse_spec(spec)
     if parsed.router in BASELINES:
         raise ValueError(f"{parsed.router!r} is a baseline without a router; models build it from the spec themselves")
-    for name, value, least in (("dim", dim, 1), ("num_experts", num_experts, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers from {least}")
+    for name, value in (("dim", dim), ("num_experts", num_experts)):
+        check_whole(name, value)
     entry = _ROUTERS[parsed.router]
     if entry.name == "switch":
         top_k = 1
@@ -269,14 +273,10 @@ def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:
     """The spec with `options` of the router on top of its own."""
 
     def part(name: str, values: Mapping[str, Any]) -> str:
-        return name + "".join(f":{key}={_written(value)}" for key, value in values.items())
+        return name + "".join(f":{key}={written(value)}" for key, value in values.items())
 
     router = part(parsed.router, {**parsed.options, **options})
     return router if parsed.mixer is None else f"{router}+{part(parsed.mixer, parsed.mixer_options)}"
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def build_routers(

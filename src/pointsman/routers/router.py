@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pointsman import auxiliary
 from pointsman.ops.linear import raised
 from pointsman.routers.stages import Mixer, Scores, Selector, Softmax, Stages
-from pointsman.routing import Routing, RoutingContext
+from pointsman.routing import Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
 
@@ -165,14 +165,8 @@ class Router(nn.Module):
             raise ValueError(
                 f"{self.spec}: hidden must be [B, T, {self.dim}] or [tokens, {self.dim}], got {list(hidden.shape)}"
             )
-        if context.padding_mask is not None and context.padding_mask.shape != hidden.shape[:2]:
-            raise ValueError(
-                f"{self.spec}: padding_mask must be {list(hidden.shape[:2])}, got {list(context.padding_mask.shape)}"
-            )
-        if context.padding_mask is not None and context.padding_mask.dtype != torch.bool:
-            raise ValueError(
-                f"{self.spec}: padding_mask must be bool, True for a real token, got {context.padding_mask.dtype}"
-            )
+        if context.padding_mask is not None:
+            check_padding_mask(context.padding_mask, hidden.shape[:2], f"{self.spec}: ")
         for need in self.needs:
             if getattr(context, need) is None:
                 raise ValueError(f"{self.spec}: the router needs RoutingContext.{need}, which this model does not give")

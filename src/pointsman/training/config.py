@@ -9,10 +9,10 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._values import convert
+from pointsman._values import typed_value
 from pointsman.models.config import TransformerXLConfig
 from pointsman.routers.registry import split_specs
 from pointsman.training.k_schedule import Shape, TopKSchedule, build_schedule
@@ -247,41 +247,8 @@ def settings() -> Mapping[str, Any]:
 
 def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which two runs differ: name -> (value in one, value in the other)."""
-    first, second = _flat(one), _flat(other)
+    first, second = flat(_plain(one)), flat(_plain(other))
     return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
-
-
-def typed_value(value: Any, kind: Any, where: str) -> Any:
-    """`value` as the annotated type: what `_values.convert` knows, strings, and tuples ("1,2,4" or a list).
-
-    Raises:
-        RunError: names the setting, the value and what is allowed.
-    """
-    kinds = list(get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else [kind]
-    if type(None) in kinds and value in (None, "none", "all"):
-        return None
-    for one in kinds:
-        if one is str and isinstance(value, str):
-            return value
-        if get_origin(one) is tuple:
-            return _typed_tuple(value, get_args(one), where)
-    if str in kinds:
-        raise RunError(f"{where}={value!r}: allowed is a text")
-    try:
-        return convert(value, kind, where)
-    except ValueError as error:
-        raise RunError(str(error)) from None
-
-
-def _typed_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        value = [part for part in value.strip("[]() ").split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise RunError(f"{where}={value!r}: allowed is a list, as 1,2,4")
-    if kinds[-1] is not Ellipsis and len(value) != len(kinds):
-        raise RunError(f"{where}={value!r}: allowed are {len(kinds)} values")
-    each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
-    return tuple(typed_value(one, kind, where) for one, kind in zip(value, each, strict=True))
 
 
 def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
@@ -311,10 +278,11 @@ def _plain(instance: Any) -> dict[str, Any]:
     return values
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
-    values = _plain(config)
-    model = values.pop("model")
-    return {**values, **{f"model.{name}": value for name, value in model.items()}}
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json, those of the model as "model.…"."""
+    model = config.get("model", {})
+    own = {key: value for key, value in config.items() if key != "model"}
+    return {**own, **{f"model.{key}": value for key, value in model.items()}}
 
 
 def _at_least(name: str, value: float, least: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from pointsman.control import named_routers
 from pointsman.data import Corpus
 from pointsman.evaluation.language_model import EvalProtocol
-from pointsman.routers.registry import BASELINES
+from pointsman.routers.registry import is_baseline
 from pointsman.training.config import RunConfig
 
 
@@ -56,8 +56,7 @@ def still_right(record: Mapping[str, Any] | None, config: RunConfig) -> bool:
 
 def evaluated_k(config: RunConfig) -> set[int]:
     """The values of k that an evaluation by these settings has: a dense baseline's is its number of experts."""
-    dense = config.model.router.partition(":")[0] in BASELINES
-    return {config.model.num_experts} if dense else set(config.eval_top_k)
+    return {config.model.num_experts} if is_baseline(config.model.router) else set(config.eval_top_k)
 
 
 def _protocol(config: RunConfig) -> dict[str, Any]:
