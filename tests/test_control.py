@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pointsman import MoE, build_router, pack_experts
-from pointsman.ops import packing
+from pointsman.experts.cpu import packing
 from pointsman.ops.kernels import Kernels, use_kernels
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.experts import BaseExperts, Experts
+from pointsman.experts.modules import BaseExperts, Experts
 from pointsman.ops.kernels import PLAIN
 from pointsman.routing import Routing
 

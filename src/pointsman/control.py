@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
-from pointsman.experts import Experts
+from pointsman.experts.cpu import packing
+from pointsman.experts.modules import Experts
 from pointsman.layer import MoE
-from pointsman.ops import packing
 from pointsman.ops.kernels import Kernels
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.topk import LinearScorer

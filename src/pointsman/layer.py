@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
-from pointsman.experts import EXPERTS, BaseExperts, Experts
+from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext

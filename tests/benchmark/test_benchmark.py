@@ -32,7 +32,7 @@ from pointsman.benchmark.steps import Steps
 from pointsman.benchmark.worker import Worker
 from pointsman.cli.main import main
 from pointsman.control import named_routers
-from pointsman.ops import packing
+from pointsman.experts.cpu import packing
 from pointsman.ops.kernels import Kernels
 
 

@@ -4,7 +4,7 @@ import torch
 from tests.diagnostics.helpers import part, random_routing, same
 
 from pointsman.diagnostics import OutputSimilarity, weight_similarity
-from pointsman.experts import Experts
+from pointsman.experts.modules import Experts
 
 
 def outputs(experts, hidden):

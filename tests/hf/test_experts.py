@@ -43,7 +43,7 @@ def test_equals_eager(name: str, dtype: torch.dtype, tokens: int) -> None:
 
 def test_no_copy_of_fused_weights() -> None:
     """Gate and up are halves of one tensor; the fast path reads them where they are."""
-    from pointsman.ops.grouped import _each_contiguous
+    from pointsman.experts.apply import _each_contiguous
 
     fused = torch.randn(3, 2 * 5, 4)
     gate, up = fused.unflatten(1, (2, -1)).unbind(1)
@@ -73,11 +73,11 @@ def test_from_pretrained(tmp_path: object) -> None:
 
 def test_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from pointsman import pack_experts
-    from pointsman.ops import few, packing
+    from pointsman.experts.cpu import decode, packing
 
     if not packing.works(torch.bfloat16):
         pytest.skip("oneDNN packs no weights here")
-    for module in (packing, few):
+    for module in (packing, decode):
         monkeypatch.setattr(module, "IN_CACHE", 1)
     model = zoo.tiny_model("mixtral").bfloat16().eval()
     model.set_experts_implementation("eager")

@@ -18,8 +18,9 @@ from pointsman import list_routers, losses
 from pointsman._errors import RunError
 from pointsman.data import Corpus
 from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.experts import apply
 from pointsman.models.transformer_xl import TransformerXL
-from pointsman.ops import grouped, posterior
+from pointsman.ops import posterior
 from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.routers.select import TopK
 from pointsman.training.checkpoint import open_checkpoint, write_checkpoint
@@ -119,7 +120,7 @@ class TapeRecorder:
 @pytest.fixture
 def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors take the way of those on a GPU, wherever they are."""
-    monkeypatch.setattr(grouped, "_path", lambda *_: "cuda")
+    monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
     monkeypatch.setattr(posterior, "_nothing_to_wait_for", lambda _: False)
 
 

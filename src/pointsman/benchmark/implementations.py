@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pointsman.benchmark.cases import Case
 from pointsman.control import pack_experts
+from pointsman.experts.cpu import packing
 from pointsman.layer import MoE
-from pointsman.ops import packing
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pointsman.benchmark.cases import Case
 from pointsman.benchmark.implementations import IMPLEMENTATIONS, LIMITS
-from pointsman.ops import recycling
+from pointsman.experts.cpu import memory
 from pointsman.ops.kernels import Kernels, use_kernels
 
 AWAKE = 0.02  # seconds of work before a measurement
@@ -124,7 +124,7 @@ class Worker:
             return {}
         self.once(seed)
         self.module.zero_grad()
-        recycling.forget()
+        memory.forget()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe as huggingface
 
-from pointsman.ops.grouped import apply_experts
-from pointsman.ops.reference import ExpertParameters
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.reference import ExpertParameters
 from pointsman.routing import Routing
 
 ACTIVATIONS: dict[type[nn.Module], str] = {

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.experts.reference import ACTIVATIONS
 from pointsman.layer import MoE
 from pointsman.ops.attention import traced_attention
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
-from pointsman.ops.reference import ACTIVATIONS
 from pointsman.ops.relative import RelativeBias
 from pointsman.routing import AttentionTrace, Carry, RoutingContext
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.experts import EXPERTS
-from pointsman.ops.reference import ACTIVATIONS
+from pointsman.experts.modules import EXPERTS
+from pointsman.experts.reference import ACTIVATIONS
 from pointsman.routers.registry import BASELINES, split_specs
 from pointsman.routers.router import check_top_k
 

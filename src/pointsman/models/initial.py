@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pointsman.experts import ExpertNorm
+from pointsman.experts.modules import ExpertNorm
 from pointsman.models.blocks import FeedForward
 from pointsman.routers.router import Router
 

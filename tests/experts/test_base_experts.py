@@ -8,7 +8,7 @@ from torch import Tensor
 
 import pointsman
 from pointsman import MoE, RoutingContext
-from pointsman.experts import BaseExperts
+from pointsman.experts.modules import BaseExperts
 from pointsman.models.cost import inference_flops, parameter_table
 from pointsman.models.transformer_xl import TransformerXL, TransformerXLConfig
 

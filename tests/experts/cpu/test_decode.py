@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman import MoE
-from pointsman.ops import dots, few, reference
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts import reference
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import decode
+from pointsman.ops import dots
 from pointsman.ops.kernels import Kernels
 
 DOTS = Kernels("fast", "onednn")
@@ -51,11 +53,11 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
     )
     with pytest.MonkeyPatch.context() as patch:
         if draw(st.booleans(), "grouped"):  # what few experts never come to
-            patch.setattr(few, "_batched_suits", lambda *given: False)
+            patch.setattr(decode, "_batched_suits", lambda *given: False)
             patch.setattr(dots, "works", lambda: False)
         if draw(st.booleans(), "large"):
-            patch.setattr(few, "IN_CACHE", 0)
-            patch.setattr(few, "TINY", 0)
+            patch.setattr(decode, "IN_CACHE", 0)
+            patch.setattr(decode, "TINY", 0)
         row, several = draw(st.sampled_from(["dots", "mv"]), "row"), draw(st.sampled_from(["rows", "columns"]), "few")
         check(case, Kernels("fast", draw(st.sampled_from(["blas", "onednn"]), "gemm"), row, several, row, several))
 
@@ -74,7 +76,7 @@ def test_weights_beyond_the_cache(
 ) -> None:
     monkeypatch.setattr(dots, "works", lambda: dotted)
     case = problem(tokens, 520, 1040, 3, 2, dtype=dtype, dropped=0.2 if tokens > 6 else 0.0)
-    assert case.parameters.w_in[0].numel() > few.IN_CACHE
+    assert case.parameters.w_in[0].numel() > decode.IN_CACHE
     check(case, kernels)
 
 
@@ -82,13 +84,13 @@ def ways(case: Any, monkeypatch: pytest.MonkeyPatch, kernels: Kernels = DOTS) ->
     """How the rows of a case come about."""
     taken: list[str] = []
     for name in ("_by_dots", "_one_by_one_row", "_batched", "_grouped", "_one_by_one"):
-        genuine = getattr(few, name)
+        genuine = getattr(decode, name)
 
         def spy(*given: Any, name: str = name, genuine: Callable[..., Any] = genuine) -> Any:
             taken.append(name)
             return genuine(*given)
 
-        monkeypatch.setattr(few, name, spy)
+        monkeypatch.setattr(decode, name, spy)
     check(case, kernels)
     return taken
 
@@ -198,8 +200,8 @@ def test_only_few_tokens_without_gradient_and_dropout(
     problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, expected: bool
 ) -> None:
     called: list[bool] = []
-    genuine = few.forward
-    monkeypatch.setattr(few, "forward", lambda *given: called.append(True) or genuine(*given))
+    genuine = decode.forward
+    monkeypatch.setattr(decode, "forward", lambda *given: called.append(True) or genuine(*given))
     case = problem(tokens)
     apply_experts(case.hidden, case.routing, case.parameters, "relu")
     with torch.no_grad():

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops.cpu import Assignments, Options, Work, evaluate, sharing
-from pointsman.ops.dispatch import rows_at_most
-from pointsman.ops.feedforward import Gradients, Kept
-from pointsman.ops.reference import ExpertParameters
+from pointsman.experts.cpu.dispatch import rows_at_most
+from pointsman.experts.cpu.function import Assignments, Options, Work, evaluate, sharing
+from pointsman.experts.cpu.hidden_units import Gradients, Kept
+from pointsman.experts.reference import ExpertParameters
 
 
 def apply(

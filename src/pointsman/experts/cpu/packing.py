@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pointsman.experts.cpu.memory import owner
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.gemm import IN_CACHE, ONEDNN, Gemm, onednn_linear, onednn_works
 from pointsman.ops.kernels import Kernels, fastest, few_and_large, in_columns, measure_kernels
-from pointsman.ops.recycling import owner
-from pointsman.ops.reference import ExpertParameters
 
 ROWS = 32  # for which the layout is asked; it is the same from 8 to 64, and good beyond
 

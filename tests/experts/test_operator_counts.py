@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman import MoE
-from pointsman.ops import few
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import decode
 from pointsman.ops.kernels import PLAIN, Kernels
 
 
@@ -134,14 +134,14 @@ DECODING = {
 
 @pytest.mark.parametrize(("tokens", "row"), DECODING)
 def test_decoding_experts(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, row: str) -> None:
-    monkeypatch.setattr(few, "TINY", 0)
+    monkeypatch.setattr(decode, "TINY", 0)
     case = problem(tokens, 16, 24, 4, 2, bias=False)
 
-    def decode() -> None:
+    def step() -> None:
         with torch.no_grad():
             apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, Kernels("fast", "onednn", row))
 
-    counted = count(decode)
+    counted = count(step)
     name, calls, most = DECODING[tokens, row]
     assert counted.calls[name] == calls
     assert sum(calls for name, calls in counted.calls.items() if name not in VIEWS) <= most

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pointsman.ops import compiled, cpu, cuda, reference
+from pointsman.experts import grouped_mm, reference
+from pointsman.experts.cpu import custom_op, function
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import transformed
-from pointsman.ops.reference import ExpertParameters
 from pointsman.routing import Routing
 
 
@@ -65,7 +66,7 @@ def _apply(
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
     path = _path(hidden, parameters, expert, kernels)
     if path == "cuda":
-        return cuda.apply(hidden, weight, token, expert, parameters, activation, dropout)
+        return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
     if path == "plain":
         generator = None if seed is None else torch.Generator(hidden.device).manual_seed(int(seed))
@@ -75,9 +76,9 @@ def _apply(
     code = "" if kernels is None else kernels.code
     if torch.compiler.is_compiling():
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
-        return compiled.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, code)
-    options = cpu.Options(activation, dropout, 0 if seed is None else int(seed), code)
-    return cpu.apply(hidden, weight, cpu.Assignments(token, expert), parameters, options)
+        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, code)
+    options = function.Options(activation, dropout, 0 if seed is None else int(seed), code)
+    return function.apply(hidden, weight, function.Assignments(token, expert), parameters, options)
 
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels: Kernels | None) -> str:
@@ -90,12 +91,12 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels:
     for tensor in (hidden, *parameters):
         if tensor is not None and (tensor.dtype != dtype or type(tensor) not in (Tensor, Parameter)):
             return "plain"  # sharded over processes, quantised, …
-    if kind == "cuda" and dtype == torch.bfloat16 and len(parameters.w_in) >= cuda.MOST_GROUPS:
+    if kind == "cuda" and dtype == torch.bfloat16 and len(parameters.w_in) >= grouped_mm.MOST_GROUPS:
         return "plain"
     return kind
 
 
-_DTYPES = {"cpu": cpu.DTYPES, "cuda": cuda.DTYPES}
+_DTYPES = {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor | None) -> Tensor | None:

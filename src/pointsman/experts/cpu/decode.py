@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.ops import dots, packing
-from pointsman.ops.dispatch import refuse_beyond
-from pointsman.ops.feedforward import HiddenUnits, one
+from pointsman.experts.cpu import packing
+from pointsman.experts.cpu.dispatch import refuse_beyond
+from pointsman.experts.cpu.hidden_units import HiddenUnits, one
+from pointsman.experts.cpu.packing import Packed
+from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
+from pointsman.ops import dots
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
 from pointsman.ops.kernels import Decoding
-from pointsman.ops.packing import Packed
-from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
 

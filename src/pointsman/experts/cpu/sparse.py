@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pointsman.experts.cpu.dispatch import Part, Plan
+from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, divisible
+from pointsman.experts.cpu.memory import empty_rows
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
-from pointsman.ops.dispatch import Part, Plan
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible
-from pointsman.ops.recycling import empty_rows
-from pointsman.ops.reference import ExpertParameters
 
 
 def forward(

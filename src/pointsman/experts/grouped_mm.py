@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.ops.feedforward import DERIVATIVES, refuse_second_derivatives
-from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
+from pointsman.experts.cpu.hidden_units import DERIVATIVES, refuse_second_derivatives
+from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MOST_GROUPS = 1024  # grouped_mm's kernel takes fewer

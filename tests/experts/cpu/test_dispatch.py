@@ -4,7 +4,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.ops.dispatch import Sharing, bucket, plan, rows_at_most, slots_of_pairs, slots_of_tokens, together
+from pointsman.experts.cpu.dispatch import (
+    Sharing,
+    bucket,
+    plan,
+    rows_at_most,
+    slots_of_pairs,
+    slots_of_tokens,
+    together,
+)
 
 
 def test_buckets_are_few_and_tight() -> None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
-from pointsman.ops.reference import ExpertParameters
 
 
 def _chunks(tokens: int, hidden_dim: int, dtype: torch.dtype) -> list[slice]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops import gemm, reference
-from pointsman.ops.reference import ExpertParameters
+from pointsman.experts import reference
+from pointsman.experts.reference import ExpertParameters
 from pointsman.routing import Pairs, Routing
 
 
@@ -118,9 +118,3 @@ def make_problem(
 @pytest.fixture(scope="session")
 def problem() -> Callable[..., Problem]:
     return make_problem
-
-
-@pytest.fixture
-def onednn_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves no product to BLAS for being small."""
-    monkeypatch.setattr(gemm, "SMALL", 0)

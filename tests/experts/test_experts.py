@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import gemm
-from pointsman.ops.grouped import apply_experts
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
-from pointsman.ops.reference import ExpertParameters
 
 KERNELS = {name: Kernels("fast", name) for name in ("blas", "onednn")}
 

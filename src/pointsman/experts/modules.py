@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 from pointsman.routing import Routing
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pointsman.ops import cpu
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import function
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import PLAIN, Kernels
-from pointsman.ops.reference import ExpertParameters
 
 
 def run(case: Any, kernels: Kernels | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def test_float64_and_mixed_dtypes_take_the_plain_path(
     problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem(dtype=torch.float64).check(run)
-    monkeypatch.setattr(cpu, "apply", None)  # the fast path must not be reached
+    monkeypatch.setattr(function, "apply", None)  # the fast path must not be reached
     problem(dtype=torch.float64).check(run)
     problem(dtype=torch.float32).check(lambda case: run(case, PLAIN))
 

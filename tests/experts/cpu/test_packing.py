@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops import cpu, few, gemm, packing
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import decode, function, packing
+from pointsman.ops import gemm
 from pointsman.ops.kernels import PLAIN, Kernels
 
 ONEDNN = Kernels(gemm="onednn")
@@ -35,9 +36,9 @@ def leaves(case: Any) -> list[Tensor]:
 def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not packing.works(torch.float32):
         pytest.skip("oneDNN packs no weights here")
-    for module in (packing, few):
+    for module in (packing, decode):
         monkeypatch.setattr(module, "IN_CACHE", 1)
-    monkeypatch.setattr(cpu, "sharing", lambda *_: None)
+    monkeypatch.setattr(function, "sharing", lambda *_: None)
     monkeypatch.setattr(gemm, "SMALL", 0)
     monkeypatch.setattr(packing, "measure_kernels", lambda: ONEDNN)
     monkeypatch.setattr(packing, "beats_columns", lambda dtype: True)
@@ -108,7 +109,7 @@ def test_columns_where_they_are_faster(
     problem: Callable[..., Any], products: list[int], monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
     monkeypatch.setattr(packing, "beats_columns", lambda dtype: not faster)
-    monkeypatch.setattr(few, "COLUMNS", {torch.float32: range(2, 100)})
+    monkeypatch.setattr(decode, "COLUMNS", {torch.float32: range(2, 100)})
     case = problem(12, k=2)
     pack(case)
     kernels = Kernels(gemm="onednn", few="columns")

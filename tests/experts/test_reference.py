@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman.ops import reference
-from pointsman.ops.grouped import apply_experts
+from pointsman.experts import reference
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import PLAIN
-from pointsman.ops.reference import ExpertParameters
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pointsman.ops import cuda
-from pointsman.ops.grouped import apply_experts
-from pointsman.ops.reference import ExpertParameters
+from pointsman.experts import grouped_mm
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.reference import ExpertParameters
 from pointsman.routing import Routing
 
 
 def run(case: Any, dropout: float = 0.0) -> Tensor:
     flat = case.routing.flat
     token, expert = (None, case.routing.experts) if flat is None else (flat.token, flat.expert)
-    return cuda.apply(case.hidden, case.weights, token, expert, case.parameters, case.activation, dropout)
+    return grouped_mm.apply(case.hidden, case.weights, token, expert, case.parameters, case.activation, dropout)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -58,7 +58,7 @@ def test_undefined_rows_reach_nothing(problem: Callable[..., Any], monkeypatch: 
             output[torch.diff(ends, prepend=ends.new_zeros(1)) == 0] = torch.nan
         return output
 
-    monkeypatch.setattr(cuda, "grouped_mm", poisoned)
+    monkeypatch.setattr(grouped_mm, "grouped_mm", poisoned)
     for gated in (False, True):
         problem(3, 8, 8, 9, 2, gated=gated).check(run)  # unused experts
         case = problem(dropped=0.5, gated=gated)
@@ -121,7 +121,7 @@ def test_compiles_to_one_graph(problem: Callable[..., Any], dtype: torch.dtype) 
     case = problem(dtype=dtype, gated=True, activation="silu", dropped=0.2)
 
     def layer(hidden: Tensor, weights: Tensor, expert: Tensor, *tensors: Tensor) -> Tensor:
-        return cuda.apply(hidden, weights, None, expert, ExpertParameters(*tensors), "silu", 0.0)
+        return grouped_mm.apply(hidden, weights, None, expert, ExpertParameters(*tensors), "silu", 0.0)
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -163,7 +163,7 @@ class TestOnDevice:
 
         def step() -> list[Tensor]:
             hidden, weights, *tensors = leaves
-            output = cuda.apply(hidden, weights, None, experts, ExpertParameters(*tensors), "relu", 0.0)
+            output = grouped_mm.apply(hidden, weights, None, experts, ExpertParameters(*tensors), "relu", 0.0)
             return [output, *torch.autograd.grad(output, leaves, gradient)]
 
         stream = torch.cuda.Stream()

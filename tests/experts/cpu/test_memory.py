@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops import recycling
-from pointsman.ops.cpu import sharing
-from pointsman.ops.dispatch import rows_at_most
-from pointsman.ops.feedforward import HiddenUnits
+from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import memory
+from pointsman.experts.cpu.dispatch import rows_at_most
+from pointsman.experts.cpu.function import sharing
+from pointsman.experts.cpu.hidden_units import HiddenUnits
+from pointsman.experts.cpu.memory import empty_gradient, empty_rows, spend, spent
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.gemm import Blas
-from pointsman.ops.grouped import apply_experts
-from pointsman.ops.recycling import empty_gradient, empty_rows, spend, spent
-from pointsman.ops.reference import ExpertParameters
 
 
 def address(parameter: Tensor) -> int:
@@ -29,7 +29,7 @@ def parameter() -> Tensor:
 
 
 def test_this_interpreter_can_tell(parameter: Tensor) -> None:
-    assert recycling._COUNTS_HOLDERS
+    assert memory._COUNTS_HOLDERS
     first = address(parameter)
     assert address(parameter) == first
     gradient = empty_gradient(parameter)
@@ -57,7 +57,7 @@ def test_whoever_holds_it_keeps_it(parameter: Tensor, hold: Callable[[Tensor], A
     assert address(parameter) != taken
     del held
     gc.collect()
-    assert taken in (address(parameter), recycling._storages[parameter][0].data_ptr())
+    assert taken in (address(parameter), memory._storages[parameter][0].data_ptr())
 
 
 def test_many_that_were_held_at_once_do_not_stay(parameter: Tensor) -> None:
@@ -67,15 +67,15 @@ def test_many_that_were_held_at_once_do_not_stay(parameter: Tensor) -> None:
     held.clear()
     taken = empty_gradient(parameter)
     assert taken.data_ptr() != kept
-    assert len(recycling._storages[parameter]) == 3  # the held one, the taken one, and one to spare
+    assert len(memory._storages[parameter]) == 3  # the held one, the taken one, and one to spare
     assert len({address(parameter), taken.data_ptr(), kept}) == 3
     del last
 
 
 def test_what_is_forgotten_is_given_back(parameter: Tensor) -> None:
     first = empty_gradient(parameter)
-    recycling.forget()
-    assert parameter not in recycling._storages
+    memory.forget()
+    assert parameter not in memory._storages
     assert address(parameter) != first.data_ptr()
     assert torch.equal(first.fill_(1), torch.ones_like(parameter))  # what is held stays whole
 
@@ -95,20 +95,20 @@ def test_resized_and_shared_storage_is_left_alone(parameter: Tensor) -> None:
 def test_only_contiguous_leaves(parameter: Tensor) -> None:
     derived = parameter * 2
     empty_gradient(derived)
-    assert derived not in recycling._storages
+    assert derived not in memory._storages
     strided = torch.randn(4, 6, 5).transpose(1, 2).requires_grad_()
     empty_gradient(strided)
-    assert strided not in recycling._storages
+    assert strided not in memory._storages
 
 
 def test_forgotten_with_its_parameter() -> None:
     gc.collect()
-    before = len(recycling._storages)
+    before = len(memory._storages)
     parameter = torch.randn(3, requires_grad=True)
     empty_gradient(parameter)
-    assert len(recycling._storages) == before + 1
+    assert len(memory._storages) == before + 1
     del parameter
-    assert len(recycling._storages) == before
+    assert len(memory._storages) == before
 
 
 @pytest.mark.parametrize("k", [2, 6])
@@ -147,7 +147,7 @@ def test_steps_accumulation_and_gradients_held_by_the_user(problem: Callable[...
     fourth = backward(4)
     check([tensor.grad for tensor in tensors], fourth)
     check(held, first)
-    assert addresses & {storage.data_ptr() for tensor in tensors for storage in recycling._storages[tensor]}
+    assert addresses & {storage.data_ptr() for tensor in tensors for storage in memory._storages[tensor]}
 
 
 def test_a_parameter_used_twice_in_one_graph(problem: Callable[..., Any]) -> None:
@@ -161,10 +161,10 @@ def test_a_parameter_used_twice_in_one_graph(problem: Callable[..., Any]) -> Non
 
 @pytest.fixture
 def empty() -> None:
-    recycling.forget()
+    memory.forget()
 
 
-ROWS = recycling.LEAST // 4  # of one float32
+ROWS = memory.LEAST // 4  # of one float32
 
 
 def test_rows_are_shared_by_all_parameters(empty: None, parameter: Tensor) -> None:
@@ -177,7 +177,7 @@ def test_rows_are_shared_by_all_parameters(empty: None, parameter: Tensor) -> No
     del rows
     assert empty_rows(parameter, ROWS // 2, 2).data_ptr() != taken
     del view
-    recycling._rows.pop(other)
+    memory._rows.pop(other)
     assert empty_rows(other, ROWS, 2).dtype == torch.bfloat16
     assert empty_rows(other, ROWS, 2).data_ptr() == taken
 
@@ -187,15 +187,15 @@ def test_rows_that_have_become_too_few_are_given_back(empty: None, parameter: Te
     empty_rows(parameter, 2 * ROWS, 1)
     other = torch.randn(2)
     empty_rows(other, 4 * ROWS, 1)
-    sizes = [storage.nbytes() for storages in recycling._rows.values() for storage in storages]
+    sizes = [storage.nbytes() for storages in memory._rows.values() for storage in storages]
     assert sorted(sizes) == [size + size // 8 for size in (held.nbytes, 4 * held.nbytes)]
     assert empty_rows(parameter, 4 * ROWS + ROWS // 4, 1).nbytes <= sizes[-1]
-    assert len(recycling._rows[parameter]) == 1
+    assert len(memory._rows[parameter]) == 1
 
 
 def test_few_rows_are_fresh(empty: None, parameter: Tensor) -> None:
     assert empty_rows(parameter, ROWS - 1, 1).shape == (ROWS - 1, 1)
-    assert not recycling._rows
+    assert not memory._rows
 
 
 def test_spent_units_come_back_in_their_order(empty: None, parameter: Tensor) -> None:
@@ -250,10 +250,10 @@ def test_units_stay_until_the_next_call(empty: None, problem: Callable[..., Any]
     w_in = case.parameters.w_in
     for _ in range(2):
         output = run()
-        assert w_in not in recycling._spent
+        assert w_in not in memory._spent
         output.sum().backward()
-        rows = sum(unit.numel() for unit in recycling._spent[w_in]) / w_in.shape[1] / (1 + gated)
+        rows = sum(unit.numel() for unit in memory._spent[w_in]) / w_in.shape[1] / (1 + gated)
         assert 40 * k <= rows <= rows_at_most(40 * k, 6, sharing(w_in.dtype, w_in[0].numel()))
     with torch.no_grad():
         run()
-    assert w_in not in recycling._spent  # evaluation gives them back
+    assert w_in not in memory._spent  # evaluation gives them back

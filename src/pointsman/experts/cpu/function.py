@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.ops import dense, few, packing, recycling, sparse
-from pointsman.ops.dispatch import Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
-from pointsman.ops.feedforward import Gradients, HiddenUnits, Kept, refuse_second_derivatives
+from pointsman.experts.cpu import decode, dense, memory, packing, sparse
+from pointsman.experts.cpu.dispatch import Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
+from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, refuse_second_derivatives
+from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.gemm import IN_CACHE, choose
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.reference import ExpertParameters
 
 DTYPES = {torch.float32, torch.bfloat16}
 FEW_ROWS = 24  # in float32
@@ -79,7 +79,7 @@ class Work:
     ) -> tuple[Tensor, list[Kept]]:
         first = self.options.hidden_units(hidden.dtype, None if keep else parameters)
         if keep:
-            first = replace(first, spent=recycling.spent(parameters.w_in))
+            first = replace(first, spent=memory.spent(parameters.w_in))
         factors = self._factors(weight, hidden.dtype)
         hidden = hidden.detach()  # embedding_bag does more for what requires gradients
         if self.plan is None:
@@ -173,11 +173,11 @@ def evaluate(
     hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
 ) -> Tensor:
     """`apply` where no backward follows. Lets go of hidden units that a backward before it has left."""
-    recycling.spent(parameters.w_in).clear()
+    memory.spent(parameters.w_in).clear()
     token, expert = assignments.token, assignments.expert
-    if token is None and expert.numel() <= few.MOST and not options.dropout:
+    if token is None and expert.numel() <= decode.MOST and not options.dropout:
         first, decoding = options.hidden_units(hidden.dtype, parameters), options.kernels.decoding(hidden.dtype)
-        return few.forward(hidden, weight, expert, parameters, first, decoding)
+        return decode.forward(hidden, weight, expert, parameters, first, decoding)
     return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 
 
@@ -189,7 +189,7 @@ class _Experts(torch.autograd.Function):
         parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
         work = Work(hidden, assignments, parameters, options)
         output, kept = work.forward(hidden, weight, parameters, keep=True)
-        ctx.work, ctx.owner = work, recycling.owner(parameters.w_in)
+        ctx.work, ctx.owner = work, memory.owner(parameters.w_in)
         ctx.width = len(kept[0]) if kept else 1
         ctx.save_for_backward(hidden, weight, *tensors, *(tensor for item in kept for tensor in item))
         return output
@@ -203,10 +203,10 @@ class _Experts(torch.autograd.Function):
         hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
         gradients = Gradients(
             *(
-                recycling.empty_gradient(tensor) if needed and tensor is not None else None
+                memory.empty_gradient(tensor) if needed and tensor is not None else None
                 for tensor, needed in zip(parameters, wanted, strict=True)
             )
         )
         pair = ctx.work.backward(gradient, hidden, weight, parameters, kept, gradients, hidden_wanted, weight_wanted)
-        recycling.spend(ctx.owner, flat)
+        memory.spend(ctx.owner, flat)
         return *pair, None, None, *gradients

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops.gemm import BATCHED, Gemm
-from pointsman.ops.reference import ACTIVATIONS, ExpertParameters
 
 
 class Gradients(NamedTuple):

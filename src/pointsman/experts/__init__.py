@@ -1,0 +1,1 @@
+"""The experts of an MoE layer: modules, plain reference, and the paths that compute them."""

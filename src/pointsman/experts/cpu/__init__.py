@@ -1,0 +1,1 @@
+"""The experts on a CPU, one file a technique."""
