@@ -26,10 +26,10 @@ from pointsman import AttentionTrace, RoutingContext, build_router, step_end
 from pointsman.models.blocks import RelativeAttention, Surroundings
 from pointsman.models.config import preset_config
 from pointsman.models.transformer_xl import TransformerXL
-from pointsman.ops.posterior import head_entropies
-from pointsman.ops.visible import Visible
-from pointsman.routers.informing import Informing, Neighbours
-from pointsman.routers.mutual import AttentionInform
+from pointsman.routers.mutual.mixers import AttentionInform
+from pointsman.routers.mutual.posterior import head_entropies
+from pointsman.routers.mutual.token_mixer import Informing, Neighbours
+from pointsman.routers.mutual.visible import Visible
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735

@@ -20,8 +20,8 @@ from pointsman.data import Corpus
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
 from pointsman.models.transformer_xl import TransformerXL
-from pointsman.ops import posterior
 from pointsman.ops.kernels import Kernels, use_kernels
+from pointsman.routers.mutual import posterior
 from pointsman.routers.select import TopK
 from pointsman.training.checkpoint import open_checkpoint, write_checkpoint
 from pointsman.training.config import RunConfig

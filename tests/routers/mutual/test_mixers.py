@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pointsman import AttentionTrace, RoutingContext, build_router
 from pointsman.ops.relative import RelativeBias
-from pointsman.routers.informing import Informing
+from pointsman.routers.mutual.token_mixer import Informing
 from pointsman.routing import Carry
 
 B, T, M, DIM, EXPERTS, HEADS, WIDTH = 2, 7, 4, 6, 5, 3, 4

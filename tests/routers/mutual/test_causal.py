@@ -12,9 +12,9 @@ from pointsman import AttentionTrace, MoE, RoutingContext, build_router
 from pointsman.models import blocks
 from pointsman.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman.ops.attention import traced_attention
-from pointsman.ops.posterior import head_entropies
 from pointsman.ops.relative import RelativeBias
-from pointsman.ops.visible import Visible
+from pointsman.routers.mutual.posterior import head_entropies
+from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import Routing
 
 B, T, DIM, EXPERTS, HEADS, WIDTH = 2, 9, 8, 5, 2, 4

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from pointsman.ops.gemm import ONEDNN, Gemm, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 from pointsman.ops.relative import by_key
-from pointsman.ops.visible import Visible
+from pointsman.routers.mutual.visible import Visible
 
 Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of rows -> what is added to its scores, [N, stop - start, S] or broadcastable to it."""
@@ -72,7 +72,7 @@ def inform(
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling():
-        from pointsman.ops import eager
+        from pointsman.routers.mutual import eager
 
         result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization, kernels)
         return result
@@ -86,7 +86,7 @@ def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Ten
     """`inform` with any bias by blocks of rows. Gradients flow through whatever it is made of: backward calls it again,
     under a checkpoint for each block."""
     if torch.compiler.is_compiling():
-        from pointsman.ops import eager
+        from pointsman.routers.mutual import eager
 
         result: tuple[Tensor, Tensor] = eager.inform_biased(prepared, bias, visible)
         return result

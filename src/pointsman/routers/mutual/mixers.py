@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.mixing import block_scores, inform
-from pointsman.ops.posterior import Posterior, head_entropies
-from pointsman.ops.similarity import Similarity
-from pointsman.ops.visible import Visible
-from pointsman.routers.informing import Informing
+from pointsman.routers.mutual.posterior import Posterior, head_entropies
+from pointsman.routers.mutual.similarity import Similarity
+from pointsman.routers.mutual.streaming import block_scores, inform
+from pointsman.routers.mutual.token_mixer import Informing
+from pointsman.routers.mutual.visible import Visible
 from pointsman.routers.registry import Site, register_mixer
 from pointsman.routers.stages import Mixer
 from pointsman.routing import AttentionTrace, Carry, RoutingContext

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pointsman.ops.mixing import Prepared, block_scores, inform, inform_biased
 from pointsman.ops.relative import RelativeBias, by_key
-from pointsman.ops.similarity import unit
-from pointsman.ops.visible import Visible
+from pointsman.routers.mutual.similarity import unit
+from pointsman.routers.mutual.streaming import Prepared, block_scores, inform, inform_biased
+from pointsman.routers.mutual.visible import Visible
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.visible import Visible
+from pointsman.routers.mutual.visible import Visible
 from pointsman.routers.stages import Mixer
 from pointsman.routing import Carry, RoutingContext
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
-from pointsman.ops.mixing import Bias, Prepare, Prepared, block_scores, inform, inform_biased
 from pointsman.ops.relative import RelativeBias
-from pointsman.ops.visible import Visible
+from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_scores, inform, inform_biased
+from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import AttentionTrace
 
 SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4, 4  # rows whose entropies stand for a longer sequence's
