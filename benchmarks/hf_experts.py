@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from pointsman.benchmark.process import Process
-from pointsman.benchmark.report import machine
-from pointsman.benchmark.run import PAUSE
-from pointsman.benchmark.worker import awake
+from pointsman.lab.benchmark.process import Process
+from pointsman.lab.benchmark.report import machine
+from pointsman.lab.benchmark.run import PAUSE
+from pointsman.lab.benchmark.worker import awake
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pointsman")
 SHAPES = {  # dim, hidden, experts, k, tokens

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
-from pointsman.models.blocks import RelativeAttention, Surroundings
-from pointsman.models.config import preset_config
-from pointsman.models.transformer_xl import TransformerXL
+from pointsman.lab.models.blocks import RelativeAttention, Surroundings
+from pointsman.lab.models.config import preset_config
+from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Informing, Neighbours
@@ -162,7 +162,7 @@ def neighbours(args: argparse.Namespace) -> None:
     """On the model at its initial weights, or on a run's model; the text is Python's own `argparse` module."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     if args.run:
-        from pointsman.training.run import load_run
+        from pointsman.lab.training.run import load_run
 
         run = load_run(args.run)
         model = run.model

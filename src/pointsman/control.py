@@ -216,7 +216,7 @@ def materialize(model: nn.Module) -> nn.Module:
         ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
     """
     if _is_huggingface(model):
-        from pointsman.hf.materialize import materialize as to_own_gates
+        from pointsman.hf.surgery.materialize import materialize as to_own_gates
 
         return to_own_gates(model)
     plain: list[tuple[Router, LinearScorer]] = []

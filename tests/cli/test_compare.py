@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 
 from pointsman.cli.main import main
-from pointsman.models.transformer_xl import TransformerXL
-from pointsman.training.config import RunConfig
-from pointsman.training.run import load_run
+from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.run import load_run
 
 TEXT = "".join(f"the {i}th wagon leaves on track {i * i % 7}; the pointsman sets the points.\n" for i in range(900))
 SMALL = [

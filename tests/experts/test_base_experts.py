@@ -9,8 +9,8 @@ from torch import Tensor
 import pointsman
 from pointsman import MoE, RoutingContext
 from pointsman.experts.modules import BaseExperts
-from pointsman.models.cost import inference_flops, parameter_table
-from pointsman.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman.lab.models.cost import inference_flops, parameter_table
+from pointsman.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 DIM, HIDDEN, EXPERTS, TOKENS = 6, 10, 4, 9
 

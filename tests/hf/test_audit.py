@@ -210,7 +210,7 @@ def test_findings_and_summary(tmp_path: Path) -> None:
 
 def test_the_report_reads_it(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    from pointsman.report import write_report
+    from pointsman.lab.report import write_report
 
     result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(12), top_k=[1, 2])
     result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
@@ -227,7 +227,7 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
 
 def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    from pointsman.report import write_report
+    from pointsman.lab.report import write_report
 
     model = spread(zoo.tiny_model("mixtral"))
     for name, tokens in (("before", 64), ("after", 0)):

@@ -205,7 +205,7 @@ def test_bfloat16_checkpoint_keeps_the_router_in_float32(tmp_path: Path) -> None
 
 
 def test_large_hypernetworks_are_shared() -> None:
-    from pointsman.hf.scorers import shared_by_default
+    from pointsman.hf.surgery.scorers import shared_by_default
 
     assert shared_by_default("hyperrouter:embed_dim=64", 2048, 128) == "hyperrouter:embed_dim=64:share=true"
     assert shared_by_default("hyperrouter", 256, 8) == "hyperrouter"

@@ -13,7 +13,7 @@ from pointsman.cli.options import Parser, aligned, number_from, whole
 from pointsman.cli.progress import Display, stop_on_signals
 
 if TYPE_CHECKING:
-    from pointsman.robustness.runs import Budget
+    from pointsman.lab.robustness.runs import Budget
 
 
 ATTACK_FLAGS = ("--attack-rate", "--attack-seed", "--attack-examples", "--task")
@@ -45,11 +45,11 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
     Without `--attack`, a fine-tuned run is evaluated clean.
     """
-    from pointsman.finetuning.run import is_finetuned
-    from pointsman.report.attack_table import attack_tables
-    from pointsman.report.runs import read_comparison
-    from pointsman.robustness import comparison_under_attack
-    from pointsman.training.compare import read_plan
+    from pointsman.lab.finetuning.run import is_finetuned
+    from pointsman.lab.report.attack_table import attack_tables
+    from pointsman.lab.report.runs import read_comparison
+    from pointsman.lab.robustness import comparison_under_attack
+    from pointsman.lab.training.compare import read_plan
 
     with Display() as display, stop_on_signals() as stop:
         try:
@@ -90,9 +90,9 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
 def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -> tuple[dict[str, Any], str]:
     """The record of one run, and its file's name."""
-    from pointsman.finetuning.run import is_finetuned, load_finetuned
-    from pointsman.robustness import finetuned_under_attack, run_under_attack
-    from pointsman.training.run import load_run
+    from pointsman.lab.finetuning.run import is_finetuned, load_finetuned
+    from pointsman.lab.robustness import finetuned_under_attack, run_under_attack
+    from pointsman.lab.training.run import load_run
 
     kind = (values.attack or "clean").lower()
     if is_finetuned(values.run):
@@ -120,7 +120,7 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
 
 def attacks_of(values: argparse.Namespace) -> list[Any]:
     """One attack for each rate."""
-    from pointsman.evaluation.attacks import Attack
+    from pointsman.lab.robustness.attacks import Attack
 
     return [Attack(values.attack, rate, values.attack_seed) for rate in values.attack_rate]
 
@@ -132,7 +132,7 @@ def budget_of(values: argparse.Namespace) -> Budget:
 
 
 def _stopped() -> type[Exception]:
-    from pointsman.evaluation.language_model import Stopped as StoppedEvaluation
+    from pointsman.lab.evaluation.language_model import Stopped as StoppedEvaluation
 
     return StoppedEvaluation
 

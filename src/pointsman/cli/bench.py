@@ -37,10 +37,10 @@ def parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
-    from pointsman.benchmark import report
-    from pointsman.benchmark.cases import NAMES, cases, steps
-    from pointsman.benchmark.implementations import IMPLEMENTATIONS, OWN
-    from pointsman.benchmark.run import run as measure
+    from pointsman.lab.benchmark import report
+    from pointsman.lab.benchmark.cases import NAMES, cases, steps
+    from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, OWN
+    from pointsman.lab.benchmark.run import run as measure
 
     peers = values.peers
     if peers == ["none"]:

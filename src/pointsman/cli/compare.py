@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     elif not values.routers:
         flags.without_effect(values, TRAINING_FLAGS, "without --routers: nothing is trained, only fine-tuned")
     else:
-        from pointsman.finetuning.run import check_task
+        from pointsman.lab.finetuning.run import check_task
 
         for task in values.task:
             check_task(task)
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
         print(write_page(values.out, look_inside=False), file=sys.stderr)
         return 0
-    from pointsman.training.compare import Plan, compare, ordered_seeds
+    from pointsman.lab.training.compare import Plan, compare, ordered_seeds
 
     base = run_config(values, "smoe")
     name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
@@ -96,7 +96,7 @@ class Tables:
 
 def write_tables(out: Path) -> str:
     """Writes table.txt, .csv, .md and .tex, and returns the text."""
-    from pointsman.report.tables import ComparisonTable
+    from pointsman.lab.report.tables import ComparisonTable
 
     table = ComparisonTable.read(out)
     table.write(out)
@@ -105,7 +105,7 @@ def write_tables(out: Path) -> str:
 
 def write_page(out: Path, *, look_inside: bool = True) -> str:
     """Writes report.html, with a look inside every router; without the packages for it, says what to install."""
-    from pointsman.report import write_report
+    from pointsman.lab.report import write_report
 
     try:
         return f"page: {write_report(out, samples='pca' if look_inside else None)}"

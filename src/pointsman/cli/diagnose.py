@@ -48,8 +48,8 @@ def run(words: Sequence[str]) -> int:
     device = choose_device(values.device)
     from pointsman._files import write_whole
     from pointsman.cli.progress import Display
-    from pointsman.diagnosis import FILE, Settings, diagnose_path
     from pointsman.diagnostics.summary import summary
+    from pointsman.lab.diagnosis import FILE, Settings, diagnose_path
 
     tokens = None if values.eval_tokens == "all" else values.eval_tokens
     settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))

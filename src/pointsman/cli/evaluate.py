@@ -58,10 +58,10 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         return run_attacks(values, device)
     from pointsman._files import write_whole
-    from pointsman.evaluation.language_model import Stopped as NothingSaved
-    from pointsman.training.compare import slug
-    from pointsman.training.record import eval_protocol
-    from pointsman.training.run import load_run
+    from pointsman.lab.evaluation.language_model import Stopped as NothingSaved
+    from pointsman.lab.training.compare import slug
+    from pointsman.lab.training.record import eval_protocol
+    from pointsman.lab.training.run import load_run
 
     with Display() as display, stop_on_signals() as stop:
         saved = load_run(values.run, device=device, note=display.note)

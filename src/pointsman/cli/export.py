@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from pointsman._files import disk_errors, write_whole
     from pointsman.control import materialize, named_routers
-    from pointsman.training.run import load_run
+    from pointsman.lab.training.run import load_run
 
     out = values.out or values.run / "export"
     refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))

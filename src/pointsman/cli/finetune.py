@@ -24,8 +24,8 @@ from pointsman.cli.options import (
 from pointsman.cli.progress import Display, stop_on_signals
 
 if TYPE_CHECKING:
-    from pointsman.finetuning import Finetuning
-    from pointsman.report.runs import Run
+    from pointsman.lab.finetuning import Finetuning
+    from pointsman.lab.report.runs import Run
 
 EPILOG = """examples:
   pointsman finetune runs/hyper --task sst2
@@ -94,8 +94,8 @@ def add_compare_flags(flags: Parser) -> None:
 
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
     """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
-    from pointsman.finetuning import compare_tasks
-    from pointsman.report.task_table import TaskTable
+    from pointsman.lab.finetuning import compare_tasks
+    from pointsman.lab.report.task_table import TaskTable
 
     changes: dict[str, Any] = dict(overrides(values.task_set))
     if values.top_k is not None:
@@ -129,7 +129,7 @@ class _Tables:
         self.display.title = f"{number}/{total} {router}, seed {seed}"
 
     def ended(self, router: str, seed: int) -> None:
-        from pointsman.report.task_table import TaskTable
+        from pointsman.lab.report.task_table import TaskTable
 
         for variant in self.variants:
             TaskTable.read(self.out, variant).write(self.out)
@@ -144,7 +144,7 @@ def settings_of(
     values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
 ) -> list[Finetuning]:
     """What the flags ask for, one for each balance weight."""
-    from pointsman.finetuning import Finetuning
+    from pointsman.lab.finetuning import Finetuning
 
     return [
         Finetuning(
@@ -171,10 +171,10 @@ def run(arguments: Sequence[str]) -> int:
         raise RunError("pointsman finetune: --steps and --epochs exclude each other")
     device = choose_device(values.device)
     from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman.finetuning import finetune
-    from pointsman.finetuning.run import finetuned_path, open_task
-    from pointsman.report.runs import read_run
-    from pointsman.training.progress import Interrupted
+    from pointsman.lab.finetuning import finetune
+    from pointsman.lab.finetuning.run import finetuned_path, open_task
+    from pointsman.lab.report.runs import read_run
+    from pointsman.lab.training.progress import Interrupted
 
     changes: dict[str, Any] = dict(overrides(values.set))
     if values.top_k:
@@ -207,7 +207,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def accuracy_table(found: Mapping[str, Sequence[Run]], split: str) -> str:
     """Accuracy in percent at every k, mean and deviation over seeds; how far the routing moved; whether seeds agree."""
-    from pointsman.report.task_table import ROUTING_KEYS, routing_of
+    from pointsman.lab.report.task_table import ROUTING_KEYS, routing_of
 
     rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}
     columns = sorted({row["top_k"] for of in rows.values() for row in of})

@@ -42,8 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     check_device(values.device)
     if values.paper:
         flags.without_effect(values, ("--baseline", "--figures", "--map"), "with --paper, which writes tables")
-    from pointsman import report
-    from pointsman.report.figures import check_formats
+    from pointsman.lab import report
+    from pointsman.lab.report.figures import check_formats
 
     check_formats(values.figures or ())  # before the page, which may take a while
 

@@ -116,8 +116,8 @@ def _default(value: Any) -> str:
 
 def cost(values: argparse.Namespace) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
-    from pointsman.models.cost import cost_table
-    from pointsman.recipes import preset
+    from pointsman.lab.models.cost import cost_table
+    from pointsman.lab.recipes import preset
     from pointsman.routers.registry import BASELINES, list_routers
 
     changed = preset(values.preset).with_overrides(overrides(values.set))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole
 
 if TYPE_CHECKING:
-    from pointsman.training.config import RunConfig
+    from pointsman.lab.training.config import RunConfig
 
 SCHEDULES = ("linear", "cosine", "exponential", "multi-step")
 
@@ -42,7 +42,7 @@ def add_run_flags(flags: Parser) -> None:
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:
     """The settings that the flags ask for: preset, then flags, then --set."""
-    from pointsman.recipes import preset
+    from pointsman.lab.recipes import preset
 
     config = preset(values.preset or "tiny", router=router, data=values.data or "stdlib", steps=values.steps, seed=seed)
     return changed(config, values)

@@ -35,11 +35,11 @@ def run(arguments: Sequence[str]) -> int:
     device = choose_device(values.device)
     from pointsman.cli.evaluate import table
     from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman.training.compare import slug
-    from pointsman.training.trainer import train
+    from pointsman.lab.training.compare import slug
+    from pointsman.lab.training.trainer import train
 
     if values.recipe:
-        from pointsman.recipes import recipe
+        from pointsman.lab.recipes import recipe
         from pointsman.routers.registry import BASELINES, list_mixers, list_routers
 
         if values.recipe in (*list_routers(), *list_mixers(), *BASELINES):

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pointsman
 from pointsman import AttentionTrace, MoE, RoutingContext, build_router
-from pointsman.models import blocks
-from pointsman.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman.lab.models import blocks
+from pointsman.lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman.ops.attention import traced_attention
 from pointsman.ops.relative import RelativeBias
 from pointsman.routers.mutual.posterior import head_entropies

@@ -1,0 +1,65 @@
+"""What an audit measures: the values of k that a model takes, and the diagnostics whose state stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pointsman.control import set_top_k
+from pointsman.diagnostics import Diagnostics
+from pointsman.hf.audit.listen import Ears
+from pointsman.hf.gates import survey
+from pointsman.hf.top_k import gate_slot, most_experts
+
+MOST_BYTES = 1 << 30
+"""Of all layers' state of one diagnostic; a larger one is left out, and the result says so."""
+
+
+def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | None, list[int | None], list[str]]:
+    """The model's own k, the values to measure (own k first), and notes. None: the class's k, whatever it is.
+
+    Raises:
+        ValueError: a k that is out of range, or another k than its own where k cannot be set.
+    """
+    gates, reasons = survey(model)
+    notes = [f"k cannot be set here: {reason}" for reason in reasons[:1]]
+    try:
+        own = gate_slot(gates[0]).value if gates else None
+    except ValueError as error:
+        own, notes = None, [*notes, str(error)]
+    if notes or own is None:
+        if wanted is not None and list(wanted) != [own]:
+            raise ValueError(f"audit: top_k={list(wanted)}: {(notes or ['the gates keep no k'])[0]}")
+        return own, [own], notes or ["k cannot be set here: the gates keep no k"]
+    if wanted is None:
+        most = min(4 * own, *(most_experts(gate) for gate in gates))
+        values = sorted({own, *(2**power for power in range(most.bit_length()) if 2**power <= most)})
+    else:
+        values = list(dict.fromkeys(wanted))
+    checked: list[int | None] = [own]
+    for k in values:
+        try:
+            with set_top_k(model, k):
+                checked += [k] if k != own else []
+        except ValueError as error:
+            if wanted is not None:
+                raise
+            notes.append(str(error))
+    return own, checked, list(dict.fromkeys(notes))[:2]
+
+
+def small_diagnostics(model: nn.Module, ears: Ears, notes: list[str]) -> Diagnostics:
+    """The diagnostics whose state stays small."""
+    gates, _ = survey(model)
+    kinds = ["entropy", "margin", "load", "co_activation"]
+    dim = max((gate.dim for gate in gates), default=0)
+    experts = max((gate.num_experts for gate in gates), default=0)
+    vocabulary = min(int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0), 1 << 16)
+    states = {"collapse": 8 * dim * (dim + experts), "specialisation": 4 * vocabulary * experts}
+    for kind, size in states.items():
+        if size * len(ears.gates) <= MOST_BYTES:
+            kinds.append(kind)
+        else:
+            notes.append(f"{kind} left out: it would take {size * len(ears.gates) / 2**30:.1f} GiB for this model")
+    return Diagnostics(*kinds)

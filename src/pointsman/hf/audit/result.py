@@ -1,0 +1,291 @@
+"""What an audit found: as a dict, as Markdown, and as a run directory that `pointsman report` makes a page of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman._files import write_whole
+from pointsman.diagnostics.samples import Seen, pack
+from pointsman.hf.audit.listen import changed
+from pointsman.hf.text import TextBatch
+from pointsman.routing import Routing
+
+FORMAT = 1
+HOT = 3.0
+"""An expert with more than so many times its even share of the assignments is called hot."""
+TOLERANCE = 0.01
+"""The cheapest k is the smallest whose loss is at most this share above that at the model's own k."""
+POINTS = 200
+
+
+class Sample:
+    """The first real tokens of the texts, and their routing at every k."""
+
+    def __init__(self, tokenizer: Any, tokens: int) -> None:
+        self.tokenizer, self.left = tokenizer, tokens
+        self.tokens: list[str] = []
+        self.routings: dict[int, dict[str, list[Routing]]] = {}
+        self.hidden: dict[str, list[Tensor]] = {}
+
+    def begin(self, batch: TextBatch) -> Tensor | None:
+        """[B*T] bool, the tokens of this batch that are kept; None once there are enough."""
+        if self.left <= 0:
+            return None
+        places = torch.nonzero(batch.mask.reshape(-1))[: self.left, 0]
+        self.left -= len(places)
+        self.tokens += [self.tokenizer.decode([one]) for one in batch.ids.reshape(-1)[places].tolist()]
+        return torch.zeros(batch.ids.numel(), dtype=torch.bool).index_fill_(0, places, True)
+
+    def take(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
+        """Keeps the marked tokens' routing, and of the first few what the gate saw."""
+        kept = kept.to(hidden.device)
+        k = routing.experts.shape[-1]
+        of_layer = self.routings.setdefault(k, {}).setdefault(layer, [])
+        of_layer.append(changed(routing, lambda part: part[kept].cpu()))
+        if own:
+            have = sum(len(part) for part in self.hidden.get(layer, []))
+            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - have].half().cpu())
+
+
+@dataclass
+class AuditResult:
+    """What `audit` found. Losses are nats per text token; every other figure is defined in `pointsman.diagnostics`.
+
+    Attributes:
+        model: the class's name. parameters: their number.
+        top_k: the model's own k; None where the class keeps none.
+        tokens: how many of each kind were read: text, special, template, padding.
+        quality: by k: {"top_k", "loss", "perplexity", "tokens", "routers": {layer: {"entropy", "entropy_std", "load"}}}
+        layers: layer -> its diagnostics at the model's own k ("entropy", "margin", "load", "co_activation", "collapse",
+            "specialisation"), "apart" (entropy and load of the other kinds of token), "agreement" (routing at other k),
+            "bfloat16" (routing of the gate in bf16 against float32, on the same inputs) and, with another checkpoint,
+            "fluctuation".
+        against: {"loss"} of the other checkpoint.
+        protocol: how it was measured.
+        notes: what could not be done, and why.
+    """
+
+    model: str
+    parameters: int
+    top_k: int | None
+    tokens: Mapping[str, int]
+    quality: Sequence[Mapping[str, Any]]
+    layers: Mapping[str, Mapping[str, Any]]
+    protocol: Mapping[str, Any]
+    notes: Sequence[str]
+    against: Mapping[str, Any] | None = None
+    sample: Sample | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `json.dumps(allow_nan=False)` accepts; the sample is left out."""
+        names = ("model", "parameters", "top_k", "tokens", "quality", "layers", "against", "protocol", "notes")
+        return {"format": FORMAT, **{name: getattr(self, name) for name in names}, "findings": self.findings()}
+
+    def cheapest_top_k(self, tolerance: float = TOLERANCE) -> int | None:
+        """The smallest k measured whose loss is at most (1 + tolerance) times that at the model's own k."""
+        losses: dict[int, float] = {row["top_k"]: row["loss"] for row in self.quality if row["loss"] is not None}
+        if self.top_k is None or self.top_k not in losses:
+            return None
+        allowed = losses[self.top_k] * (1 + tolerance)
+        return min(k for k, loss in losses.items() if loss <= allowed)
+
+    def dead(self) -> dict[str, list[int]]:
+        """layer -> experts that no text token chose."""
+        return {name: layer["load"]["dead"] for name, layer in self.layers.items() if layer["load"]["dead"]}
+
+    def hot(self) -> dict[str, list[int]]:
+        """layer -> experts with more than three times their even share."""
+        found = {}
+        for name, layer in self.layers.items():
+            share = layer["load"]["share"]
+            over = [expert for expert, part in enumerate(share) if part and part * layer["num_experts"] > HOT]
+            if over:
+                found[name] = over
+        return found
+
+    def findings(self) -> list[str]:
+        """What an engineer should know, a sentence each."""
+        said = []
+        cheapest = self.cheapest_top_k()
+        if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
+            said.append(f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}.")
+        better = [row for row in self.quality if row["loss"] is not None and self._loss() is not None]
+        if better and (best := min(better, key=lambda row: row["loss"]))["top_k"] != self.top_k:
+            said.append(f"The lowest loss is at k = {best['top_k']} ({best['loss']:.4f} nats a token).")
+        for what, found in (("got no text token", self.dead()), ("took over three times their even share", self.hot())):
+            if found:
+                count = sum(len(experts) for experts in found.values())
+                layer, experts = next(iter(found.items()))
+                shown = ", ".join(map(str, experts[:5])) + (", …" if len(experts) > 5 else "")
+                said.append(f"{count} experts in {len(found)} layers {what} (in {layer}: {shown}).")
+        changed = {name: layer["bfloat16"]["sets"] for name, layer in self.layers.items() if "bfloat16" in layer}
+        worst = max(changed, key=lambda name: changed[name] or 0, default=None)
+        if worst is not None and changed[worst]:
+            said.append(f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({worst}).")
+        moved = {name: layer["fluctuation"]["top1"] for name, layer in self.layers.items() if "fluctuation" in layer}
+        if moved:
+            worst = max(moved, key=lambda name: moved[name] or 0)
+            said.append(f"Up to {moved[worst] or 0:.1%} of the tokens changed their first expert ({worst}).")
+        return said
+
+    def _loss(self) -> float | None:
+        return next((row["loss"] for row in self.quality if row["top_k"] == self.top_k), None)
+
+    def markdown(self) -> str:
+        """A summary: quality against k, then a line for each layer."""
+        read = ", ".join(f"{count:,} {kind}" for kind, count in self.tokens.items() if count)
+        lines = [f"# Audit of {self.model}", "", f"{self.parameters:,} parameters; tokens read: {read}.", ""]
+        lines += [f"- {sentence}" for sentence in self.findings()] + [
+            "",
+            "| k | loss (nats) | perplexity |",
+            "|---|---|---|",
+        ]
+        for row in self.quality:
+            own = " (own)" if row["top_k"] == self.top_k else ""
+            name = "-" if row["top_k"] is None else row["top_k"]
+            lines.append(f"| {name}{own} | {_shown(row['loss'])} | {_shown(row['perplexity'], 2)} |")
+        heads = [
+            "layer",
+            "entropy",
+            "margin",
+            "effective experts",
+            "dead",
+            "hot",
+            "RC",
+            "I(expert; token)",
+            "bf16",
+            "moved",
+        ]
+        rows = [heads, ["---"] * len(heads)]
+        for name, layer in self.layers.items():
+            load = layer["load"]
+            rows.append(
+                [
+                    f"`{name}`",
+                    _shown(layer["entropy"]["mean"]),
+                    _shown(layer["margin"]["mean"]),
+                    f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
+                    str(len(load["dead"])),
+                    str(len(self.hot().get(name, []))),
+                    _shown(layer.get("collapse", {}).get("value")),
+                    _shown(layer.get("specialisation", {}).get("corrected")),
+                    _shown(layer.get("bfloat16", {}).get("sets"), 4),
+                    _shown(layer.get("fluctuation", {}).get("top1"), 4),
+                ]
+            )
+        lines += ["", *("| " + " | ".join(row) + " |" for row in rows)]
+        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join(lines) + "\n"
+
+    def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
+        """Writes audit.json and audit.md, and the files of a run directory, so that `pointsman report` makes a page.
+
+        Args:
+            data: what the texts are called on the page.
+            command: what made this audit, as the page shows it.
+
+        Returns:
+            the directory.
+        """
+        folder = Path(directory)
+        experts = max(layer["num_experts"] for layer in self.layers.values())
+        results = [
+            {
+                "split": "test",
+                "top_k": row["top_k"] or 1,
+                "nats": row["loss"],
+                "metric": "perplexity",
+                "value": row["perplexity"],
+                "tokens": row["tokens"],
+                "routers": row["routers"],
+            }
+            for row in self.quality
+        ]
+        config = {
+            "format": 1,
+            "model": {"router": self.model, "num_experts": experts},
+            "data": data,
+            "seed": 0,
+            "command": command or "pointsman.hf.audit(model, tokenizer, texts)",
+            "findings": self.findings(),
+        }
+        read = {"tokens": self.tokens["text"], "split": data, "top_k": self.top_k}
+        diagnostics = {"protocol": read, "layers": self.layers, "against": {}, "history": [], "consistency": {}}
+        files: dict[str, Any] = {
+            "audit.json": self.to_dict(),
+            "config.json": config,
+            "evaluation.json": {"format": 1, "protocol": dict(self.protocol), "results": results},
+            "diagnostics.json": {"format": 1, **diagnostics},
+        }
+        explorer = self._explorer()
+        if explorer is not None:
+            files["explorer.json"] = explorer
+        texts = {name: json.dumps(value, allow_nan=False) + "\n" for name, value in files.items()}
+        for name, text in {**texts, "audit.md": self.markdown()}.items():
+            write_whole(folder / name, text)
+        if explorer is None:
+            (folder / "explorer.json").unlink(missing_ok=True)  # of an earlier audit
+        return folder
+
+    def _explorer(self) -> dict[str, Any] | None:
+        """The sample as the report's explorer reads it; None if there is none or the layers differ in size."""
+        sample = self.sample
+        if sample is None or not sample.tokens or len({layer["num_experts"] for layer in self.layers.values()}) != 1:
+            return None
+
+        seen = {
+            k: {layer: Seen(torch.empty(0), _joined(parts)) for layer, parts in layers.items()}
+            for k, layers in sample.routings.items()
+        }
+        own = self.top_k if self.top_k in seen else min(seen)
+        whole = {layer: len(one.routing.experts) for layer, one in seen[own].items()}
+        seen = {
+            k: layers
+            for k, layers in seen.items()
+            if {layer: len(one.routing.experts) for layer, one in layers.items()} == whole
+        }
+        packed = pack(seen, sample.tokens)
+        return packed | {
+            "checkpoint": self.model,
+            "split": "test",
+            "level": "piece",
+            "map": _map(sample, own),
+            "history": {"top_k": own, "checkpoints": []},
+        }
+
+
+def _joined(parts: Sequence[Routing]) -> Routing:
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = Routing(
+            torch.cat([whole.experts, part.experts]),
+            torch.cat([whole.weights, part.weights]),
+            torch.cat([whole.probs, part.probs]),
+            torch.cat([whole.logits, part.logits]),
+        )
+    return whole
+
+
+def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
+    """2-D positions from 0 to 1000 of the first tokens as each gate sees them (PCA)."""
+    layers = {}
+    count = 0
+    for layer, parts in sample.hidden.items():
+        hidden = torch.cat(parts)[:POINTS].double().nan_to_num(0, 0, 0)
+        hidden = hidden - hidden.mean(0)
+        flat = hidden @ torch.linalg.svd(hidden, full_matrices=False).Vh[:2].t()
+        low, span = flat.min(0).values, float((flat.max(0).values - flat.min(0).values).max()) or 1.0
+        layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
+        count = len(hidden)
+    return {"top_k": top_k, "method": "pca", "indices": list(range(count)), "layers": layers}
+
+
+def _shown(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

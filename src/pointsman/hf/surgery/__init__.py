@@ -1,0 +1,1 @@
+"""Surgery on Hugging Face models: replace routers, materialize them, upcycle a dense model."""

@@ -1,0 +1,157 @@
+"""The attention before an MoE block, for routers that look at it: `+attention`, `+similarity:source=attention`.
+
+transformers hands every attention that uses its interface the same (module, query, key, value, …). Our entry in that
+interface computes with sdpa and keeps the trace; the projection and its output are read off the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pointsman.hf.surgery.state import ForwardState
+from pointsman.routing import AttentionTrace
+
+NAME = "pointsman_sdpa"
+PROJECTIONS = ("o_proj", "out_proj", "dense")
+UNEXPLAINED = ("softcap", "s_aux", "position_bias", "sinks")
+"""Keyword arguments that change attention in a way the posterior does not know."""
+
+
+def register() -> None:
+    """Makes the tracing attention known to transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, traced_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """sdpa; where a router waits for it, query, key and value are kept until the module's output is there."""
+    tracer = module.__dict__.get("pointsman_tracer")
+    if tracer is not None:
+        tracer.take(query, key, value, kwargs)
+    output = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    if tracer is not None:
+        tracer.attended = output[0]
+    return output
+
+
+class Tracer:
+    """Watches one attention module for one gate."""
+
+    def __init__(self, module: nn.Module, projection: nn.Module, gate: nn.Module, state: ForwardState) -> None:
+        self.projection, self.gate, self.state = projection, gate, state
+        self.kept: tuple[Tensor, Tensor, Tensor, float] | None = None
+        self.attended: Tensor | None = None
+        self.plain = False
+        module.__dict__["pointsman_tracer"] = self
+        state.handles.append(projection.register_forward_pre_hook(self.before_projection))
+        state.handles.append(module.register_forward_hook(self.finish))
+        state.traced.append(module)
+
+    def take(self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        for name in UNEXPLAINED:
+            if kwargs.get(name) is not None:
+                raise ValueError(f"attention-informed routing does not know what {name!r} does to the attention")
+        window = kwargs.get("sliding_window")
+        if isinstance(window, int) and window < key.shape[2]:
+            raise ValueError(f"attention-informed routing works within a sliding window only up to its {window} tokens")
+        scale = kwargs.get("scaling")
+        self.kept = query, key, value, float(query.shape[-1] ** -0.5 if scale is None else scale)
+
+    def before_projection(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Once: whether the heads are projected as they came out, so that u = sum_h W_h sum_j A_h[i, j] v_j."""
+        attended, self.attended = self.attended, None
+        if self.plain or attended is None:
+            return
+        if args[0].numel() != attended.numel() or not torch.equal(args[0].reshape(attended.shape), attended):
+            raise ValueError("attention-informed routing needs heads that are projected as they are; these are gated")
+        self.plain = True
+
+    def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.kept is None:
+            raise ValueError(
+                f"{type(module).__name__} computed without the attention interface: no trace for its router"
+            )
+        query, key, value, scale = self.kept
+        self.kept = None
+        result = output[0] if isinstance(output, tuple) else output
+        heads, width = query.shape[1], value.shape[-1]
+        weight = self.projection.get_parameter("weight")
+        if weight.shape[1] != heads * width:
+            raise ValueError(f"{type(module).__name__} does not project {heads} heads of width {width} into its output")
+        groups = heads // key.shape[1]
+        if groups > 1:
+            key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        self.state.attention[id(self.gate)] = AttentionTrace(
+            query=query.float(),
+            key=key.float(),
+            value=value.float(),
+            out_weight=weight.t().reshape(heads, width, -1).float(),
+            output=result.reshape(*result.shape[:2], -1).float(),
+            scale=scale,
+        )
+
+
+def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Module]:
+    """The attention module before a gate's block, and its output projection.
+
+    Raises:
+        ValueError: there is none, or it does more than attend and project.
+    """
+    where = f"layer {gate_name.rpartition('.')[0]!r}: attention-informed routing"
+    path = gate_name.split(".")
+    for depth in range(len(path) - 1, 0, -1):
+        layer = model.get_submodule(".".join(path[:depth]))
+        found = [child for name, child in layer.named_children() if "attn" in name or "attention" in name]
+        found = [child for child in found if hasattr(child, "scaling") or hasattr(child, "num_key_value_groups")]
+        if len(found) == 1:
+            return found[0], _projection(found[0], where)
+    raise ValueError(f"{where} needs one attention module before the block")
+
+
+def _projection(attention: Any, where: str) -> nn.Module:
+    kind = type(attention).__name__
+    if any(isinstance(getattr(attention, name, None), Tensor) for name in ("sinks", "sink")):
+        raise ValueError(f"{where} does not know the attention sinks of {kind}")
+    projections = [getattr(attention, name) for name in PROJECTIONS if hasattr(attention, name)]
+    if len(projections) != 1 or not isinstance(projections[0], nn.Linear):
+        raise ValueError(f"{where} needs an attention with one output projection; {kind} has none by a known name")
+    if projections[0].bias is not None:
+        raise ValueError(f"{where} needs an output projection without bias; that of {kind} has one")
+    query = getattr(attention, "q_proj", None)
+    gates = any(hasattr(attention, name) for name in ("gate_proj", "g_proj", "gate", "o_norm"))
+    if gates or (
+        isinstance(query, nn.Linear) and query.out_features > projections[0].in_features and not _latent(attention)
+    ):
+        raise ValueError(f"{where} needs heads that are projected as they are; {kind} gates them")
+    if not getattr(attention, "is_causal", True):
+        raise ValueError(f"{where} needs causal attention; {kind} is not")
+    return projections[0]
+
+
+def _latent(attention: Any) -> bool:
+    """Whether queries and keys are wider than values for another reason than a gate (multi-head latent attention)."""
+    return hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj")
+
+
+def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> None:
+    """From now on the gate's router sees the attention before it. `model` is the transformers model that holds both."""
+    attention, projection = find_attention(model, gate_name)
+    check_implementation(model)
+    Tracer(attention, projection, gate, state)
+    state.implementation = state.implementation or model.config._attn_implementation
+    if model.config._attn_implementation != NAME:
+        model.set_attn_implementation(NAME)
+
+
+def check_implementation(model: Any) -> None:
+    """ValueError where the model's attention is computed in a way that shows nothing of it."""
+    if model.config._attn_implementation not in ("sdpa", "eager", NAME):
+        raise ValueError(
+            f"attention-informed routing works with sdpa attention, not with {model.config._attn_implementation!r}"
+        )

@@ -1,0 +1,243 @@
+"""replace_routers: one of our routers in the place of a Hugging Face model's gates, and back from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pointsman.hf.gates import NO_GATE, Form, Gate, survey
+from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
+from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
+from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, shared_by_default
+from pointsman.hf.surgery.state import ForwardState
+from pointsman.routers.registry import build_router, parse_spec, split_specs
+from pointsman.routers.router import Router
+from pointsman.routers.stages import Mixer, Sigmoid, Softmax
+
+CONFIG_KEY = "pointsman"
+FORMAT = 1
+Start = Literal["pretrained", "fresh"]
+
+
+def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start = "pretrained") -> nn.Module:
+    """Puts routers into a Hugging Face MoE, in place.
+
+    The class keeps what it does after the logits: softmax or sigmoid, groups, correction bias, renormalisation,
+    scaling. With `start="pretrained"` the model computes at first what it computed before, wherever the method allows
+    it: `smoe`, `smoe-dropout`, `frozen-scaled` and `frozen-temperature` take the gate's weight over (trained, frozen,
+    frozen under a temperature that is trained), `hyperrouter` is that weight plus H(e) - H(e_0), without its bias
+    column, and mixers start at strength 0. Cosine routers (`xmoe`) have no such start.
+
+    Routers compute in float32. The specs are kept in the model's configuration: `save_pretrained` and
+    `from_pretrained` bring them back in any process that has imported `pointsman.hf`.
+
+    Args:
+        model: a transformers model whose MoE blocks share the block gate(h) -> (logits, weights, indices).
+        spec: a router spec, `a|b` or a list: cycled over the sparse layers.
+        start: "pretrained", or "fresh" for the method's own start (training from scratch).
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: a layer that cannot take the router, named with its reason; nothing has changed.
+    """
+    if start not in ("pretrained", "fresh"):
+        raise ValueError(f"replace_routers: start={start!r}: allowed are 'pretrained' and 'fresh'")
+    specs = split_specs(spec)
+    gates, reasons = survey(model)
+    if reasons or not gates:
+        raise ValueError("replace_routers: " + (reasons[0] if reasons else NO_GATE.format(type(model).__name__)))
+    resolved = []
+    for place, gate in enumerate(gates):
+        one = shared_by_default(specs[place % len(specs)], gate.dim, gate.num_experts)
+        _check(gate, one)
+        resolved.append(one)
+    shared: dict[str, nn.Module] = {}
+    homes = _homes(model)
+    built = []
+    for gate, one in zip(gates, resolved, strict=True):
+        if not homes:
+            raise ValueError(f"replace_routers: {type(model).__name__} holds no transformers model, to keep the specs")
+        home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
+        heads = getattr(homes[home].config, "num_attention_heads", None)
+        router = _build(gate, one, start, shared, heads)
+        if not router.causal:
+            raise ValueError(f"replace_routers: {one!r} looks at later tokens; layer {gate.layer!r} is a decoder's")
+        if "attention" in router.needs:
+            find_attention(model, gate.name)
+            check_implementation(homes[home])
+        built.append((gate, home, router))
+    states: dict[str, ForwardState] = {}
+    for gate, home, router in built:
+        name = gate.name.removeprefix(home).removeprefix(".")
+        _attach(gate.module, gate.form, router)
+        _inform(homes[home], name, gate.module, states.setdefault(home, ForwardState()))
+        _note(homes[home], name, gate.form, router, start)
+    return model
+
+
+def _check(gate: Gate, spec: str) -> None:
+    check_spec(spec)
+    where = f"replace_routers: layer {gate.layer!r}"
+    router = getattr(gate.module, "pointsman", None)
+    if router is not None:
+        raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
+    if not gate.form.linear:
+        raise ValueError(
+            f"{where}: {type(gate.module).__name__} does more than multiply by one weight before its choice"
+        )
+    if parse_spec(spec).mixer is not None and gate.form.kind == "other":
+        raise ValueError(
+            f"{where}: {type(gate.module).__name__} scores with neither a softmax nor sigmoids; nothing can be mixed"
+        )
+
+
+def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], heads: int | None) -> Router:
+    owner = gate.module.get_submodule(gate.form.owner)
+    weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
+    top_k = getattr(gate.module, "top_k", 1)
+    router = make_router(spec, gate.form, weight, bias, top_k, start, shared, heads)
+    return router.to(weight.device).train(gate.module.training)
+
+
+def make_router(
+    spec: str,
+    form: Form,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    start: Start,
+    shared: dict[str, nn.Module],
+    heads: int | None,
+) -> Router:
+    """The router of one gate whose weight is [E, dim] and bias [E]; `shared` is `build_router`'s."""
+    num_experts, dim = weight.shape
+    before = set(map(id, shared.values()))
+    parsed = parse_spec(spec)
+    router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, shared=shared).to(weight.device)
+    pretrained = weight.detach().float()
+    has_bias = None if bias is None else bias.detach().to(pretrained)
+    score, _ = adapted(router, pretrained if start == "pretrained" else None, has_bias)
+    if isinstance(score, HyperDelta) and id(score.hypernetwork) in before:
+        score.refer(score.hypernetwork)
+    router.score = score
+    router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
+    router.balance = router.z_loss = 0.0
+    if isinstance(router.mix, Mixer):
+        _count_heads(router.mix, heads)
+        router.mix = StrengthMixer(router.mix, _start_strength(parsed.mixer_options, router.mix))
+        router.select = MixedRule(form)
+    else:
+        router.select = ClassRule(form)
+    router.needs_step_end = any(
+        part is not None and part.needs_step_end for part in (router.score, router.normalize, router.mix)
+    )
+    return router
+
+
+def _start_strength(options: dict[str, str], mixer: Any) -> float:
+    """The spec's strength, taken out of the mixer; 0 by default."""
+    start = float(options.get("strength", 0.0))
+    mixer.strength = 1.0
+    return start
+
+
+def _count_heads(mixer: Any, heads: int | None) -> None:
+    """A running mean per head has its size from the start, so that checkpoints load."""
+    if heads and getattr(mixer, "head_entropy", None) is not None:
+        mixer.head_entropy = mixer.head_entropy.new_zeros(heads)
+
+
+def _attach(gate: Any, form: Form, router: Router) -> None:
+    owner: Any = gate.get_submodule(form.owner)
+    gate.pointsman_dtype = owner.get_parameter("weight").dtype
+    gate.pointsman_has_bias = getattr(owner, "bias", None) is not None
+    for name in ("weight", "bias"):
+        owner._parameters.pop(name, None)
+    own: Any = type(gate)
+    inner: Any = type(owner)
+    gate.__class__ = routed_class(own, owner is gate)
+    if owner is not gate:
+        owner.__class__ = weightless_class(inner)
+    gate.pointsman = router
+    gate.pointsman_form = form
+    gate.__dict__["pointsman_state"] = None
+
+
+def _homes(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The transformers models in a model, by qualified name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+def _inform(model: PreTrainedModel, name: str, gate: Any, state: ForwardState) -> None:
+    """Gives a gate whose router mixes what it needs to know of the forward around it."""
+    if gate.pointsman.mix is None:
+        return
+    state.attach(model)
+    gate.__dict__["pointsman_state"] = state
+    if "attention" in gate.pointsman.needs:
+        trace(model, name, gate, state)
+
+
+def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: Start) -> None:
+    """Writes the router into the configuration of its model."""
+    config: Any = model.config
+    kept = dict(getattr(config, CONFIG_KEY, None) or {"format": FORMAT, "gates": {}})
+    entry = {"router": router.spec, "start": start, "form": asdict(form)}
+    kept["gates"] = {**kept["gates"], name: entry}
+    setattr(config, CONFIG_KEY, kept)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}
+
+
+def restore_routers(model: PreTrainedModel) -> None:
+    """Puts the routers of the configuration into a model that has just been built and waits for its weights.
+
+    Raises:
+        ValueError: they were saved in a format that this version does not read.
+    """
+    kept = getattr(model.config, CONFIG_KEY, None)
+    if not kept:
+        return
+    if kept.get("format") != FORMAT:
+        raise ValueError(f"the configuration's pointsman format is {kept.get('format')!r}; this version reads {FORMAT}")
+    modules = dict(model.named_modules())
+    if not all(name in modules for name in kept["gates"]):
+        return  # an outer model with the same configuration: its inner one has them
+    shared: dict[str, nn.Module] = {}
+    state = ForwardState()
+    for name, entry in kept["gates"].items():
+        gate = modules[name]
+        if getattr(gate, CONFIG_KEY, None) is not None:
+            continue
+        form = Form(**{**entry["form"], "extras": tuple(entry["form"]["extras"])})
+        owner = gate.get_submodule(form.owner)
+        weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
+        top_k = int(getattr(gate, "top_k", 1))
+        heads = getattr(model.config, "num_attention_heads", None)
+        with torch.no_grad():
+            router = make_router(entry["router"], form, weight, bias, top_k, entry["start"], shared, heads)
+        _attach(gate, form, router)
+        _inform(model, name, gate, state)
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}
+
+
+def install() -> None:
+    """From now on every transformers model whose configuration names our routers is built with them."""
+    own = PreTrainedModel.post_init
+    if getattr(own, CONFIG_KEY, False):
+        return
+
+    @wraps(own)
+    def post_init(self: PreTrainedModel) -> None:
+        own(self)  # type: ignore[no-untyped-call]
+        restore_routers(self)
+
+    setattr(post_init, CONFIG_KEY, True)
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]

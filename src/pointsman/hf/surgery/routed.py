@@ -1,0 +1,165 @@
+"""A gate whose logits come from one of our routers; everything after the logits stays the class's own code.
+
+The gate keeps its place, its class (a subclass of it: hooks that look for instances still find it) and its forward;
+what stands for its weight returns the logits it is multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.hf.gates import Form
+from pointsman.hf.surgery.scorers import Strength
+from pointsman.hf.surgery.state import ForwardState
+from pointsman.layer import AttachLosses
+from pointsman.routers.stages import Mixer, Scores, Selector
+from pointsman.routing import Carry, Routing, RoutingContext
+
+SMALLEST = 1e-30  # a probability below this counts as this: ratios stay finite in float32
+
+
+class PassThrough(torch.Tensor):
+    """Stands for a gate's weight: a product with it is the other factor, so that the class's code receives our logits.
+
+    Not an identity matrix: nothing is computed, and no reduced-precision matrix product can round the logits.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.linear, torch.mm):
+            return args[0]
+        if func in (Tensor.to, Tensor.type, Tensor.float, Tensor.t):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _pass_through() -> PassThrough:
+    standing = torch.empty(0).as_subclass(PassThrough)
+    standing._is_hf_initialized = True  # type: ignore[attr-defined]  # no initialisation may touch it
+    return standing
+
+
+PASS_THROUGH = _pass_through()
+
+
+class ClassRule(Selector):
+    """Selection by the model class's own gate: groups, correction bias, renormalisation and scaling as they are.
+
+    A mixer's change of the probabilities is handed to it as a change of the logits: z + ln(p' / p), for sigmoids
+    z + logit(p') - logit(p). Where nothing is mixed that is z itself, bit for bit.
+    """
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.call: Callable[[Tensor], tuple[Any, ...]] | None = None  # set by the gate for the time of a forward
+        self.output: tuple[Any, ...] = ()
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        logits = scores.logits.flatten(0, 1)
+        assert self.call is not None
+        output = self.call(logits[None] if self.form.sequence else logits)
+        experts, weights = output[self.form.indices], output[self.form.weights]
+        self.output = output
+        return experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+
+class MixedRule(ClassRule):
+    """The same with a mixer before it."""
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        logits, mixed = scores.logits, scores.probs
+        if self.form.kind == "sigmoid":
+            before = torch.sigmoid(logits)
+            change = _ratio(mixed, before) - _ratio(1 - mixed, 1 - before)
+        else:
+            change = _ratio(mixed, torch.softmax(logits, -1))
+        return super().forward(Scores(logits + change, mixed, mixed), k, context)
+
+
+def _ratio(after: Tensor, before: Tensor) -> Tensor:
+    return torch.log(after.clamp_min(SMALLEST) / before.clamp_min(SMALLEST))
+
+
+class StrengthMixer(Mixer):
+    """p + s (mix(p) - p): a mixer that starts at strength s = 0, where routing is as it was; s is trained."""
+
+    def __init__(self, mixer: Mixer, start: float) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.strength = Strength(start)
+        self.causal, self.batch_invariant = mixer.causal, mixer.batch_invariant
+        self.needs, self.needs_step_end = mixer.needs, mixer.needs_step_end
+
+    def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> tuple[Tensor, Carry | None, Any]:
+        mixed, carry, statistics = self.mixer(probs, hidden, context)
+        return probs + self.strength().to(probs.dtype) * (mixed - probs), carry, statistics
+
+    def step_end(self) -> None:
+        with torch.no_grad():
+            self.strength.value.clamp_(0, 1)
+        self.mixer.step_end()
+
+    def gather(self, statistics: Any) -> None:
+        self.mixer.gather(statistics)
+
+
+class _Routed:
+    """What a gate's class gains (mixed in by `routed_class`)."""
+
+    own_class: type[nn.Module]
+    pointsman: Any
+    pointsman_state: ForwardState | None
+
+    @property
+    def hidden_dim(self) -> int:
+        """The width that the class's code flattens to: here that of the logits."""
+        return int(self.pointsman.num_experts)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        router = self.pointsman
+        rule: ClassRule = router.select
+        rule.call = lambda logits: self.own_class.forward(self, logits, *args, **kwargs)
+        state = self.pointsman_state
+        if state is None:
+            routing: Routing = router(hidden_states)
+        else:
+            hidden, context = state.context(self, hidden_states)
+            routing = router(hidden, context)
+            state.keep(self, routing)
+        output, rule.output, rule.call = rule.output, (), None
+        if not (router.training and routing.statistics and torch.is_grad_enabled()):
+            return output
+        return _with_statistics(output, router, routing)
+
+
+def _with_statistics(output: tuple[Any, ...], router: Any, routing: Routing) -> tuple[Any, ...]:
+    """The same output; the statistics are gathered in backward, once per micro-batch."""
+    place = router.select.form.weights
+    weights = output[place]
+    if not weights.requires_grad:
+        return output
+    gathered = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics)  # type: ignore[no-untyped-call]
+    return (*output[:place], gathered, *output[place + 1 :])
+
+
+@cache
+def routed_class(own: Any, holds_weight: bool) -> Any:
+    """The subclass of a gate's class that routes with `self.pointsman`."""
+    members: dict[str, Any] = {"own_class": own, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    if holds_weight:
+        members |= {"weight": PASS_THROUGH, "bias": PASS_THROUGH}
+    return type(own.__name__, (_Routed, own), members)
+
+
+@cache
+def weightless_class(own: Any) -> Any:
+    """The subclass of a linear map inside a gate whose weight is no longer there."""
+    members = {"own_class": own, "__module__": own.__module__, "weight": PASS_THROUGH, "bias": PASS_THROUGH}
+    return type(own.__name__, (own,), members)

@@ -1,0 +1,156 @@
+"""upcycle: a dense model becomes a mixture of experts that computes the same at the start (Komatsuzaki et al. 2023)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
+from pointsman.hf.surgery.replace import replace_routers
+
+SHARED_HIDDEN = 64
+"""Width of the shared expert that Qwen2-MoE must have; its output projection starts at zero."""
+
+
+def _mixtral(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            raise ValueError(f"upcycle: {type(config).__name__} has {name}=True, for which Mixtral has no place")
+    return {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "sliding_window": getattr(config, "sliding_window", None),
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    }
+
+
+def _qwen(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
+    return {**_qwen(config, num_experts, top_k), "shared_expert_intermediate_size": SHARED_HIDDEN, "qkv_bias": True}
+
+
+def _qwen3(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1:
+        raise ValueError("upcycle: this Qwen3 mixes full and sliding attention, which Qwen3-MoE does not")
+    sliding = "sliding_attention" in kinds
+    return {**_qwen(config, num_experts, top_k), "use_sliding_window": sliding, "head_dim": config.head_dim}
+
+
+TARGETS: dict[str, tuple[str, Callable[[Any, int, int], dict[str, Any]]]] = {
+    "llama": ("mixtral", _mixtral),
+    "mistral": ("mixtral", _mixtral),
+    "qwen2": ("qwen2_moe", _qwen2),
+    "qwen3": ("qwen3_moe", _qwen3),
+}
+"""Dense model type -> the mixture with the same attention, and what its configuration needs beside the dense one's."""
+
+
+def upcycle(
+    model: PreTrainedModel,
+    num_experts: int,
+    *,
+    top_k: int = 2,
+    router: str | Sequence[str] | None = None,
+    noise: float = 0.0,
+) -> PreTrainedModel:
+    """A mixture of experts from a dense model: every expert a copy of the feed-forward layer.
+
+    Llama and Mistral become Mixtral, Qwen2 Qwen2-MoE, Qwen3 Qwen3-MoE. The weights of a token's experts sum to 1, so
+    the mixture computes what the dense model did, for any k and any router, up to the rounding of that sum. The dense
+    model stays as it is; attention, embeddings and norms are copied.
+
+    Args:
+        model: the dense model, a causal language model or its bare transformer.
+        num_experts: E.
+        top_k: experts a token.
+        router: a router spec for `replace_routers`, in the method's own start; None: the class's own gate.
+        noise: standard deviation of Gaussian noise on the experts' weights, as a share of each matrix's own standard
+            deviation, so that experts can part; with noise the start is near the dense model, not equal to it.
+
+    Returns:
+        the new model, in the same mode, dtype and place.
+
+    Raises:
+        ValueError: a class without a matching mixture, or something in the model for which that has no place.
+    """
+    kind = model.config.model_type
+    if kind not in TARGETS:
+        raise ValueError(f"upcycle: no mixture of experts matches {kind!r}: {did_you_mean(kind, TARGETS)}")
+    check_whole("upcycle: num_experts", num_experts)
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+        raise ValueError(f"upcycle: top_k={top_k!r}: allowed are whole numbers from 1 to {num_experts}")
+    if not noise >= 0:
+        raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
+    target, settings = TARGETS[kind]
+    config = _config(model.config, target, settings(model.config, num_experts, top_k))
+    causal = type(model).__name__.endswith("ForCausalLM")
+    if not causal and not type(model).__name__.endswith("Model"):
+        raise ValueError(f"upcycle: {type(model).__name__} is neither a causal language model nor a bare transformer")
+    factory: Any = AutoModelForCausalLM if causal else AutoModel
+    mixture: PreTrainedModel = factory.from_config(config, dtype=model.dtype).to(model.device)
+    with torch.no_grad():
+        _fill(mixture.state_dict(), model.state_dict(), num_experts, noise)
+    mixture.train(model.training)
+    if getattr(model, "generation_config", None) is not None:
+        mixture.generation_config = copy.deepcopy(model.generation_config)
+    if router is not None:
+        replace_routers(mixture, router, start="fresh")
+    return mixture
+
+
+def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
+    """The mixture's configuration: what both classes know from the dense one, and `values`."""
+    skipped = {"model_type", "architectures", "transformers_version", "auto_map"}
+    plain = AutoConfig.for_model(target)
+    known = {name for name in plain.to_dict() if not name.startswith("_")} - skipped
+    common = {name: value for name, value in dense.to_dict().items() if name in known}
+    return AutoConfig.for_model(target, **{**common, **values})
+
+
+def _fill(into: dict[str, Tensor], dense: dict[str, Tensor], num_experts: int, noise: float) -> None:
+    """Copies the dense weights; those of the feed-forward layers once for each expert."""
+    left = set(dense)
+    for name, tensor in into.items():
+        if name in dense:
+            if tensor.shape != dense[name].shape:
+                raise ValueError(f"upcycle: {name} is {list(dense[name].shape)}, its place {list(tensor.shape)}")
+            tensor.copy_(dense[name])
+            left.discard(name)
+        elif name.endswith("mlp.experts.gate_up_proj"):
+            base = name.removesuffix("experts.gate_up_proj")
+            parts = [dense[f"{base}gate_proj.weight"], dense[f"{base}up_proj.weight"]]
+            left -= {f"{base}gate_proj.weight", f"{base}up_proj.weight"}
+            for half, part in zip(tensor.chunk(2, 1), parts, strict=True):
+                half.copy_(_copies(part, num_experts, noise))
+        elif name.endswith("mlp.experts.down_proj"):
+            source = name.removesuffix("experts.down_proj") + "down_proj.weight"
+            tensor.copy_(_copies(dense[source], num_experts, noise))
+            left.discard(source)
+        elif name.endswith("shared_expert.down_proj.weight"):
+            tensor.zero_()
+    if left:
+        raise ValueError(f"upcycle: the mixture has no place for {', '.join(sorted(left)[:3])}")
+
+
+def _copies(weight: Tensor, num_experts: int, noise: float) -> Tensor:
+    copies = weight.expand(num_experts, *weight.shape)
+    if not noise:
+        return copies
+    return copies + torch.randn(copies.shape, device=weight.device, dtype=weight.dtype) * (noise * weight.std())

@@ -1,0 +1,1 @@
+"""The laboratory: models, data, training, evaluation and reports. The library never imports it."""

@@ -1,0 +1,231 @@
+"""Our layer, its limit, and its peers, each as a function of the hidden states: router, experts, combination.
+
+A peer's router is its own, its experts do the same work: ReLU, no biases (st-moe-pytorch has gated experts only; its
+width is chosen for equal products).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.control import pack_experts
+from pointsman.experts.cpu import packing
+from pointsman.lab.benchmark.cases import Case
+from pointsman.layer import MoE
+from pointsman.ops.gemm import choose
+from pointsman.ops.kernels import Kernels, measure_kernels
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How to build a layer, and where it can be built.
+
+    Attributes:
+        build: the layer, and the module that holds its parameters.
+        package: what must be installed, or None.
+        suits: whether it can do a case in reasonable time and memory.
+        prepare: what is done to that module once it has its dtype and its kernels.
+    """
+
+    build: Callable[[Case], tuple[Layer, nn.Module]]
+    package: str | None = None
+    suits: Callable[[Case], bool] = lambda case: True
+    prepare: Callable[[nn.Module], object] = lambda module: None
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def pointsman(case: Case) -> tuple[Layer, nn.Module]:
+    layer = MoE(case.dim, case.hidden_dim, case.num_experts, top_k=case.k, router="smoe:bias=false", bias=False)
+    return layer, layer
+
+
+def dense(case: Case) -> tuple[Layer, nn.Module]:
+    """A feed-forward layer of stock torch that sees each token k times."""
+    inward, outward = nn.Linear(case.dim, case.hidden_dim, False), nn.Linear(case.hidden_dim, case.dim, False)
+
+    def layer(hidden: Tensor) -> Tensor:
+        output: Tensor = outward(F.relu(inward(hidden.repeat(case.k, 1))))
+        return output[: hidden.shape[0]]
+
+    return layer, nn.ModuleList([inward, outward])
+
+
+class Limit(nn.Module):
+    """The same products as one dense chain at the best rate: the faster GEMM, chunks that stay in cache."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.kernels: Kernels | None = None
+        self.device, self.dtype = case.device, getattr(torch, case.dtype)
+        self.rows = case.tokens * case.k
+        self.chunk = self.rows if case.device != "cpu" else min(self.rows, 2048)
+        self.inward = torch.randn(case.hidden_dim, case.dim, dtype=self.dtype, device=case.device) / case.dim**0.5
+        self.outward = torch.randn(case.dim, case.hidden_dim, dtype=self.dtype, device=case.device)
+        self.outward /= case.hidden_dim**0.5
+        self.input = torch.randn(self.chunk, case.dim, dtype=self.dtype, device=case.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        name = (self.kernels or measure_kernels()).gemm if self.device == "cpu" else "blas"
+        gemm = choose(name, self.dtype)
+        for start in range(0, self.rows, self.chunk):
+            part = self.input[: min(self.chunk, self.rows - start)]
+            gemm.linear(gemm.linear(part, self.inward, None, relu=True), self.outward)
+        return hidden
+
+
+def limit(case: Case) -> tuple[Layer, nn.Module]:
+    module = Limit(case)
+    return module, module
+
+
+def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
+    """For a few tokens: reading the weights of the experts that a uniform routing would use, once."""
+    dtype = getattr(torch, case.dtype)
+    used = min(case.num_experts, round(case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)))
+    weights = torch.randn(case.num_experts, 2 * case.dim * case.hidden_dim, device=case.device).to(dtype)
+    order = torch.randperm(case.num_experts)
+    turn = 0
+
+    def layer(hidden: Tensor) -> Tensor:
+        nonlocal turn
+        for _ in range(used):
+            weights[int(order[turn % case.num_experts])].view(torch.int64).sum()
+            turn += 1
+        return hidden
+
+    return layer, nn.Module()
+
+
+def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
+    """The experts of transformers (those of NemotronH, which have no gate) behind its usual softmax router."""
+
+    def build(case: Case) -> tuple[Layer, nn.Module]:
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+        config = SimpleNamespace(
+            n_routed_experts=case.num_experts,
+            hidden_size=case.dim,
+            moe_intermediate_size=case.hidden_dim,
+            moe_latent_size=None,
+            mlp_hidden_act="relu",
+            _experts_implementation=implementation,
+        )
+        experts = NemotronHExperts(config)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            experts.up_proj.normal_(0, case.dim**-0.5)
+            experts.down_proj.normal_(0, case.hidden_dim**-0.5)
+        gate = nn.Linear(case.dim, case.num_experts, False)
+
+        def layer(hidden: Tensor) -> Tensor:
+            probs = F.softmax(gate(hidden).float(), -1)
+            weights, chosen = torch.topk(probs, case.k, dim=-1)
+            weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
+            output: Tensor = experts(hidden, chosen, weights)
+            return output
+
+        return layer, nn.ModuleList([experts, gate])
+
+    return build
+
+
+def _in_sequences(hidden: Tensor) -> Tensor:
+    length = 512 if hidden.shape[0] % 512 == 0 else hidden.shape[0]
+    return hidden.view(-1, length, hidden.shape[1])
+
+
+def st_moe(case: Case) -> tuple[Layer, nn.Module]:
+    from st_moe_pytorch.st_moe_pytorch import MoE as StMoE
+
+    module = StMoE(case.dim, case.num_experts, case.hidden_dim / case.dim, gating_top_n=case.k)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def mixture_of_experts(case: Case) -> tuple[Layer, nn.Module]:
+    from mixture_of_experts.mixture_of_experts import MoE as TopTwo
+
+    module = TopTwo(case.dim, case.num_experts, case.hidden_dim)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def megablocks(case: Case) -> tuple[Layer, nn.Module]:
+    """Dropless experts on a GPU, through the package grouped_gemm."""
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    module = dMoE(
+        Arguments(
+            hidden_size=case.dim,
+            ffn_hidden_size=case.hidden_dim,
+            moe_num_experts=case.num_experts,
+            moe_top_k=case.k,
+            moe_normalize_expert_weights=1,
+            moe_loss_weight=0.0,
+            activation_fn=F.relu,
+            bias=False,
+            return_bias=False,
+            mlp_impl="grouped",
+            fp16=False,
+            bf16=True,
+            device=torch.device(case.device),
+        )
+    )
+
+    def layer(hidden: Tensor) -> Tensor:
+        found = module(_in_sequences(hidden))
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # versions differ
+        return output.reshape(hidden.shape)
+
+    return layer, module
+
+
+def _pairs_fit(case: Case) -> bool:
+    """batched_mm copies an expert's weights for every pair."""
+    return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
+
+
+def _packs(case: Case) -> bool:
+    evaluated = case.device == "cpu" and not case.train
+    return evaluated and packing.pays(case.dim * case.hidden_dim, getattr(torch, case.dtype), measure_kernels())
+
+
+PACKED = "pointsman, packed"
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pointsman": Implementation(pointsman),
+    PACKED: Implementation(pointsman, suits=_packs, prepare=pack_experts),
+    "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
+    "transformers eager": Implementation(transformers("eager"), "transformers"),
+    "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
+    "st-moe-pytorch": Implementation(
+        st_moe, "st_moe_pytorch", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "mixture-of-experts": Implementation(
+        mixture_of_experts, "mixture_of_experts", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "megablocks": Implementation(
+        megablocks, "megablocks", lambda case: case.device != "cpu" and case.dtype == "bfloat16"
+    ),
+    "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
+    "limit": Implementation(limit, suits=lambda case: case.train),
+    "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
+}
+MODULES = (
+    "transformers.models.nemotron_h.modeling_nemotron_h",
+    "st_moe_pytorch.st_moe_pytorch",
+    "mixture_of_experts.mixture_of_experts",
+)
+"""What the peers import on a CPU, where they are installed."""
+LIMITS = ("limit", "limit (reading weights)")
+OWN = ("pointsman", PACKED, "dense, stock torch", *LIMITS)
+"""What is always measured; the others are peers."""

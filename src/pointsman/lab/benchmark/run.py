@@ -1,0 +1,268 @@
+"""Runs the cases: a process for each implementation, turn by turn."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman.lab.benchmark.cases import Case, cases, growth, steps
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman.lab.benchmark.process import Process, ask_all
+from pointsman.lab.benchmark.steps import SETTINGS, WAYS, Settings
+from pointsman.ops.kernels import measure_kernels
+
+SECONDS = 3.0  # a case, if it takes no more
+LEAST = 5  # rounds
+WARM_UP = {"float32": 1.0, "bfloat16": 8.0}  # seconds at most for each; in bf16 torch builds kernels for row counts
+ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
+HOPELESS = 8  # times as long as the best peer: not worth a round
+STEP_ROUNDS = 15
+PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
+
+
+@dataclass
+class Times:
+    """One implementation's measurements, in seconds and bytes, round by round."""
+
+    forward: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    memory: float | None = None
+    error: str | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        return 1e3 * statistics.median(self.total)
+
+    def ratio(self, other: Times, name: str = "total") -> float:
+        """The median over rounds of this time to the other's in the same round (what it has, if it left earlier)."""
+        mine: list[float] = getattr(self, name)
+        theirs: list[float] = getattr(other, name)
+        return statistics.median([one / two for one, two in zip(mine, theirs, strict=False)])
+
+
+@dataclass
+class Result:
+    """One case, all implementations."""
+
+    case: Case
+    times: dict[str, Times]
+
+    @property
+    def limit(self) -> Times:
+        return next(self.times[name] for name in LIMITS if name in self.times)
+
+    def peers(self) -> dict[str, Times]:
+        return {name: times for name, times in self.times.items() if name not in OWN and times.total}
+
+    def best_peer(self, name: str = "pointsman") -> tuple[str, float] | None:
+        """The best peer, and its time over that of ours; None without a peer or a time of ours."""
+        ours = self.times[name]
+        ratios = {name: times.ratio(ours) for name, times in self.peers().items()} if ours.total else {}
+        return min(ratios.items(), key=lambda pair: pair[1], default=None)
+
+
+def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
+    """The implementations of a case: ours, its limits, and those peers that are installed and suit it."""
+    return [
+        name
+        for name, implementation in IMPLEMENTATIONS.items()
+        if implementation.installed and implementation.suits(case) and (name in OWN or peers is None or name in peers)
+    ]
+
+
+def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
+    """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
+
+    A peer that takes `HOPELESS` times the best peer's time when all are warm keeps that time; one that takes 4 times
+    as long is out after the first round, one that takes twice as long after 3.
+    """
+    times: dict[str, Times] = {}
+    processes = [Process(name) for name in names_for(case, peers)]
+    try:
+        built = ask_all({process: _building(process.name, case) for process in processes})
+        times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
+        # decoding has few row counts, so that its kernels are soon built
+        contenders = _warm_up(processes, times, WARM_UP[case.dtype if case.train else "float32"])
+        start = time.monotonic()
+        for turn in range(ROUNDS[case.train]):
+            passed = time.monotonic() - start
+            if (turn >= LEAST and passed > seconds) or (turn and passed > 4 * seconds):
+                break
+            contenders = _in_question(contenders, times, 2 if turn >= 3 else 4 if turn else math.inf)
+            for process in contenders:
+                _measure(process, times[process.name], turn)
+        _measure_memory([process for process in contenders if process.name not in LIMITS], times)
+    finally:
+        for process in processes:
+            process.close()
+    return Result(case, times)
+
+
+def _building(name: str, case: Case) -> tuple[str, list[Any]]:
+    """The request for a layer. All compute with what one timing found faster, here, while nothing else runs."""
+    return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
+
+
+def _warm_up(processes: Sequence[Process], times: Mapping[str, Times], seconds: float) -> Sequence[Process]:
+    """Calls that do not count, until they get no faster (`Worker.warm`). Returns who goes on."""
+    for process in processes:
+        if times[process.name].error is None:
+            _note(times[process.name], process.ask("warm", seconds))
+    contenders = _in_question(processes, times, HOPELESS)
+    for process in contenders:
+        times[process.name].forward.clear()
+        times[process.name].total.clear()
+    return contenders
+
+
+def _in_question(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
+    """Those that are always measured, and the peers that take at most `factor` times the best one's time."""
+    peers = {name: statistics.median(one.total) for name, one in times.items() if name not in OWN and one.total}
+    if not peers:
+        return list(processes)
+    fastest = min(peers.values())
+    return [process for process in processes if peers.get(process.name, 0.0) <= factor * fastest]
+
+
+def _measure(process: Process, times: Times, turn: int) -> None:
+    if times.error is not None:
+        return
+    time.sleep(PAUSE)
+    _note(times, process.ask("measure", 10 * turn))
+
+
+def _note(times: Times, answer: Mapping[str, Any]) -> None:
+    times.error = answer.get("error")
+    if times.error is None:
+        times.total.append(answer["total"])
+        if "forward" in answer:
+            times.forward.append(answer["forward"])
+
+
+def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times]) -> None:
+    """After all else: it takes away what a process keeps from call to call."""
+    for process in processes:
+        if times[process.name].error is None:
+            times[process.name].memory = process.ask("memory", 0).get("memory")
+
+
+def run_router(case: Case, rounds: int = 15) -> float:
+    """Our router's share of a layer's forward and backward, the median over rounds."""
+    with Process("pointsman") as process:
+        process.ask(*_building("pointsman", case))
+        shares: list[float] = []
+        process.ask("warm", WARM_UP[case.dtype])
+        for turn in range(rounds):
+            router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
+            for answer in (router, whole):
+                if "error" in answer:
+                    raise RunError(f"the router's share of {case.name} was not measured: {answer['error']}")
+            shares.append(router["router"] / whole["total"])
+    return statistics.median(shares)
+
+
+@dataclass
+class StepResult:
+    """Training steps at one k: way -> seconds a step (`total`), and bytes that the device holds."""
+
+    k: int
+    times: dict[str, Times]
+
+
+def run_steps(
+    k: int, device: str, rounds: int = STEP_ROUNDS, settings: Settings = SETTINGS, ways: Sequence[str] = WAYS
+) -> StepResult:
+    """Measures training steps way by way, turn by turn."""
+    times = {way: Times() for way in ways}
+    processes = [Process(way) for way in ways]
+    try:
+        for process in processes:
+            answer = process.ask("train", [process.name, device, {**settings, "train_top_k": str(k)}])
+            times[process.name].error = answer.get("error")
+        for turn in range(rounds):
+            for process in processes:
+                _measure(process, times[process.name], turn)
+        _measure_memory(processes, times)
+    finally:
+        for process in processes:
+            process.close()
+    return StepResult(k, times)
+
+
+@dataclass
+class Point:
+    """One point of a growth curve: our time, in milliseconds, and its ratio to the limit."""
+
+    value: int
+    milliseconds: float
+    ratio: float
+
+
+def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, list[Point]]:
+    """Each axis alone around configuration a."""
+    curves: dict[str, list[Point]] = {}
+    with Process("pointsman") as ours, Process("limit") as limit:
+        for axis, axis_cases in growth():
+            announce(f"growth: {axis}")
+            curves[axis] = []
+            for case in axis_cases:
+                pair = {process.name: Times() for process in (ours, limit)}
+                for process in (ours, limit):
+                    process.ask(*_building(process.name, case))
+                _warm_up((ours, limit), pair, seconds=1.0)
+                for turn in range(rounds):
+                    for process in (ours, limit):
+                        _measure(process, pair[process.name], turn)
+                value = {"tokens": case.tokens, "experts": case.num_experts, "k": case.k}[axis]
+                mine = pair["pointsman"]
+                curves[axis].append(Point(value, mine.milliseconds, mine.ratio(pair["limit"])))
+    return curves
+
+
+@dataclass
+class Benchmark:
+    """Everything one run measured."""
+
+    results: list[Result]
+    router: dict[str, float]
+    growth: dict[str, list[Point]]
+    steps: list[StepResult] = field(default_factory=list)
+
+
+def run(
+    device: str = "cpu",
+    quick: bool = False,
+    peers: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Benchmark:
+    """The whole benchmark: a minute if `quick`, otherwise several.
+
+    Args:
+        device: "cpu", or a CUDA device.
+        quick: configuration a and one token of decoding only, and no growth.
+        peers: names of peers to compare with; None: all that are installed.
+        names: names of cases; None: all, and the curves of growth.
+        announce: told what comes next.
+    """
+    chosen = cases(device, quick, names)
+    results = []
+    for index, case in enumerate(chosen):
+        announce(f"{index + 1}/{len(chosen)}  {case.label}")
+        results.append(run_case(case, peers, SECONDS))
+    router = {}
+    for case in chosen:
+        if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
+            announce(f"router: {case.label}")
+            router[case.dtype] = run_router(case)
+    training = []
+    for k in steps(device, quick, names):
+        announce(f"training steps: k {k}")
+        training.append(run_steps(k, device))
+    grows = not quick and device == "cpu" and names is None
+    return Benchmark(results, router, run_growth(announce) if grows else {}, training)

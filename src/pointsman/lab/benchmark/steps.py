@@ -1,0 +1,70 @@
+"""Training steps of the paper's small Transformer-XL: eager, compiled, and replayed as CUDA graphs.
+
+A worker (`worker.serve`) holds one run, trained in one of these ways, and answers like a layer's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pointsman.lab.recipes import preset
+from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.run_directory import open_corpus
+from pointsman.lab.training.state import TrainingState
+from pointsman.ops.kernels import use_kernels
+
+SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
+"""HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
+
+WAYS = ("eager", "compiled", "graph")
+FIRST, STEPS = 12, 10  # steps before the first measurement: the memory fills, kernels are compiled, a graph captured
+
+Settings = Mapping[str, Any]
+
+
+class Steps:
+    """A run under way.
+
+    Args:
+        way: one of `WAYS`.
+        device: where it trains; graphs need a CUDA device.
+        settings: of the run: what `recipes.preset` takes, its name as "preset".
+    """
+
+    def __init__(self, way: str, device: str, settings: Settings) -> None:
+        name, rest = settings["preset"], {key: value for key, value in settings.items() if key != "preset"}
+        config = preset(name, cuda_graph=way == "graph", **rest)
+        corpus = open_corpus(config.data)
+        self.device = torch.device(device)
+        self.state = TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, self.device)
+        use_kernels(self.state.model, choose_kernels(config, None, None))
+        if way == "compiled":
+            self.state.model.compile(dynamic=False)
+        for _ in range(FIRST):
+            self.state.train_step()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measure(self, turn: int) -> dict[str, float]:
+        """Mean seconds of a few steps in a row; one before them wakes the device."""
+        self.state.train_step()
+        start = self._now()
+        for _ in range(STEPS):
+            self.state.train_step()
+        return {"total": (self._now() - start) / STEPS}
+
+    def memory(self, turn: int) -> dict[str, float]:
+        """Bytes that the device holds for the run at its peak: what lies in a graph's pool is never given back."""
+        if self.device.type != "cuda":
+            return {}
+        return {"memory": torch.cuda.max_memory_reserved(self.device)}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

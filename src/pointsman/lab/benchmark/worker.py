@@ -1,0 +1,187 @@
+"""One implementation in a process of its own: what it can be asked, and how it answers."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.experts.cpu import memory
+from pointsman.lab.benchmark.cases import Case
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
+from pointsman.ops.kernels import Kernels, use_kernels
+
+AWAKE = 0.02  # seconds of work before a measurement
+WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # the first seed, and how many calls at most; compared four by four
+SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Worker:
+    """A layer, and what can be asked of it.
+
+    Args:
+        kernels: what ours and the limit compute with on a CPU; None: what this process finds faster.
+    """
+
+    def __init__(self, name: str, case: Case, kernels: Kernels | None = None) -> None:
+        self.name, self.case = name, case
+        torch.manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+        self.layer: Callable[[Tensor], Tensor]
+        self.module: nn.Module
+        with torch.device(case.device):
+            self.layer, self.module = IMPLEMENTATIONS[name].build(case)
+        self.module.to(case.device, dtype)
+        self.module.train(case.train)
+        if kernels is not None:
+            use_kernels(self.module, kernels)
+        IMPLEMENTATIONS[name].prepare(self.module)
+
+    def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
+        generator = torch.Generator(self.case.device).manual_seed(seed)
+        shape = tokens or self.case.tokens, self.case.dim
+        return torch.randn(shape, generator=generator, device=self.case.device).to(getattr(torch, self.case.dtype))
+
+    def measure(self, seed: int) -> dict[str, float]:
+        """Seconds of a call on new tokens, forward and forward with backward: the median of several if it is short."""
+        self._awake(seed)
+        start, calls = time.perf_counter(), [self.once(seed)]
+        while len(calls) < MOST and time.perf_counter() - start < SHORT:
+            calls.append(self.once(seed + 1_000_000 * len(calls)))
+        if self.case.device != "cpu":
+            self.module.zero_grad()  # the room that gradients take is the others' until the next turn
+        return {name: statistics.median(call[name] for call in calls) for name in calls[0]}
+
+    def warm(self, seconds: float) -> dict[str, float]:
+        """Calls on new tokens until they get no faster, at most so many seconds; what the last ones took.
+
+        In bf16 libraries build a kernel for each row count of an expert that they have not seen, of which there may be
+        hundreds: whoever uses a layer for long pays for them only at first.
+        """
+        start, calls, before = time.perf_counter(), [], float("inf")
+        for seed in range(WARM, WARM + MOST_WARM):
+            calls.append(self.once(seed))
+            if time.perf_counter() - start > seconds:
+                break
+            if not len(calls) % BLOCK:
+                last = statistics.median(call["total"] for call in calls[-BLOCK:])
+                if last > 0.95 * before:
+                    break
+                before = last
+        return {name: statistics.median(call[name] for call in calls[-BLOCK:]) for name in calls[0]}
+
+    def once(self, seed: int) -> dict[str, float]:
+        """Seconds of one call on new tokens."""
+        hidden = self.hidden(seed)
+        if self.name in LIMITS or not self.case.train:
+            with torch.no_grad():
+                start = self._now()
+                self.layer(hidden)
+                seconds = self._now() - start
+            return {"forward": seconds, "total": 3 * seconds if self.case.train else seconds}
+        gradient = self.hidden(seed + 1)
+        hidden.requires_grad_()
+        self.module.zero_grad()
+        start = self._now()
+        output = self.layer(hidden)
+        forward = self._now()
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+        end = self._now()
+        return {"forward": forward - start, "total": end - start}
+
+    def router(self, seed: int) -> dict[str, float]:
+        """Seconds of our router alone, forward and backward: score, normalise, select."""
+        self._awake(seed)
+        router = self.module.router
+        assert isinstance(router, nn.Module)
+        hidden, gradient = self.hidden(seed).requires_grad_(), torch.ones(self.case.tokens, self.case.k)
+        self.module.zero_grad()
+        start = self._now()
+        router(hidden).weights.backward(gradient)
+        return {"router": self._now() - start}
+
+    def memory(self, seed: int) -> dict[str, float]:
+        """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
+
+        On a CPU the call is not the first on these tokens: kernels that libraries keep for their row counts are there.
+        Nothing else is: freed memory, and what layers keep between steps, are given back before.
+        """
+        if self.case.device != "cpu":
+            torch.cuda.reset_peak_memory_stats(self.case.device)
+            before = torch.cuda.memory_allocated(self.case.device)
+            self.once(seed)
+            return {"memory": torch.cuda.max_memory_allocated(self.case.device) - before}
+        if not _CLEAR.exists():
+            return {}
+        self.once(seed)
+        self.module.zero_grad()
+        memory.forget()
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        _CLEAR.write_text("5")  # the peak is counted anew
+        before = _status("VmRSS")
+        self.once(seed)
+        return {"memory": _status("VmHWM") - before}
+
+    def _awake(self, seed: int) -> None:
+        """Wakes what is to be measured: a GPU by a call on other tokens, which also gets back the memory it gave up."""
+        awake()
+        if self.case.device != "cpu":
+            self.once(seed + 2)
+
+    def _now(self) -> float:
+        if self.case.device != "cpu":
+            torch.cuda.synchronize(self.case.device)
+        return time.perf_counter()
+
+
+def awake() -> None:
+    """Keeps every thread busy for a moment: a core that has slept takes up to 10 ms to come back, now and then."""
+    square, end = torch.ones(512, 512), time.perf_counter() + AWAKE
+    while time.perf_counter() < end:
+        torch.mm(square, square)
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def serve(pipe: Connection) -> None:
+    """Answers requests until the other end closes, a dictionary to each pair.
+
+    ("build", [name, case, kernels]) makes a layer, ("train", [way, device, settings]) a run (`steps.Steps`), and
+    ("measure" | "router" | "memory", seed) asks it.
+    """
+    worker: Any = None
+    while True:
+        try:
+            request, value = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if request == "build":
+                worker = Worker(*value)
+                answer: dict[str, Any] = {}
+            elif request == "train":
+                from pointsman.lab.benchmark.steps import Steps  # a layer's process does without the trainer
+
+                worker, answer = Steps(*value), {}
+            else:
+                answer = getattr(worker, request)(value)
+        except Exception as error:
+            answer, worker = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the other processes need the room
+        pipe.send(answer)

@@ -1,0 +1,44 @@
+"""Corpora, vocabularies and streams of segments.
+
+The names load their modules when first used: listing the corpora needs neither numpy nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pointsman.lab.data.catalog import SPLITS, DataSpec, list_corpora, parse_data
+
+if TYPE_CHECKING:
+    from pointsman.lab.data.corpus import Corpus, load_corpus
+    from pointsman.lab.data.streams import IGNORE, BatchStream, EvalStream
+    from pointsman.lab.data.vocabulary import Vocabulary
+
+_HOMES = {
+    "Corpus": "corpus",
+    "load_corpus": "corpus",
+    "IGNORE": "streams",
+    "BatchStream": "streams",
+    "EvalStream": "streams",
+    "Vocabulary": "vocabulary",
+}
+
+__all__ = [
+    "IGNORE",
+    "SPLITS",
+    "BatchStream",
+    "Corpus",
+    "DataSpec",
+    "EvalStream",
+    "Vocabulary",
+    "list_corpora",
+    "load_corpus",
+    "parse_data",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,198 @@
+"""Token arrays on disk: written aside, synced, renamed, checked at every opening, and mapped into memory.
+
+A cache folder `tokens/KEY/` holds one raw array a split (`train.bin`, …) and `meta.json`: a first line with the SHA-256
+of the second, and in that the type, lengths and CRC-32 of the arrays and the vocabulary. Whoever renames first wins;
+another process that built the same at the same time uses that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError
+from pointsman._files import sync_folder
+from pointsman.lab.data.download import NO_SPACE
+from pointsman.lab.data.reading import BLOCK
+from pointsman.lab.data.vocabulary import IdArray, Vocabulary
+
+FORMAT = 1
+_STALE_SECONDS = 24 * 3600.0
+_SCRATCH = ".tmp-"
+
+Write = Callable[[str, IdArray], None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized corpus: split -> ids [tokens], their CRC-32, and how many tokens the vocabulary did not know."""
+
+    vocabulary: Vocabulary
+    arrays: Mapping[str, IdArray]
+    crc32: Mapping[str, int]
+    unknown: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What building returns beside the arrays it has handed to `write`; every split that exists is in `unknown`."""
+
+    vocabulary: Vocabulary
+    unknown: Mapping[str, int]
+
+
+def user_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+
+
+def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
+    """The tokens under this key: from the cache if they are there and whole, else built and put there.
+
+    A cache that cannot be written is done without, with a warning: the tokens then live in memory.
+
+    Raises:
+        RunError: no space left on the cache's disk.
+    """
+    root = cache / "tokens"
+    final = root / key
+    tokens = _open(final)
+    if tokens:
+        return tokens
+    scratch: Path | None = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
+        _write(scratch, build)
+        _move_into_place(scratch, final)
+        tokens = _open(final)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise RunError(f"no space left for the token cache in {root}: free some, or set XDG_CACHE_HOME") from None
+        reason = error.strerror or str(error)
+        warnings.warn(f"the token cache {root} cannot be used ({reason}): tokens stay in memory", stacklevel=2)
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return tokens or _in_memory(build)
+
+
+def _write(folder: Path, build: Callable[[Write], Built]) -> None:
+    files: dict[str, IO[bytes]] = {}
+    crc32: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    with ExitStack() as stack:
+
+        def write(split: str, ids: IdArray) -> None:
+            if split not in files:
+                files[split] = stack.enter_context((folder / f"{split}.bin").open("wb"))
+            data = _raw(ids)
+            files[split].write(data)
+            crc32[split] = zlib.crc32(data, crc32.get(split, 0))
+            counts[split] = counts.get(split, 0) + len(ids)
+
+        built = build(write)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    meta = {
+        "format": FORMAT,
+        "parts": {
+            split: {"tokens": counts.get(split, 0), "crc32": crc32.get(split, 0), "unknown": unknown}
+            for split, unknown in built.unknown.items()
+        },
+        "vocabulary": built.vocabulary.to_json(),
+    }
+    payload = json.dumps(meta)
+    with (folder / "meta.json").open("w", encoding="ascii") as meta_file:
+        meta_file.write(f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n")
+        meta_file.flush()
+        os.fsync(meta_file.fileno())
+    sync_folder(folder)
+
+
+def _open(folder: Path) -> Tokens | None:
+    """The tokens in a cache folder; None if there are none, or any byte of them is not as it was written."""
+    try:
+        digest, payload = (folder / "meta.json").read_text(encoding="ascii").splitlines()
+        if hashlib.sha256(payload.encode()).hexdigest() != digest:
+            return None
+        meta = json.loads(payload)
+        vocabulary = Vocabulary.from_json(meta["vocabulary"])
+        arrays: dict[str, IdArray] = {}
+        for split, part in meta["parts"].items():
+            arrays[split] = _map(folder / f"{split}.bin", part["tokens"], vocabulary.dtype)
+            if _crc32(arrays[split]) != part["crc32"]:
+                return None
+    except (OSError, ValueError):
+        return None
+    parts: dict[str, Any] = meta["parts"]
+    crc32 = {split: int(part["crc32"]) for split, part in parts.items()}
+    return Tokens(vocabulary, arrays, crc32, {split: int(part["unknown"]) for split, part in parts.items()})
+
+
+def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
+    if tokens == 0:  # nothing can be mapped
+        return np.zeros(0, dtype=dtype)
+    if path.stat().st_size != tokens * dtype.itemsize:
+        raise ValueError(f"{path} has another length than was written")
+    mapped: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r")
+    return mapped
+
+
+def _crc32(ids: IdArray) -> int:
+    checksum = 0
+    for start in range(0, len(ids), BLOCK):
+        checksum = zlib.crc32(_raw(ids[start : start + BLOCK]), checksum)
+    return checksum
+
+
+def _raw(ids: IdArray) -> memoryview:
+    return np.ascontiguousarray(ids).view(np.uint8).data
+
+
+def _move_into_place(scratch: Path, final: Path) -> None:
+    if final.exists() and _open(final) is None:  # damaged, or left by another format
+        aside = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=final.parent))
+        final.replace(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    try:
+        scratch.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
+        return  # another process was first
+    sync_folder(final.parent)
+
+
+def _sweep(root: Path) -> None:
+    """Removes what killed processes left, once it is a day old."""
+    for path in root.glob(f"{_SCRATCH}*"):
+        if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_memory(build: Callable[[Write], Built]) -> Tokens:
+    blocks: dict[str, list[IdArray]] = {}
+    built = build(lambda split, ids: blocks.setdefault(split, []).append(ids))
+    empty = np.zeros(0, dtype=built.vocabulary.dtype)
+    arrays: dict[str, IdArray] = {split: np.concatenate([empty, *blocks.get(split, [])]) for split in built.unknown}
+    for array in arrays.values():
+        array.setflags(write=False)
+    return Tokens(built.vocabulary, arrays, {split: _crc32(ids) for split, ids in arrays.items()}, built.unknown)

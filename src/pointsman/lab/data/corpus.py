@@ -1,0 +1,225 @@
+"""Corpora: named or given by path, tokenized once, ready as memory-mapped arrays of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.data.cache import FORMAT, Built, Tokens, Write, cached, user_cache_folder
+from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, parse_data
+from pointsman.lab.data.download import Progress, download
+from pointsman.lab.data.reading import Reader, check_md5, reading
+from pointsman.lab.data.sources import Source, local_source
+from pointsman.lab.data.vocabulary import IdArray, Vocabulary, count_words
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids of the parts of a corpus.
+
+    Attributes:
+        name: the row's label: the corpus's name or the last part of its path, with the preparation.
+        vocabulary: what the ids stand for.
+        description: the protocol line: source, level, vocabulary, parts and their sizes.
+        fingerprint: 64 bits in hexadecimal over all ids and the vocabulary: equal if and only if the data are.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+    description: str
+    fingerprint: str
+    _arrays: Mapping[str, IdArray] = field(repr=False)
+    _source: Source = field(repr=False)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Which of train, valid and test exist."""
+        return tuple(self._arrays)
+
+    def split(self, name: str) -> IdArray:
+        """Ids [tokens] of "train", "valid" or "test", read-only, in the smallest type that holds V.
+
+        They are mapped into memory from the cache, if there is one.
+
+        Raises:
+            RunError: the corpus has no such part.
+        """
+        if name not in SPLITS:
+            raise RunError(f"there is no split {name!r}: {did_you_mean(name, SPLITS)}")
+        if name not in self._arrays:
+            raise self._source.no_part(name)
+        return self._arrays[name]
+
+
+def load_corpus(
+    spec: str,
+    *,
+    data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    vocabulary: Vocabulary | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """The corpus that `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]` asks for.
+
+    A name is looked up in `data_dir`, then among earlier downloads, then downloaded; anything else is a file or
+    folder, in `data_dir` or by its path. The tokens are cached in `cache_dir` (default: the user's cache folder),
+    keyed by path, size and time of the files and by the options.
+
+    Args:
+        spec: what `--data` takes.
+        data_dir: the folder with the user's corpora.
+        cache_dir: where tokens and downloads are kept; never the data folder by itself.
+        vocabulary: the ids of a trained run, to evaluate or fine-tune it; default: made from the training part.
+        progress: called as progress(what, done, total).
+
+    Raises:
+        RunError: one line for whatever the user can mend.
+    """
+    wanted = parse_data(spec)
+    if vocabulary and wanted.level and wanted.level != vocabulary.level:
+        raise RunError(
+            f"data {spec!r} asks for level={wanted.level}, but the run's vocabulary is {vocabulary.level}-level"
+        )
+    if data_dir is not None and not data_dir.is_dir():
+        raise RunError(f"the data folder {data_dir} is not a folder")
+    cache = cache_dir or user_cache_folder()
+    source = _find(wanted, data_dir, cache, vocabulary.level if vocabulary else None, progress)
+    build = _Build(source, wanted, vocabulary, progress)
+    tokens = cached(build.key, cache, build)
+    label = str(DataSpec(source.name, wanted.newlines, wanted.level))
+    return Corpus(
+        label, tokens.vocabulary, _describe(label, source, wanted, tokens), _fingerprint(tokens), tokens.arrays, source
+    )
+
+
+def _find(
+    wanted: DataSpec, data_dir: Path | None, cache: Path, level: Level | None, progress: Progress | None
+) -> Source:
+    downloads = cache / "downloads"
+    folders = [data_dir, downloads] if data_dir else [downloads]
+    source = local_source(wanted, folders, level)
+    if source is None:
+        download(wanted.name, downloads, progress)
+        source = local_source(wanted, folders, level)
+    assert source is not None, "a download puts the corpus where it is looked for"
+    return source
+
+
+class _Build:
+    """Reads a source and hands its ids to `write`, in bounded memory: first the vocabulary, then the ids."""
+
+    def __init__(
+        self, source: Source, wanted: DataSpec, vocabulary: Vocabulary | None, progress: Progress | None
+    ) -> None:
+        self.source = source
+        self.level = source.level
+        self.keep_newlines = wanted.newlines == "keep"
+        self.vocabulary = vocabulary
+        self.progress = progress
+
+    @property
+    def key(self) -> str:
+        """Names the cache: changes with the files, the options, the vocabulary and the format."""
+        files = {}
+        for spans in self.source.parts.values():
+            for span in spans:
+                with reading(span.path):
+                    status = span.path.stat()
+                files[str(span.path.resolve())] = (status.st_size, status.st_mtime_ns)
+        stretches = {
+            split: [(str(span.path.resolve()), span.start, span.stop) for span in spans]
+            for split, spans in self.source.parts.items()
+        }
+        vocabulary = self.vocabulary.digest if self.vocabulary else None
+        text = json.dumps([FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary], sort_keys=True)
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.source.name)
+        return f"{name[:40].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def __call__(self, write: Write) -> Built:
+        source = self.source
+        if source.checksum:
+            path, size, md5 = source.checksum
+            for done in check_md5(path, size, md5):
+                self._report("checking", done, size)
+        vocabulary = self.vocabulary or self._vocabulary()
+        unknown = dict.fromkeys(source.parts, 0)
+        done = 0
+        with Reader() as reader:
+            for split, spans in source.parts.items():
+                for span in spans:
+                    for block in reader.blocks(span, self.level):
+                        ids, unknown_here = vocabulary.encode_compact(self._prepared(block))
+                        write(split, ids)
+                        unknown[split] += unknown_here
+                        done += len(block)
+                        self._report("tokenizing", done, source.size)
+        self._report("tokenizing", source.size, source.size)
+        return Built(vocabulary, unknown)
+
+    def _vocabulary(self) -> Vocabulary:
+        """From the training part; at byte level the other parts' bytes are added, so that the code is lossless."""
+        if self.level != "byte" and "train" not in self.source.parts:
+            reason = f"a {self.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
+            raise RunError(f"{self.source.no_part('train')}; {reason}")
+        seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+        characters: set[str] = set()
+        words: Counter[str] = Counter()
+        done = 0
+        with Reader() as reader:
+            for split, spans in self.source.parts.items():
+                if self.level != "byte" and split != "train":
+                    continue
+                here = seen.setdefault(split, np.zeros(256, dtype=np.bool_))
+                for span in spans:
+                    for block in reader.blocks(span, self.level):
+                        done += len(block)
+                        block = self._prepared(block)
+                        if isinstance(block, bytes):
+                            here[np.frombuffer(block, dtype=np.uint8)] = True
+                        elif self.level == "char":
+                            characters.update(block)
+                        else:
+                            count_words(block, words, keep_newlines=self.keep_newlines)
+                        self._report("reading", done, self.source.size)
+        if self.level == "char":
+            return Vocabulary.of_characters(characters)
+        if self.level == "word":
+            return Vocabulary.of_words(words)
+        values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
+        if not any(values.values()):
+            raise RunError(f"{self.source.name} holds nothing but newlines, and newlines=drop drops them")
+        return Vocabulary.of_bytes(values.get("train", []), [value for part in values.values() for value in part])
+
+    def _prepared(self, block: bytes | str) -> bytes | str:
+        if self.keep_newlines:
+            return block
+        if isinstance(block, bytes):
+            return block.replace(b"\n", b"")
+        return block.replace("\n", " " if self.level == "word" else "")
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        if self.progress:
+            self.progress(f"{what} {self.source.name}", done, total)
+
+
+def _describe(label: str, source: Source, wanted: DataSpec, tokens: Tokens) -> str:
+    parts = ", ".join(f"{split} {len(ids):,}" for split, ids in tokens.arrays.items())
+    unit = {"byte": "bytes", "char": "characters", "word": "words"}[source.level]
+    end = {"keep": "<eos> for each newline" if source.level == "word" else "newlines kept", "drop": "newlines dropped"}
+    known = CORPORA.get(source.name)
+    note = source.note if known is None or known.files or source.name == "stdlib" else "the published parts"
+    text = f"{label}: {note}; {unit}, {end[wanted.newlines]}; V {tokens.vocabulary.size:,}; tokens: {parts}"
+    unknown = ", ".join(f"{split} {count:,}" for split, count in tokens.unknown.items() if count)
+    return f"{text}; not in the vocabulary: {unknown}" if unknown else text
+
+
+def _fingerprint(tokens: Tokens) -> str:
+    parts = {split: (len(ids), tokens.crc32[split]) for split, ids in tokens.arrays.items()}
+    return hashlib.sha256(json.dumps([parts, tokens.vocabulary.digest]).encode()).hexdigest()[:16]

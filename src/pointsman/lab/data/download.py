@@ -1,0 +1,145 @@
+"""Fetching a named corpus: from the Hugging Face hub, or from its author's page.
+
+What arrives is written beside its final place, checked, and only then renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from pointsman._errors import RunError
+from pointsman.lab.data.catalog import CORPORA
+from pointsman.lab.data.reading import BLOCK, check_md5
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), both in bytes; total is 0 while unknown."""
+
+WIKITEXT_REPOSITORY = "Salesforce/wikitext"
+PAGES = {"enwik8": "https://mattmahoney.net/dc/enwik8.zip", "text8": "https://mattmahoney.net/dc/text8.zip"}
+WIKITEXT_TOKENS = {
+    "wikitext-2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
+    "wikitext-103": {"train": 103_227_021, "valid": 217_646, "test": 245_569},
+}
+_HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
+_TIMEOUT_SECONDS = 30
+NOT_HERE = "is not under the data folder (POINTSMAN_DATA)"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def download(name: str, folder: Path, progress: Progress | None = None) -> None:
+    """Puts the files of a named corpus into `folder / name`.
+
+    Raises:
+        RunError: no network, no place to write, a missing library, or a checksum that does not match.
+    """
+    target = folder / name
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{name} cannot be downloaded: {target} cannot be made: {error.strerror}") from None
+    if name in PAGES:
+        _from_page(name, target, progress)
+    else:
+        _from_hub(name, target, progress)
+
+
+def _from_page(name: str, target: Path, progress: Progress | None) -> None:
+    size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
+
+    def write(path: Path) -> None:
+        with urlopen(PAGES[name], timeout=_TIMEOUT_SECONDS) as answer, path.open("wb") as file:
+            total = int(answer.headers.get("Content-Length") or 0)
+            done = 0
+            while block := answer.read(BLOCK):
+                file.write(block)
+                done += len(block)
+                if progress:
+                    progress(f"downloading {name}", done, total)
+        for done in check_md5(path, size, md5):
+            if progress:
+                progress(f"checking {name}", done, size)
+
+    _write_aside(name, target / f"{name}.zip", write)
+
+
+def _from_hub(name: str, target: Path, progress: Progress | None) -> None:
+    for split, expected in WIKITEXT_TOKENS[name].items():
+
+        def write(path: Path, split: str = split, expected: int = expected) -> None:
+            rows = hub_rows(name, WIKITEXT_REPOSITORY, f"{name}-v1", _HUB_SPLITS[split])
+            tokens = 0
+            with path.open("wb") as file:
+                for line in _lines(rows, f"reading {name} {split}", progress):
+                    file.write(line.encode() + b"\n")
+                    tokens += len(line.split()) + 1
+            if tokens != expected:
+                raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, not {expected:,}: it changed there")
+
+        path = target / CORPORA[name].parts[split]
+        if not path.exists():
+            _write_aside(name, path, write)
+
+
+def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
+    """The rows of one split from the Hugging Face hub, without the warnings of the hub's library about its retries.
+
+    Raises:
+        RunError: no network, or the library is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise RunError(f"{name} {NOT_HERE}, and the hub needs: pip install 'pointsman[hf]'") from None
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return datasets.load_dataset(repository, config, split=split)
+    except Exception as error:  # libraries of the hub raise their own kinds when there is no network
+        if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
+    finally:
+        logger.setLevel(level)
+
+
+def _lines(rows: Any, what: str, progress: Progress | None) -> Iterator[str]:
+    """The hub's rows are the file's lines; blank ones came through as empty text."""
+    total = len(rows)
+    for done, row in enumerate(rows, start=1):
+        yield str(row["text"]).removesuffix("\n")
+        if progress and done % 1000 == 0:
+            progress(what, done, total)
+
+
+def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
+    scratch = path
+    try:
+        handle, scratch_name = tempfile.mkstemp(prefix=".tmp-", suffix=path.suffix, dir=path.parent)
+        scratch = Path(scratch_name)
+        try:
+            write(scratch)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        scratch.replace(path)
+    except RunError as error:
+        raise RunError(str(error).replace(str(scratch), f"the download of {path.name}")) from None
+    except Exception as error:  # libraries of the hub raise their own kinds when there is no network
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise RunError(f"no space left in {path.parent} for the download of {name}") from None
+        if isinstance(error, PermissionError):
+            raise RunError(f"no permission to write the download of {name} into {path.parent}") from None
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
+    finally:
+        if scratch != path:
+            scratch.unlink(missing_ok=True)

@@ -1,0 +1,195 @@
+"""Segments of a token array, by step number: no state, so that resuming needs only the step.
+
+Shapes: B rows of the batch, T tokens of a segment. Inputs and targets are int64 [B, T]; the target of a position is the
+token after it. Rows continue from step to step, so that a model's memory of row b is what came just before in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman.lab.data.vocabulary import IdArray
+
+IGNORE = -100
+"""The target where there is none; `torch.nn.functional.cross_entropy` leaves it out by default."""
+
+
+class BatchStream:
+    """Training segments as Transformer-XL cuts them: B contiguous columns of the array, each read from its start.
+
+    With n tokens a column is (n - 1) // B targets long, and an epoch (n - 1) // B // T whole segments; the fewer than
+    T targets left in each column are not used. After the last step of an epoch the columns start again.
+
+    Args:
+        tokens: ids [n].
+        batch_size: B.
+        segment_length: T.
+        device: where batches go.
+
+    Raises:
+        RunError: fewer than B T + 1 tokens.
+    """
+
+    def __init__(
+        self, tokens: IdArray, batch_size: int, segment_length: int, device: torch.device | str = "cpu"
+    ) -> None:
+        _check_positive(batch_size, segment_length)
+        need = batch_size * segment_length + 1
+        if len(tokens) < need:
+            raise RunError(
+                f"the training part has {len(tokens):,} tokens, and one step of {batch_size} x {segment_length} "
+                f"needs {need:,}: give more text, a smaller batch or a shorter segment"
+            )
+        self.batch_size = batch_size
+        self.segment_length = segment_length
+        self.steps_per_epoch = (len(tokens) - 1) // batch_size // segment_length
+        self._tokens = tokens
+        self._column = (len(tokens) - 1) // batch_size
+        self._device = torch.device(device)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(input [B, T], target [B, T]) of a step, counted from 0 over all epochs."""
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0")
+        start = step % self.steps_per_epoch * self.segment_length
+        width = self.segment_length + 1
+        rows = np.empty((self.batch_size, width), dtype=np.int64)
+        for row in range(self.batch_size):
+            begin = row * self._column + start
+            rows[row] = self._tokens[begin : begin + width]
+        both = _send(rows, self._device)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def is_epoch_start(self, step: int) -> bool:
+        """Whether the columns start (again) at this step: memories of the text before must be forgotten."""
+        return step % self.steps_per_epoch == 0
+
+    def epoch(self, step: int) -> int:
+        """How often the text was read through before this step."""
+        return step // self.steps_per_epoch
+
+
+class EvalStream:
+    """Evaluation segments: every token but the array's first is a target exactly once, or evenly spaced stretches are.
+
+    The n - 1 targets are cut into contiguous rows of equal length (the first ones may be one longer), read side by
+    side in segments of T; the last segment is as long as what is left, and where only some rows have a last target,
+    the others' target is `IGNORE`. There are B rows, or fewer if a row would not fill one segment. A memory starts
+    empty at the start of each row and is carried from segment to segment.
+
+    With a `budget` below n - 1, only the first S = max(1, budget // (rows T)) whole segments of each row are read:
+    rows start at evenly spaced places of the text, and in its stretch each segment has the one before as context.
+
+    Args:
+        tokens: ids [n].
+        batch_size: B.
+        segment_length: T.
+        device: where batches go.
+        budget: how many targets to evaluate, rounded down to whole segments (at least one a row); None for all.
+
+    Raises:
+        RunError: fewer than T + 1 tokens, or a budget below 1.
+    """
+
+    def __init__(
+        self,
+        tokens: IdArray,
+        batch_size: int,
+        segment_length: int,
+        device: torch.device | str = "cpu",
+        budget: int | None = None,
+    ) -> None:
+        _check_positive(batch_size, segment_length)
+        targets = len(tokens) - 1
+        if targets < segment_length:
+            raise RunError(
+                f"the part to evaluate has {len(tokens):,} tokens, and one segment needs {segment_length + 1:,}"
+            )
+        if budget is not None and budget < 1:
+            raise RunError(f"{budget} tokens to evaluate: at least 1 is needed")
+        self.rows = min(batch_size, targets // segment_length)
+        self.segment_length = segment_length
+        length, longer = divmod(targets, self.rows)
+        row = np.arange(self.rows)
+        self._starts = row * length + np.minimum(row, longer)
+        if budget is None or budget >= targets:
+            self._lengths = length + (row < longer)
+        else:
+            segments = max(1, budget // (self.rows * segment_length))
+            self._lengths = np.full(self.rows, segments * segment_length)
+        self.num_tokens = int(self._lengths.sum())
+        self._tokens = tokens
+        self._device = torch.device(device)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
+        """A stream that reads these texts side by side, each of at least two ids, all targets but a text's first."""
+        _check_positive(len(rows), segment_length)
+        stream = cls.__new__(cls)
+        stream.rows, stream.segment_length = len(rows), segment_length
+        sizes = np.array([len(row) for row in rows])
+        stream._starts, stream._lengths = np.cumsum(sizes) - sizes, sizes - 1
+        stream._tokens = np.concatenate(list(rows))
+        stream.num_tokens = int(stream._lengths.sum())
+        stream._device = torch.device(device)
+        return stream
+
+    @property
+    def texts(self) -> list[IdArray]:
+        """The stretch of text that each row reads, its first token (which is no target) included."""
+        return [
+            self._tokens[start : start + length + 1] for start, length in zip(self._starts, self._lengths, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        """The number of segments, side by side."""
+        return -(-int(self._lengths.max()) // self.segment_length)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """(input [rows, t], target [rows, t]) of a segment, t <= T."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"segment {index} of {len(self)}")
+        begin = index * self.segment_length
+        width = min(self.segment_length, int(self._lengths.max()) - begin)
+        inputs = np.zeros((self.rows, width), dtype=np.int64)
+        targets = np.full((self.rows, width), IGNORE, dtype=np.int64)
+        for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
+            piece = self._tokens[start + begin : start + min(begin + width, int(length)) + 1]
+            count = max(0, min(width, int(length) - begin))
+            inputs[row, : len(piece[:width])] = piece[:width]
+            targets[row, :count] = piece[1 : count + 1]
+        return _send(inputs, self._device), _send(targets, self._device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.batch(index) for index in range(len(self)))
+
+    @property
+    def protocol(self) -> str:
+        """One line on what is evaluated, for tables."""
+        total = len(self._tokens) - 1
+        if self.num_tokens == total:
+            return f"all {total:,} targets in {self.rows} rows, segments of {self.segment_length}"
+        stretch = self.num_tokens // self.rows
+        return (
+            f"{self.num_tokens:,} of {total:,} targets: {self.rows} evenly spaced stretches of {stretch:,}, "
+            f"segments of {self.segment_length}"
+        )
+
+
+def _check_positive(batch_size: int, segment_length: int) -> None:
+    if batch_size < 1 or segment_length < 1:
+        raise ValueError(f"batch size {batch_size} and segment length {segment_length} must be at least 1")
+
+
+def _send(array: NDArray[np.signedinteger[Any]], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

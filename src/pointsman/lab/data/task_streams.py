@@ -1,0 +1,174 @@
+"""Batches of labelled texts: encoded, cut to a length, padded on the right, and bucketed by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman.lab.data.tasks import Examples
+from pointsman.lab.data.vocabulary import IdArray, Vocabulary
+
+END_MARK = "\n"
+PADDING = -1
+BUCKET = 50  # batches that are sorted by length together
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples as token ids.
+
+    Attributes:
+        rows: ids of each text [tokens], with its end mark.
+        labels: [n] int64.
+        truncated: how many texts were cut.
+        unknown: how many tokens the vocabulary did not know.
+    """
+
+    rows: tuple[IdArray, ...]
+    labels: NDArray[np.int64]
+    truncated: int
+    unknown: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, count: int) -> Encoded:
+        """The first `count` examples."""
+        return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
+
+    def within(self, tokens: int | None) -> NDArray[np.int64]:
+        """Places of the texts that a budget of tokens allows, at least one; None: of all.
+
+        They are drawn at random with a fixed seed: the same ones for every model, and of every class.
+        """
+        if tokens is None:
+            return np.arange(len(self), dtype=np.int64)
+        order = np.random.default_rng(0).permutation(len(self))
+        spent = np.cumsum([len(self.rows[place]) for place in order])
+        return np.sort(order[: max(1, int(np.searchsorted(spent, tokens, side="right")))])
+
+    def take(self, places: NDArray[np.int64]) -> Encoded:
+        """The examples at these places."""
+        rows = tuple(self.rows[place] for place in places)
+        return Encoded(rows, self.labels[places], self.truncated, self.unknown)
+
+
+def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
+    """Ids of every text and an end mark, at most `max_length`: a longer text keeps its beginning, then the mark.
+
+    The mark is a newline (`<eos>` at word level; a space where the vocabulary has no newline). A classifier reads its
+    answer off the mark's position, so that every text ends alike.
+
+    Raises:
+        RunError: `max_length` below 2, or a text of which the vocabulary leaves nothing.
+    """
+    if max_length < 2:
+        raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
+    mark = vocabulary.encode_compact(END_MARK)[0]
+    rows, unknown, truncated = [], 0, 0
+    for text in examples.texts:
+        ids, missed = vocabulary.encode_compact(text)
+        unknown += missed
+        rows.append(cut(ids, mark, max_length))
+        truncated += len(ids) + len(mark) > max_length
+        if not len(ids):
+            raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
+    return Encoded(tuple(rows), np.array(examples.labels, dtype=np.int64), truncated, unknown)
+
+
+def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
+    """`ids` and the end mark, in at most `max_length` tokens."""
+    return np.concatenate([ids[: max_length - len(mark)], mark])
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """B texts of up to T tokens.
+
+    Attributes:
+        tokens: [B, T] int64, -1 on the right where padded.
+        labels: [B] int64.
+        places: index of each text among the examples.
+        num_tokens: real tokens.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    places: tuple[int, ...]
+    num_tokens: int
+
+
+def collate(encoded: Encoded, places: NDArray[np.int64], device: torch.device) -> TaskBatch:
+    """The texts at these places as one padded batch."""
+    rows = [encoded.rows[place] for place in places]
+    lengths = [len(row) for row in rows]
+    tokens = np.full((len(rows), max(lengths)), PADDING, dtype=np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    labels = torch.from_numpy(encoded.labels[places]).to(device)
+    return TaskBatch(torch.from_numpy(tokens).to(device), labels, tuple(map(int, places)), sum(lengths))
+
+
+class TaskStream:
+    """Training batches: every example in every epoch, texts of like length together.
+
+    Each epoch is shuffled by (seed, epoch), cut into groups of 50 batches, sorted by length within a group, cut into
+    batches, and the batches are shuffled. The last batch of an epoch is filled up with the epoch's first examples.
+    """
+
+    def __init__(self, encoded: Encoded, batch_size: int, seed: int, device: torch.device | str = "cpu") -> None:
+        if batch_size < 1:
+            raise RunError(f"batch_size={batch_size}: allowed are whole numbers from 1")
+        self.encoded = encoded
+        self.batch_size = batch_size
+        self.seed = seed
+        self.steps_per_epoch = -(-len(encoded) // batch_size)
+        self._device = torch.device(device)
+        self._lengths = np.array([len(row) for row in encoded.rows])
+        self._epoch: tuple[int, list[NDArray[np.int64]]] = (-1, [])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Real tokens of a batch, on average."""
+        return float(self._lengths.mean()) * self.batch_size
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(tokens [B, T], labels [B]) of the step with this number, counted from 0: a pure function."""
+        found = collate(self.encoded, self.places(step), self._device)
+        return found.tokens, found.labels
+
+    def places(self, step: int) -> NDArray[np.int64]:
+        """Which examples that batch holds."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._batches(epoch))
+        return self._epoch[1][place]
+
+    def is_epoch_start(self, step: int) -> bool:
+        """Whether an epoch starts with this step."""
+        return step % self.steps_per_epoch == 0
+
+    def _batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(len(self.encoded))
+        order = np.resize(order, self.steps_per_epoch * self.batch_size)
+        batches: list[NDArray[np.int64]] = []
+        for start in range(0, len(order), BUCKET * self.batch_size):
+            group = order[start : start + BUCKET * self.batch_size]
+            group = group[np.argsort(self._lengths[group], kind="stable")]
+            batches += [group[at : at + self.batch_size] for at in range(0, len(group), self.batch_size)]
+        return [batches[place] for place in draw.permutation(len(batches))]
+
+
+def eval_batches(encoded: Encoded, batch_size: int, device: torch.device | str = "cpu") -> Iterator[TaskBatch]:
+    """All examples once, in order of length."""
+    lengths = np.array([len(row) for row in encoded.rows])
+    order = np.argsort(lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        yield collate(encoded, order[start : start + batch_size], torch.device(device))

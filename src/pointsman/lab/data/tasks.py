@@ -1,0 +1,315 @@
+"""Classification tasks: named ones in their published formats, or any file or folder of labelled texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.data.download import hub_rows
+from pointsman.lab.data.task_files import Columns, LabelledText, format_of, read_labelled
+
+_STEMS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    "test": "test",
+}
+_CLASS_FILES = ("categories.json", "labels.json", "classes.json")
+_OPTION = re.compile(r":(?=(?:text|label)=)")
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where the hub holds a task: repository, configuration, its name of each split, its columns."""
+
+    repository: str
+    splits: Mapping[str, str]
+    config: str | None = None
+    text: str = "text"
+    label: str = "label"
+
+
+@dataclass(frozen=True)
+class KnownTask:
+    """A task with a name.
+
+    Attributes:
+        summary: one line for lists.
+        folder: under the data folder.
+        files: split -> file. A task without "test" reports "dev".
+        columns: where text and label stand in them.
+        classes: names of the labels, in the hub's order; () = those of the training part.
+        hub: where it is fetched from if it is not under the data folder.
+    """
+
+    summary: str
+    folder: str
+    files: Mapping[str, str]
+    hub: HubSource
+    columns: Columns = field(default_factory=Columns)
+    classes: tuple[str, ...] = ()
+
+
+_HUB_SPLITS = MappingProxyType({"train": "train", "valid": "validation", "test": "test"})
+_TRAIN_TEST = MappingProxyType({"train": "train", "test": "test"})
+
+TASKS: Mapping[str, KnownTask] = MappingProxyType(
+    {
+        "sst2": KnownTask(
+            "movie reviews, 2 classes: 6,920 / 872 / 1,821 sentences, test reported",
+            "sst2",
+            {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
+            HubSource("SetFit/sst2", _HUB_SPLITS),
+            Columns(header=False),
+            ("0", "1"),
+        ),
+        "sst2-glue": KnownTask(
+            "movie reviews, 2 classes: GLUE's 67,349 phrases, 872 dev sentences reported as dev",
+            "sst2",
+            {"train": "train.tsv", "dev": "dev.tsv"},
+            HubSource("nyu-mll/glue", {"train": "train", "dev": "validation"}, "sst2", "sentence"),
+            Columns("sentence", "label"),
+            ("0", "1"),
+        ),
+        "sst5": KnownTask(
+            "movie reviews, 5 classes: 8,544 / 1,101 / 2,210 sentences",
+            "sst5",
+            {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
+            HubSource("SetFit/sst5", _HUB_SPLITS),
+            classes=("1", "2", "3", "4", "5"),
+        ),
+        "imdb": KnownTask(
+            "long movie reviews, 2 classes: 25,000 / 25,000",
+            "imdb",
+            {"train": "train.jsonl.gz", "test": "test.jsonl.gz"},
+            HubSource("stanfordnlp/imdb", _TRAIN_TEST),
+            classes=("0", "1"),
+        ),
+        "banking77": KnownTask(
+            "questions to a bank, 77 intents: 10,003 / 3,080",
+            "banking77",
+            {"train": "train.csv", "test": "test.csv"},
+            HubSource("mteb/banking77", _TRAIN_TEST, label="label_text"),
+            Columns("text", "category"),
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Texts and the index of each one's class."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, places: Iterable[int]) -> Examples:
+        """The examples at these places."""
+        kept = list(places)
+        return Examples(tuple(self.texts[place] for place in kept), tuple(self.labels[place] for place in kept))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification task.
+
+    Attributes:
+        name: a known task's name, or the last part of the path.
+        classes: the labels' names; a label's index is its place here.
+        splits: "train", and what exists of "valid", "test", "dev". A part that is "dev" is reported, because there is
+            no test part, and chooses nothing.
+        reported: "test" or "dev".
+        description: the protocol line.
+        fingerprint: 64 bits in hexadecimal over all texts and labels.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Examples]
+    description: str
+    fingerprint: str
+
+    @property
+    def reported(self) -> str:
+        return "test" if "test" in self.splits else "dev"
+
+    @property
+    def watched(self) -> str | None:
+        """The part that is looked at while training: never the test part."""
+        return next((split for split in ("valid", "dev") if split in self.splits), None)
+
+
+def parse_task(text: str) -> tuple[str, Columns]:
+    """`NAME|PATH[:text=COLUMN][:label=COLUMN]` as the name or path and its columns.
+
+    Raises:
+        RunError: no name and no path.
+    """
+    name, *options = _OPTION.split(text)
+    if not name.strip():
+        raise RunError(
+            f"task {text!r} names no task and no file; {did_you_mean('', TASKS)}, or a CSV, TSV or JSONL file"
+        )
+    values = dict(option.split("=", 1) for option in options)
+    return name, Columns(values.get("text"), values.get("label"))
+
+
+def load_task(spec: str, *, data_dir: Path | None = None) -> Task:
+    """The task that `NAME|PATH[:text=COLUMN][:label=COLUMN]` asks for.
+
+    A name is looked up in `data_dir`, then fetched from the Hugging Face hub; anything else is a file or folder, in
+    `data_dir` or by its path. A folder holds train.*, and test.* or dev.* (valid.*, val.*); a single file is divided by
+    a hash of each text, 80 / 10 / 10 %, so that equal texts fall together and every machine divides alike.
+
+    Args:
+        spec: what `--task` takes.
+        data_dir: the folder with the user's data.
+
+    Raises:
+        RunError: one line for whatever the user can mend: no such task or file, wrong columns, an empty text, a label
+            that training never had, a class without training examples, fewer than two classes.
+    """
+    name, columns = parse_task(spec)
+    path = find_task(spec, data_dir=data_dir)
+    if path is None:
+        return _named(name, TASKS[name], data_dir)
+    if path.is_dir():
+        return _from_folder(path, columns)
+    parts = _divided(read_labelled(path, columns), path)
+    return _task(path.name, parts, (), f"{path.name}, divided by a hash of the text 80 / 10 / 10 %")
+
+
+def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
+    """The file or folder of the task that `spec` asks for, None for a known name; nothing is read.
+
+    Raises:
+        RunError: no such task, file or folder.
+    """
+    name, _ = parse_task(spec)
+    if name in TASKS:
+        return None
+    for path in [*([data_dir / name] if data_dir else []), Path(name).expanduser()]:
+        if path.exists():
+            return path
+    if "/" in name or "." in name:
+        raise RunError(f"task {spec!r}: there is no file or folder {name}")
+    raise RunError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or a CSV, TSV or JSONL file or folder")
+
+
+def _named(name: str, known: KnownTask, data_dir: Path | None) -> Task:
+    folder = data_dir / known.folder if data_dir else None
+    if folder and all((folder / file).is_file() for file in known.files.values()):
+        parts = {split: read_labelled(folder / file, known.columns) for split, file in known.files.items()}
+        return _task(name, parts, known.classes, "the published files")
+    return _task(name, _from_hub(name, known), known.classes, f"from the hub, {known.hub.repository}")
+
+
+def _from_hub(name: str, known: KnownTask) -> dict[str, list[LabelledText]]:
+    hub = known.hub
+    parts: dict[str, list[LabelledText]] = {}
+    for split, theirs in hub.splits.items():
+        rows = hub_rows(name, hub.repository, hub.config, theirs)
+        found = []
+        for index, row in enumerate(rows):
+            label = row[hub.label]
+            named = known.classes[label] if known.classes and isinstance(label, int) and label >= 0 else str(label)
+            found.append(LabelledText(str(row[hub.text]).strip(), named, f"{hub.repository} {theirs}, row {index}"))
+        parts[split] = found
+    return parts
+
+
+def _from_folder(folder: Path, columns: Columns) -> Task:
+    files: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        split = _STEMS.get(path.name.split(".")[0].lower())
+        if split is None or format_of(path) is None or not path.is_file():
+            continue
+        if split in files:
+            raise RunError(f"the folder {folder} holds two {split} parts: {files[split].name} and {path.name}")
+        files[split] = path
+    if "train" not in files or len(files) < 2:
+        there = ", ".join(path.name for path in files.values()) or "none of them"
+        raise RunError(
+            f"the folder {folder} needs train.* and test.* (or dev.*), as .csv, .tsv, .jsonl or fastText .txt; "
+            f"found {there}"
+        )
+    parts = {split: read_labelled(path, columns) for split, path in files.items()}
+    if "test" not in parts:
+        parts["dev"] = parts.pop("valid")
+    declared: tuple[str, ...] = ()
+    for path in (folder / name for name in _CLASS_FILES):
+        if path.is_file():
+            declared = _declared(path)
+    name = folder.resolve().name
+    return _task(name, parts, declared, "its own parts: " + ", ".join(path.name for path in files.values()))
+
+
+def _declared(path: Path) -> tuple[str, ...]:
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
+    if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
+        raise RunError(f"{path}: a JSON list of class names is needed")
+    declared = tuple(str(name) for name in names)
+    if len(set(declared)) < len(declared):
+        twice = next(name for name in declared if declared.count(name) > 1)
+        raise RunError(f"{path}: the class {twice!r} is listed twice")
+    return declared
+
+
+def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[LabelledText]]:
+    parts: dict[str, list[LabelledText]] = {"train": [], "valid": [], "test": []}
+    for row in rows:
+        draw = int.from_bytes(hashlib.sha256(row.text.encode()).digest()[:8], "big") % 100
+        parts["test" if draw < 10 else "valid" if draw < 20 else "train"].append(row)
+    empty = [split for split, found in parts.items() if not found]
+    if empty:
+        raise RunError(
+            f"{path} holds {len(rows)} examples: too few to divide (no {empty[0]} part); give a folder of parts"
+        )
+    return parts
+
+
+def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequence[str], note: str) -> Task:
+    counts = Counter(row.label for row in parts["train"])
+    classes = tuple(declared) or tuple(sorted(counts, key=_label_order))
+    for label in classes:
+        if not counts[label]:
+            raise RunError(f"task {name}: class {label!r} has no examples in the training part")
+    if len(classes) < 2:
+        raise RunError(f"task {name}: the training part has one class, {classes[0]!r}; at least two are needed")
+    index = {label: place for place, label in enumerate(classes)}
+    splits: dict[str, Examples] = {}
+    for split, rows in parts.items():
+        for row in rows:
+            if row.label not in index:
+                shown = did_you_mean(row.label, classes) if len(classes) <= 12 else f"it has {len(classes)} classes"
+                raise RunError(f"{row.where}: label {row.label!r} does not occur in the training part: {shown}")
+            if not row.text:
+                raise RunError(f"{row.where}: the text is empty")
+        splits[split] = Examples(tuple(row.text for row in rows), tuple(index[row.label] for row in rows))
+    sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
+    content = json.dumps([classes, {split: [part.texts, part.labels] for split, part in splits.items()}])
+    return Task(
+        name,
+        classes,
+        MappingProxyType(splits),
+        f"{name}: {note}; {len(classes)} classes; examples: {sizes}",
+        hashlib.sha256(content.encode()).hexdigest()[:16],
+    )
+
+
+def _label_order(label: str) -> tuple[bool, int, str]:
+    """Whole numbers by value, then the rest by name."""
+    numeric = label.removeprefix("-").isdecimal()
+    return (not numeric, int(label) if numeric else 0, label)

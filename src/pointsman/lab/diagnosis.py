@@ -1,0 +1,292 @@
+"""`diagnose` for what lies on the disk: a run, a checkpoint, a comparison over seeds, a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.control import named_routers
+from pointsman.diagnostics.consistency import consistency_over_training
+from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
+
+if TYPE_CHECKING:
+    from pointsman.lab.training.run import Run
+
+FILE = "diagnostics.json"
+MOST_HISTORY = 4
+READING = ("eval_batch_size", "eval_segment_length", "eval_memory_length")
+
+
+class Watch(Protocol):
+    """Told of progress, in batches."""
+
+    def phase(self, name: str, total: int, done: int = 0) -> None: ...
+
+    def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for.
+
+    Attributes:
+        data: a corpus as `--data` names it; None: the run's own.
+        split: its part.
+        tokens: how many targets are read, of a run whole segments evenly spaced, of a Hugging Face model the first;
+            None: all.
+        top_k: values of k whose routing is compared with that at its own k; None: those of the run, of a model none.
+        history: how many of the run's earlier checkpoints are looked at.
+        device: where models run.
+        changes: settings of a run's evaluation to read with instead (those of `READING`), as --set takes them.
+    """
+
+    data: str | None = None
+    split: str = "test"
+    tokens: int | None = 50_000
+    top_k: Sequence[int] | None = None
+    history: int = MOST_HISTORY
+    device: str = "cpu"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.changes:
+            if name not in READING:
+                raise RunError(f"--set {name}: a finished run is only read: {did_you_mean(name, READING)}")
+
+
+def diagnose_path(
+    target: Path | str, against: Sequence[Path | str] = (), settings: Settings | None = None, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Diagnoses a run directory, one of its checkpoints (`…/checkpoints/step-N`), a comparison directory, or a model.
+
+    Of a run: `diagnose` on its data at its own k, with its earlier checkpoints as history and `against` (runs or
+    checkpoints with the same data vocabulary, layers and experts); with several runs also "consistency_over_training"
+    from their metrics. Of a comparison: every router's first seed against its other seeds, under "routers", and
+    "entropy_ratio" of each router to the first one. Of a Hugging Face model: its gates as they are.
+
+    Returns:
+        JSON-able: what `diagnose` returns, with "source", "protocol" and "tokens_text" (id -> text of the ids that are
+        listed); of a comparison {"format", "comparison", "routers": {spec: …}, "entropy_ratio": {spec: {layer: …}}}.
+
+    Raises:
+        RunError: nothing to diagnose there, or things that do not compare.
+    """
+    settings = settings or Settings()
+    path = Path(target)
+    if (path / "comparison.json").is_file():
+        if against:
+            raise RunError(f"{path} is a comparison: its rows are held against each other; leave --against out")
+        return _of_comparison(path, settings, watch)
+    if ((path / "config.json").is_file() and (path / "checkpoints").is_dir()) or _step_of(path) is not None:
+        return _of_run(path, [Path(one) for one in against], settings, watch)
+    if path.exists() and not (path / "config.json").is_file():
+        raise RunError(f"{path}: neither a run, nor a checkpoint step-N, nor a comparison, nor a Hugging Face model")
+    if against:
+        raise RunError("--against compares runs and their checkpoints; a Hugging Face model is looked at alone")
+    return _of_hugging_face(str(target), settings, watch)
+
+
+def _step_of(path: Path) -> int | None:
+    """N of `RUN/checkpoints/step-N`, else None."""
+    name = path.name
+    if path.parent.name == "checkpoints" and name.startswith("step-") and name[5:].isdigit():
+        return int(name[5:])
+    return None
+
+
+def _open(path: Path, device: str) -> Run:
+    from pointsman.lab.training.run import load_run
+
+    step = _step_of(path)
+    return load_run(path if step is None else path.parent.parent, step=step, device=device)
+
+
+def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Watch | None) -> dict[str, Any]:
+    from pointsman.lab.data import EvalStream
+
+    run = _open(path, settings.device)
+    others = {_label(one, against): _open(one, settings.device) for one in against}
+    if not any(True for _ in named_routers(run.model)):
+        raise RunError(f"{path}: a dense model has no router to diagnose")
+    for label, other in others.items():
+        if other.vocabulary.digest != run.vocabulary.digest:
+            raise RunError(f"{label} reads other tokens than {path}: their vocabularies differ")
+    corpus = run.corpus(settings.data)
+    config = run.config.with_overrides(settings.changes)
+    stream = EvalStream(
+        corpus.split(settings.split),
+        config.eval_batch_size,
+        config.eval_segment_length,
+        settings.device,
+        settings.tokens,
+    )
+    own = min(router.top_k for _, router in named_routers(run.model))
+    top_k = [k for k in (config.eval_top_k if settings.top_k is None else settings.top_k) if k != own]
+    if watch:
+        watch.phase("diagnose", len(stream))
+    try:
+        found = diagnose(
+            run.model,
+            _batches(stream),
+            against={label: other.model for label, other in others.items()},
+            history=_history(run, settings) if _step_of(path) is None else {},
+            top_k=top_k,
+            reader=_reader(run, config.eval_memory_length),
+            advance=None if watch is None else lambda done: watch.advance(done, {}),
+        )
+    except ValueError as mistake:
+        raise RunError(str(mistake)) from None
+    found["source"] = {"run": str(path), "step": run.step, "router": config.model.router, "seed": config.seed}
+    found["protocol"] = {
+        "data": corpus.description,
+        "split": settings.split,
+        "tokens": stream.num_tokens,
+        "segments": stream.protocol,
+        "segment_length": config.eval_segment_length,
+        "memory_length": config.eval_memory_length,
+        "top_k": own,
+    }
+    found["tokens_text"] = _texts(found, run.vocabulary.decode)
+    if others:
+        found["consistency_over_training"] = _over_training([run, *others.values()])
+    return found
+
+
+def _label(path: Path, among: Sequence[Path]) -> str:
+    """The end of a path that tells it from the others."""
+    parts = path.parts
+    for count in range(1, len(parts) + 1):
+        label = "/".join(parts[-count:])
+        if sum(label == "/".join(other.parts[-count:]) for other in among) == 1:
+            return label
+    raise RunError(f"--against names {path} twice")
+
+
+def _batches(stream: Any) -> Iterator[Batch]:
+    for inputs, targets in stream:
+        real = targets >= 0
+        yield Batch(inputs, targets, None if bool(real.all()) else real)
+
+
+def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
+    """Readers of a Transformer-XL with its memory, in the run's precision; the loss is the sum of nats."""
+    from pointsman.lab.training.state import autocast
+
+    device = next(run.model.parameters()).device
+
+    def make() -> Reader:
+        memory: list[Any] = [None]
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            with autocast(run.config, device):
+                output = model(batch.inputs, batch.targets, memory[0], memory_length=memory_length, reduction="none")
+            memory[0] = output.memory
+            total: Tensor = output.loss.sum()
+            return total
+
+        return read
+
+    return make
+
+
+def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
+    """The run's earlier whole checkpoints, oldest first, evenly spaced."""
+    from pointsman.lab.training.checkpoint import CheckpointError, steps_of
+
+    steps = sorted(step for step in steps_of(run.path / "checkpoints") if step < run.step)
+    if len(steps) > settings.history:
+        steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, settings.history)]
+    models: dict[str, nn.Module] = {}
+    for step in steps[: settings.history]:
+        try:
+            models[f"step-{step}"] = _open(run.path / "checkpoints" / f"step-{step}", settings.device).model
+        except CheckpointError:
+            continue
+    return models
+
+
+def _over_training(runs: Sequence[Run]) -> dict[str, Any]:
+    from pointsman.lab.training.run_directory import RunDirectory
+
+    return dict(consistency_over_training([RunDirectory(run.path).metrics("routing") for run in runs]))
+
+
+def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict[str, str]:
+    """The text of every token id that the specialisation tables list."""
+    tops = [row for layer in found["layers"].values() for row in layer.get("specialisation", {}).get("top", [])]
+    return {str(index): decode([index]) for index in sorted({pair[0] for row in tops for pair in row})}
+
+
+def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
+    from pointsman.lab.training.compare import read_plan, run_path
+    from pointsman.routers.registry import is_baseline
+
+    plan = read_plan(path) or {}
+    routers: dict[str, Any] = {}
+    for router in plan["routers"]:
+        runs = [run for seed in plan["seeds"] if (run := run_path(path, router, seed)).joinpath("checkpoints").is_dir()]
+        if runs and not is_baseline(router):
+            routers[router] = _of_run(runs[0], runs[1:], settings, watch)
+    if not routers:
+        raise RunError(f"{path}: no run with routers and a checkpoint yet")
+    first, *_ = routers
+    ratios = {router: _entropy_ratio(found, routers[first]) for router, found in routers.items()}
+    return {"format": 1, "comparison": str(path), "routers": routers, "entropy_ratio": ratios}
+
+
+def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
+    from pointsman.diagnostics.base import ratio
+
+    return {
+        name: ratio(layer["entropy"]["mixed_mean"], baseline["layers"][name]["entropy"]["mixed_mean"])
+        for name, layer in one["layers"].items()
+        if name in baseline["layers"]
+    }
+
+
+def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict[str, Any]:
+    """A Hugging Face MoE through its own gates, each seen as a router with the same routing."""
+    from pointsman.hf import replace_routers
+    from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman.hf.text import refuse_unknown_tokens
+    from pointsman.lab.training.run_directory import open_corpus
+
+    if settings.changes:
+        raise RunError(
+            f"--set {next(iter(settings.changes))}: of a run; a Hugging Face model is read in rows of its own"
+        )
+    try:
+        model, tokenizer = load_model(name, device=settings.device), load_tokenizer(name)
+    except RunError as error:
+        raise RunError(f"{name}: no run here, and {str(error).removeprefix(f'{name}: ')}") from None
+    replace_routers(model, "smoe")
+    corpus = open_corpus(settings.data or "stdlib")
+    length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
+    budget = settings.tokens
+    text = corpus.vocabulary.decode(corpus.split(settings.split)[: None if budget is None else 6 * budget])
+    ids = torch.tensor(tokenizer(text)["input_ids"][:budget])
+    refuse_unknown_tokens(model, int(ids.max()))
+    length = min(length, len(ids))
+    batches = ids[: len(ids) // length * length].view(-1, length).split(rows)  # type: ignore[no-untyped-call]
+    if watch:
+        watch.phase("diagnose", len(batches))
+    own = min(router.top_k for _, router in named_routers(model))
+    found = diagnose(
+        model,
+        (batch.to(settings.device) for batch in batches),
+        top_k=[k for k in settings.top_k or () if k != own],
+        reader=plain_reader,
+        advance=None if watch is None else lambda done: watch.advance(done, {}),
+    )
+    found["source"] = {"model": name}
+    read = sum(batch.numel() for batch in batches)
+    found["protocol"] = {"data": corpus.description, "split": settings.split, "tokens": read}
+    found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
+    return found

@@ -1,0 +1,213 @@
+"""Fine-tuning a pre-trained run, and opening what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pointsman._errors import RunError
+from pointsman.lab.data import Vocabulary
+from pointsman.lab.data.tasks import Task, find_task, load_task
+from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.finetuning.work import FineTuningWork
+from pointsman.lab.models.classifier import Classifier
+from pointsman.lab.training.checkpoint import whole_checkpoint
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.progress import Monitor, Progress, Quiet, Stop
+from pointsman.lab.training.run import load_run
+from pointsman.lab.training.run_directory import EVALUATION, RunDirectory
+from pointsman.lab.training.state import load_weights
+from pointsman.lab.training.trainer import TrainResult, train
+from pointsman.ops.kernels import Kernels, use_kernels
+
+FINETUNE = "finetune.json"
+FORMAT = 1
+
+
+def open_task(spec: str) -> Task:
+    """`load_task` with the folder that POINTSMAN_DATA names."""
+    return load_task(spec, data_dir=_data_folder())
+
+
+def check_task(spec: str) -> None:
+    """Refuses a task that does not exist, without reading it.
+
+    Raises:
+        RunError: no such task, file or folder.
+    """
+    find_task(spec, data_dir=_data_folder())
+
+
+def _data_folder() -> Path | None:
+    folder = os.environ.get("POINTSMAN_DATA")
+    return Path(folder) if folder else None
+
+
+def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
+    """Where a fine-tuning of a run goes unless it is told otherwise: RUN/finetune/VARIANT/seed-S."""
+    return Path(run) / "finetune" / settings.variant / f"seed-{seed}"
+
+
+def finetune(
+    run: Path | str,
+    settings: Finetuning,
+    *,
+    seed: int = 0,
+    out: Path | str | None = None,
+    task: Task | None = None,
+    device: str = "cpu",
+    kernels: Kernels | None = None,
+    progress: Progress | None = None,
+    monitor: Callable[[nn.Module, int], Monitor] | None = None,
+    stop: Stop | None = None,
+) -> TrainResult:
+    """Fine-tunes a pre-trained run on a task and evaluates it; an interrupted fine-tuning goes on where it was.
+
+    Args:
+        run: the pre-trained run's directory; its last whole checkpoint is taken.
+        settings: task and settings.
+        seed: of the head's weights, the order of the data and dropout.
+        out: the run directory; default: `finetuned_path`.
+        task: the task, if it is loaded already.
+        device, kernels, progress, monitor, stop: as of `training.trainer.train`.
+
+    Returns:
+        What is in `out`: a run directory like any other, with accuracies in evaluation.json, and finetune.json beside.
+
+    Raises:
+        RunError: no pre-trained run, other settings or other pre-trained weights in `out`, or what `train` raises.
+        Interrupted: `stop` was set; the run has saved.
+    """
+    progress = progress or Quiet()
+    if (Path(run) / FINETUNE).exists():
+        raise RunError(f"{run} is a fine-tuned run: give the pre-trained one")
+    pretrained = load_run(run, note=progress.note)
+    if pretrained.step < pretrained.config.steps:
+        progress.note(f"{run} has trained for {pretrained.step} of {pretrained.config.steps} steps: these are used")
+    task = task or open_task(settings.task)
+    config = settings.config(pretrained.config, task, seed)
+    weights = None if settings.from_scratch else pretrained.model.state_dict()
+    work = FineTuningWork(task, settings, pretrained.vocabulary, weights)
+    for split in ("train", task.reported):
+        if cut := work.encoded(split, config.segment_length).truncated:
+            texts = len(task.splits[split])
+            progress.note(f"{task.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+    if scored := work.protocol(config).get("scored"):
+        progress.note(f"{task.name} {task.reported}: accuracy is that of {scored}")
+    directory = RunDirectory(out or finetuned_path(run, settings, seed))
+    about = {
+        "format": FORMAT,
+        **settings.to_dict(),
+        "classes": list(task.classes),
+        "fingerprint": task.fingerprint,
+        "pretrained": None if settings.from_scratch else _identity(pretrained.path, pretrained.step),
+    }
+    _claim(directory, about)
+    begun = directory.exists
+    work.files = {FINETUNE: about}
+    record = directory.read_json(EVALUATION)
+    if begun and record is not None and work.still_right(record, config):  # its checkpoints need not be there any more
+        directory.claim(work.prepared(config), resume=True)
+        return TrainResult(directory.path, config.steps, record, already_finished=True)
+    return train(
+        config,
+        directory.path,
+        resume=begun,
+        device=device,
+        work=work,
+        kernels=kernels or _kernels_of(pretrained.model),
+        progress=progress,
+        monitor=monitor,
+        stop=stop,
+    )
+
+
+@dataclass(frozen=True)
+class FinetunedRun:
+    """A fine-tuned run, opened again.
+
+    Attributes:
+        path: its directory.
+        config: its settings.
+        about: what finetune.json holds.
+        step: of the checkpoint that the weights are from.
+        model: with these weights, in evaluation mode.
+        vocabulary: what token ids stand for.
+    """
+
+    path: Path
+    config: RunConfig
+    about: dict[str, Any]
+    step: int
+    model: Classifier
+    vocabulary: Vocabulary
+
+    def task(self) -> Task:
+        """Its task.
+
+        Raises:
+            RunError: the task's files are gone or have changed.
+        """
+        task = open_task(str(self.about["task"]))
+        if task.fingerprint != self.about.get("fingerprint"):
+            raise RunError(f"{self.path} was fine-tuned on other data: the files of {task.name} have changed")
+        return task
+
+
+def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str], None] | None = None) -> FinetunedRun:
+    """Opens a fine-tuned run: the weights of its last whole checkpoint.
+
+    Raises:
+        RunError: it is no fine-tuned run, or it has no whole checkpoint.
+    """
+    directory = RunDirectory(path)
+    config = directory.config()
+    about = directory.read_json(FINETUNE)
+    if about is None or about.get("format") != FORMAT:
+        raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
+    checkpoint = whole_checkpoint(directory.checkpoints, note)
+    model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
+    load_weights(model, checkpoint)
+    use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))
+    model.to(torch.device(device)).eval()
+    return FinetunedRun(directory.path, config, about, checkpoint.step, model, directory.vocabulary())
+
+
+def is_finetuned(path: Path | str) -> bool:
+    """Whether this is the directory of a fine-tuned run."""
+    return (Path(path) / FINETUNE).is_file()
+
+
+def _identity(run: Path, step: int) -> dict[str, Any]:
+    """Which weights: the checkpoint and its checksum."""
+    folder = RunDirectory(run).checkpoints / f"step-{step}"
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return {"checkpoint": folder.name, "sha256": manifest["files"]["model.safetensors"]["sha256"]}
+
+
+def _claim(directory: RunDirectory, about: dict[str, Any]) -> None:
+    before = directory.read_json(FINETUNE)
+    if before is None:
+        return
+    differing = [key for key in about | before if about.get(key) != before.get(key)]
+    if "pretrained" in differing and len(differing) == 1:
+        raise RunError(
+            f"{directory.path} was fine-tuned from other weights (pre-training has gone on): choose another --out"
+        )
+    if differing:
+        told = "; ".join(f"{key} is {before.get(key)!r} there, {about.get(key)!r} here" for key in differing)
+        raise RunError(f"{directory.path} holds a fine-tuning of another configuration: {told}; choose another --out")
+
+
+def _kernels_of(model: nn.Module) -> Kernels | None:
+    """The kernels that the pre-trained run used."""
+    found = (getattr(module, "kernels", None) for module in model.modules())
+    return next((kernels for kernels in found if isinstance(kernels, Kernels)), None)

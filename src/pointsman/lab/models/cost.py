@@ -1,0 +1,192 @@
+"""What a model costs: parameters by component, and inference FLOPs for every k, read from the model's own weights.
+
+Models can be built on torch's meta device for this: no weight is drawn.
+
+FLOPs follow the protocol that reproduces HyperRouter's Table A3: one evaluation batch of 10 sequences, 128 tokens
+each after 896 of memory; two operations a multiply-accumulate; linear layers of attention (queries, keys and values of
+memory and tokens, as the released code computes them), feed-forward layers, experts and routers. Products of queries
+with keys, norms, mixing and the output layer are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.lab.models.blocks import FeedForward, RelativeAttention
+from pointsman.lab.models.config import TransformerXLConfig
+from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.layer import MoE
+from pointsman.routers.registry import BASELINES, parse_spec
+from pointsman.routers.router import Router
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """Numbers of parameters by component.
+
+    Attributes:
+        attention: of all layers, with the two biases that they share; without norms.
+        experts: of all sparse layers.
+        feed_forward: dense feed-forward layers.
+        norms: weights and biases of all norms.
+        embeddings: token embedding, tied with the output, and the output's bias.
+        router_trainable: what trains in routers.
+        router_fixed: what does not: hypernetworks, frozen scorers; a shared one counts once.
+        other: anything else that trains.
+    """
+
+    attention: int
+    experts: int
+    feed_forward: int
+    norms: int
+    embeddings: int
+    router_trainable: int
+    router_fixed: int
+    other: int
+
+    @property
+    def backbone(self) -> int:
+        """All that trains, routers not included."""
+        return self.attention + self.experts + self.feed_forward + self.norms + self.embeddings + self.other
+
+    @property
+    def trainable(self) -> int:
+        """All that trains, routers included."""
+        return self.backbone + self.router_trainable
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is counted: `batch` sequences of `length` tokens after `memory` positions."""
+
+    batch: int = 10
+    length: int = 128
+    memory: int = 896
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One router's costs in one shape of model.
+
+    Attributes:
+        router: the spec.
+        parameters: the parameter table.
+        fixed_a_layer: what is fixed in the router of one sparse layer (a hypernetwork's 1,122,576).
+        flops: k -> FLOPs of the protocol's batch; a baseline has the k = N entry only.
+    """
+
+    router: str
+    parameters: ParameterTable
+    fixed_a_layer: int
+    flops: dict[int, int]
+
+
+ROLES = {
+    "attention": "attention",
+    "experts": "experts",
+    "feed-forward": "feed_forward",
+    "norm": "norms",
+    "embedding": "embeddings",
+    "router": "router_trainable",
+}
+
+
+def parameter_table(model: nn.Module) -> ParameterTable:
+    """Parameters by component: each belongs to the innermost module around it that has a role in the table."""
+    counts = dict.fromkeys(ParameterTable.__dataclass_fields__, 0)
+    seen: set[int] = set()
+
+    def count(module: nn.Module, component: str) -> None:
+        component = ROLES.get(str(getattr(module, "role", "")), component)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                counts[component] += parameter.numel()
+        for child in module.children():
+            count(child, component)
+
+    count(model, "other")
+    fixed = {id(buffer): buffer.numel() for router in routers(model) for buffer in fixed_tensors(router)}
+    counts["router_fixed"] = sum(fixed.values())
+    return ParameterTable(**counts)
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def fixed_tensors(router: Router) -> list[Tensor]:
+    """What of a router's score never trains, apart from single numbers (tau, sigma)."""
+    return [buffer for buffer in router.score.buffers() if buffer.dim() > 0]
+
+
+def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = None) -> int:
+    """FLOPs of one batch with k experts a token, by this module's protocol.
+
+    Args:
+        model: any model of `RelativeAttention`, `FeedForward` and `MoE`.
+        top_k: experts a token in each sparse layer; 0 counts the routers without experts.
+        protocol: what is counted; None = the paper's.
+    """
+    protocol = Protocol() if protocol is None else protocol
+    tokens = protocol.batch * protocol.length
+    keys = protocol.length + protocol.memory
+    total = 0
+    for module in model.modules():
+        if isinstance(module, RelativeAttention):
+            total += protocol.batch * keys * module.qkv.weight.numel() + keys * module.position.weight.numel()
+            total += tokens * module.output.weight.numel()
+        elif isinstance(module, FeedForward):
+            total += tokens * (module.w_in.numel() + module.w_out.numel())
+        elif isinstance(module, MoE):
+            experts = module.experts
+            weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
+            total += tokens * top_k * (sum(tensor.numel() for tensor in weights) // experts.num_experts)
+            total += tokens * router_products(module.router)
+    return 2 * total
+
+
+def router_products(router: Router) -> int:
+    """Multiply-accumulates of the router's scores of one token.
+
+    A generated router costs what the linear one costs that it generates: it is generated once, before inference.
+    """
+    with torch.no_grad():
+        plain = router.score.plain_linear()
+    if plain is not None:
+        return plain[0].numel()
+    tensors = [*router.score.parameters(), *router.score.buffers()]
+    return sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
+
+
+def cost_row(config: TransformerXLConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
+    """The costs of the model that `config` describes, for each k."""
+    with torch.device("meta"):
+        model = TransformerXL(config)
+    found = routers(model)
+    dense = parse_spec(config.router.partition("|")[0]).router in BASELINES
+    ks = [config.num_experts] if dense else list(top_k)
+    return CostRow(
+        config.router,
+        parameter_table(model),
+        max((sum(tensor.numel() for tensor in fixed_tensors(router)) for router in found), default=0),
+        {k: inference_flops(model, k, protocol) for k in ks},
+    )
+
+
+def cost_table(
+    config: TransformerXLConfig,
+    specs: Sequence[str],
+    top_k: Iterable[int] | None = None,
+    protocol: Protocol | None = None,
+) -> list[CostRow]:
+    """The costs of one shape with each router; k defaults to 1, 2, 4 … up to the number of experts."""
+    if top_k is None:
+        top_k = [2**power for power in range(config.num_experts.bit_length()) if 2**power <= config.num_experts]
+    ks = list(top_k)
+    return [cost_row(replace(config, router=spec), ks, protocol) for spec in specs]

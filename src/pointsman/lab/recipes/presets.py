@@ -1,0 +1,84 @@
+"""Presets: a model's shape with the training settings that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.models.config import MODEL_PRESETS, preset_config
+from pointsman.lab.training.config import RunConfig
+
+VOCABULARY_UNKNOWN = 1_000_000
+"""Stands for the vocabulary size until the data are known."""
+
+_PAPER = {"batch_size": 22, "segment_length": 512, "memory_length": 512, "learning_rate": 2.5e-4, "clip_norm": 0.25}
+_PAPER_EVALUATION = {"eval_batch_size": 10, "eval_segment_length": 128, "eval_memory_length": 896}
+_PAPER_SCHEDULE = {"train_top_k": "2:N", "validate_every": 4000, "checkpoint_every": 4000, "log_every": 50}
+_HYPERROUTER = {**_PAPER, **_PAPER_EVALUATION, **_PAPER_SCHEDULE}
+_MUTUAL = {
+    "batch_size": 48, "segment_length": 512, "memory_length": 1024, "learning_rate": 7e-4, "warmup_steps": 4000,
+    "lr_schedule": "constant", "clip_norm": 0.0, "train_top_k": "2",
+    "eval_batch_size": 48, "eval_segment_length": 512, "eval_memory_length": 1024,
+    "validate_every": 1000, "checkpoint_every": 1000, "log_every": 50,
+}  # fmt: skip
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "steps": 1600, "batch_size": 16, "segment_length": 64, "memory_length": 64, "learning_rate": 4e-3,
+        "warmup_steps": 100, "clip_norm": 1.0, "train_top_k": "N/2:N",
+        "eval_batch_size": 32, "eval_segment_length": 64, "eval_memory_length": 128, "eval_tokens": 200_000,
+        "valid_tokens": 20_000, "validate_every": 400, "checkpoint_every": 400,
+    },
+    "small": {"steps": 400_000, **_HYPERROUTER},
+    "medium": {"steps": 400_000, **_HYPERROUTER},
+    "large": {"steps": 100_000, **_HYPERROUTER},
+    "mutual-medium": {"steps": 60_000, **_MUTUAL},
+    "mutual-large": {
+        "steps": 80_000, **_MUTUAL, "batch_size": 24, "segment_length": 1024, "memory_length": 2048,
+        "warmup_steps": 5000, "eval_batch_size": 24, "eval_segment_length": 1024, "eval_memory_length": 2048,
+    },
+    "mutual-glam": {
+        "steps": 80_000, **_MUTUAL, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5,
+    },
+}  # fmt: skip
+"""Training settings by preset.
+
+- `tiny`: chosen here for two CPU cores (docs/training.md says how).
+- `small`, `medium`, `large`: HyperRouter's text (Sections 4.1 and 4.2, Appendix C, Table A1): input length 512, batch
+  22, Adam at 2.5e-4, 400,000 steps (`large`: 100,000), k from 2 to N. What the text leaves open (memory 512, cosine
+  to 0, clipping at 0.25, evaluation with segments of 128 and memory 896) is as in its released code.
+- `mutual-*`: Mutual-Inform's shapes; its text gives epochs (60, GLaM 80), its code base 1,000 steps an epoch, batch,
+  lengths and learning rate (CompeteSMoE's WikiText-103 scripts, for `mutual-large` MomentumSMoE's). Deviations:
+  our Transformer-XL stands for its span attention, with the attention span as memory length.
+"""
+
+
+def preset(
+    name: str, *, router: str = "smoe", data: str = "stdlib", steps: int | None = None, seed: int = 0, **settings: Any
+) -> RunConfig:
+    """The settings of a run: a preset's shape and training, with the given router and data.
+
+    Args:
+        name: "tiny", "small", "medium", "large", "mutual-medium", "mutual-large" or "mutual-glam".
+        router: a router spec, `a|b`, "dense" or "dense-dropout".
+        data: a corpus, as `--data` names it.
+        steps: instead of the preset's number of steps; validation and checkpoints come more often if it is smaller.
+        seed: of weights, dropout and routing noise.
+        settings: any others, as `RunConfig.with_overrides` takes them.
+
+    Raises:
+        RunError: an unknown preset or setting, with the nearest name; a value out of range.
+    """
+    if name not in PRESETS:
+        raise RunError(f"unknown preset {name!r}: {did_you_mean(name, PRESETS)}")
+    assert PRESETS.keys() == MODEL_PRESETS.keys()
+    values = dict(PRESETS[name])
+    if steps is not None:
+        values["steps"] = steps
+        for often in ("validate_every", "checkpoint_every"):
+            values[often] = min(values[often], -(-steps // 4))
+        values["warmup_steps"] = min(values.get("warmup_steps", 0), steps // 10)
+    model = preset_config(name, VOCABULARY_UNKNOWN, router=router)
+    config = RunConfig(model=model, data=data, seed=seed, preset=name, **values)
+    return config.with_overrides(settings)

@@ -1,0 +1,227 @@
+"""What attacks did to a comparison: clean, and at each rate with both counts of targets; and to the routing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman.lab.report import formats
+from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.runs import Comparison, Run, number, read_object
+from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.report.task_table import consistency, finetunings, is_of, variants
+
+if TYPE_CHECKING:
+    from pointsman.lab.robustness.attacks import Attack
+
+Row = Mapping[str, Any]
+Pick = Callable[[Row], Row | None]
+
+ROUTING = (
+    "Routing under attack: share of the tokens that the attack left whose first expert changed, at k = 2, mean over "
+    "layers and seeds."
+)
+CONSISTENCY = (
+    "Consistency: correlation of the loads at k = 2 between fine-tunings of one pre-trained run, without the diagonal."
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A column of the sweep.
+
+    Attributes:
+        words: what it is.
+        rate: share attacked; 0 = clean; None: a recipe, which has no rate.
+        unmarked: whether attacked positions are left out of the targets.
+        table: router x k over seeds, with paired differences.
+    """
+
+    words: str
+    rate: float | None
+    unmarked: bool
+    table: ComparisonTable
+
+
+@dataclass(frozen=True)
+class AttackTable:
+    """Clean and attacked figures of a comparison.
+
+    Attributes:
+        name: for the files: attack, data (or task) and split.
+        conditions: clean first, then by rate.
+        routing: router -> rate -> share of the tokens that the attack left whose first expert changed.
+        consistency: router -> rate (0 = clean) -> of the loads between fine-tunings of one run; {} for language models.
+        protocol: one line.
+    """
+
+    name: str
+    conditions: Sequence[Condition]
+    routing: Mapping[str, Mapping[float, float]]
+    consistency: Mapping[str, Mapping[float, float]]
+    protocol: str
+
+    @classmethod
+    def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[Run, Mapping[str, Any]]]) -> AttackTable:
+        """The tables of these runs' records (what `robustness` gave for each)."""
+        rows = [row for _, record in runs for row in record["results"]]
+        split = next((str(row["split"]) for row in rows if "split" in row), "test")
+        seeds = sorted({run.seed for run, _ in runs})
+        begun = {run.router for run, _ in runs}
+        routers = [router for router in comparison.routers if router in begun]
+
+        def condition(words: str, rate: float | None, pick: Pick, *, unmarked: bool = False) -> Condition:
+            found = {}
+            for run, record in runs:
+                kept = [one for row in record["results"] if (one := pick(row))]
+                found[run.router, run.seed] = Run(run.path, run.router, run.seed, {}, evaluation={"results": kept})
+            part = Comparison(comparison.path, {}, routers, seeds, found)
+            return Condition(words, rate, unmarked, ComparisonTable.of(part, split=split))
+
+        attacks = _attacks(rows)
+        conditions = [condition("clean", 0.0, _clean)]
+        for attack in attacks:
+            conditions.append(condition(f"{attack}, all targets count", attack.rate, _attacked(attack)))
+            if any("unmarked" in row for row in rows):
+                words = f"{attack}, attacked targets left out"
+                conditions.append(condition(words, attack.rate, _attacked(attack, unmarked=True), unmarked=True))
+        for recipe in dict.fromkeys(str(row["recipe"]) for row in rows if "recipe" in row):
+            conditions.append(condition(f"recipe {recipe}", None, _of_recipe(recipe, split)))
+        about = runs[0][1]["protocol"]
+        protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
+        own = {router: [(run, record) for run, record in runs if run.router == router] for router in routers}
+        routing = {router: _moved([record for _, record in of], attacks) for router, of in own.items()}
+        agreed = {router: _agreed(of, attacks) for router, of in own.items() if "task" in about}
+        return cls(name, conditions, routing, agreed, protocol)
+
+    @property
+    def rates(self) -> list[float]:
+        """The rates of the sweep, ascending, without the clean one."""
+        return sorted({one.rate for one in self.conditions[1:] if one.rate is not None})
+
+    def cell(self, router: str, top_k: int, rate: float, *, unmarked: bool = False) -> Cell:
+        """One figure over seeds; rate 0 = clean."""
+        for one in self.conditions:
+            if one.rate == rate and (one.unmarked == unmarked or rate == 0):
+                return next(
+                    (row.quality.get(top_k, Cell({})) for row in one.table.rows if row.router == router), Cell({})
+                )
+        return Cell({})
+
+    def text(self) -> str:
+        """Plain aligned text, a table a condition."""
+        parts = [self.protocol, "", *(f"{one.words}\n{one.table.text()}" for one in self.conditions)]
+        for words, lines in self._beside():
+            parts += [words, "", *formats.aligned(lines), ""]
+        return "\n".join(parts)
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        parts = [self.protocol, "", *(f"## {one.words}\n\n{one.table.markdown()}" for one in self.conditions)]
+        for words, lines in self._beside():
+            parts += [words, "", *formats.markdown_lines(lines), ""]
+        return "\n".join(parts)
+
+    def csv(self) -> str:
+        """Comma-separated, the condition first."""
+        lines: list[str] = []
+        every_k = sorted({k for one in self.conditions for k in one.table.top_k})
+        for one in self.conditions:
+            header, *rows = replace(one.table, top_k=every_k).csv().splitlines()
+            lines += [] if lines else [f"condition,{header}"]
+            lines += [f'"{one.words}",{row}' for row in rows]
+        return "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        """A LaTeX table a condition, for the booktabs package."""
+        return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
+
+    def write(self, directory: Path) -> list[Path]:
+        """Writes NAME.txt, .csv, .md and .tex; returns their paths."""
+        return formats.write_forms(directory, self.name, self)
+
+    def _beside(self) -> list[tuple[str, list[list[str]]]]:
+        parts = ((ROUTING, self.routing_lines()), (CONSISTENCY, self.consistency_lines()))
+        return [(words, lines) for words, lines in parts if lines]
+
+    def routing_lines(self) -> list[list[str]]:
+        """Header and rows of what the attacks did to the routing; [] where nothing is known."""
+        return _by_rate(self.routing, self.rates)
+
+    def consistency_lines(self) -> list[list[str]]:
+        """Header and rows of the consistency over fine-tunings, clean and attacked; [] where there is none."""
+        return _by_rate(self.consistency, [0.0, *self.rates])
+
+
+def attack_tables(comparison: Comparison) -> list[AttackTable]:
+    """The tables of all attacks whose records lie in the comparison's runs, or in fine-tunings of them."""
+    found: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
+    places = [("", run) for router in comparison.routers for run in comparison.of(router)]
+    places += [(f"-{variant}", run) for variant in variants(comparison) for run in finetunings(comparison, variant)]
+    for suffix, run in places:
+        for file in sorted(run.path.glob("attacks-*.json")):
+            record = read_object(file)
+            if record.get("results"):
+                found.setdefault(f"attack-{file.stem.removeprefix('attacks-')}{suffix}", []).append((run, record))
+    return [AttackTable.of(comparison, name, runs) for name, runs in sorted(found.items())]
+
+
+def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
+    """The attacks of these results, by rate."""
+    from pointsman.lab.robustness.attacks import Attack
+
+    seen = {
+        json.dumps({key: row["attack"][key] for key in ("kind", "rate", "seed", "word")}): None
+        for row in rows
+        if row.get("attack")
+    }
+    return sorted((Attack(**json.loads(text)) for text in seen), key=lambda attack: attack.rate)
+
+
+def _clean(row: Row) -> Row | None:
+    return row if is_of(row, None) else None
+
+
+def _attacked(attack: Attack, *, unmarked: bool = False) -> Pick:
+    """The rows of this attack, as if they were clean ones: the report's tables pass over attacked ones."""
+    values = attack.to_dict()
+
+    def pick(row: Row) -> Row | None:
+        return {**row, **(row["unmarked"] if unmarked else {}), "attack": None} if is_of(row, values) else None
+
+    return pick
+
+
+def _of_recipe(recipe: str, split: str) -> Pick:
+    return lambda row: {**row, "split": split} if row.get("recipe") == recipe else None
+
+
+def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> dict[float, float]:
+    """Rate -> share of first experts that changed, mean over layers and records."""
+    found: dict[float, list[float]] = {}
+    for attack in attacks:
+        for record in records:
+            for change in record["routing"]:
+                if change["attack"] == attack.to_dict():
+                    values = [number(layer.get("top1")) for layer in change["layers"].values()]
+                    found.setdefault(attack.rate, []).extend(value for value in values if value is not None)
+    return {rate: statistics.fmean(values) for rate, values in found.items() if values}
+
+
+def _agreed(runs: Sequence[tuple[Run, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
+    """Rate (0 = clean) -> consistency of the loads between fine-tunings of one run."""
+    records = [(run.path, record) for run, record in runs]
+    found = {0.0: consistency(records)} | {one.rate: consistency(records, one.to_dict()) for one in attacks}
+    return {rate: value for rate, value in found.items() if value is not None}
+
+
+def _by_rate(values: Mapping[str, Mapping[float, float]], rates: Sequence[float]) -> list[list[str]]:
+    header = ["router", *("clean" if rate == 0 else f"{100 * rate:.3g} %" for rate in rates)]
+    rows = [
+        [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in rates)] for router, of in values.items() if of
+    ]
+    return [header, *rows] if rows else []

@@ -1,0 +1,81 @@
+"""What `pointsman diagnose` found, for the page: a table of every layer, and figures at earlier checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.runs import Comparison, number, read_object
+
+Found = Mapping[str, Any]
+
+
+def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
+    """diagnostics.json of the router's first run that has one, else the comparison's entry for it, else {}."""
+    for run in comparison.of(router):
+        if "layers" in (found := run.diagnostics):
+            return found
+    if comparison.planned:
+        found = read_object(comparison.path / "diagnostics.json").get("routers", {}).get(router, {})
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def diagnosis_table(comparison: Comparison) -> dict[str, Any]:
+    """Header, rows (router, layer, figures) and protocols of all diagnosed routers, without empty columns."""
+    from pointsman.diagnostics.summary import COLUMNS
+
+    rows: list[list[str]] = []
+    protocols: dict[str, None] = {}
+    for router in comparison.routers:
+        found = diagnosis_of(comparison, router)
+        for name, layer in found.get("layers", {}).items():
+            moved = _last_fluctuation(found, name)
+            consistency = number((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
+            figures = [cell(layer) for _, cell in COLUMNS]
+            figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
+            rows.append([router, name, *figures])
+        if protocol := found.get("protocol"):
+            read = f"{int(protocol['tokens']):,} tokens of {protocol['split']}" if "tokens" in protocol else "tokens"
+            protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
+    header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
+    kept = [place for place in range(len(header)) if place < 2 or any(row[place] != NONE for row in rows)]
+    return {
+        "header": [header[place] for place in kept],
+        "rows": [[row[place] for place in kept] for row in rows],
+        "protocol": "; ".join(protocols),
+    }
+
+
+def _last_fluctuation(found: Found, layer: str) -> float | None:
+    history = found.get("history") or []
+    return _top1(history[-1], layer) if history else None
+
+
+def _top1(entry: Found, layer: str) -> float | None:
+    return number((entry["layers"].get(layer, {}).get("fluctuation") or {}).get("top1"))
+
+
+def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
+    """[{"step", "layers": {name: {"collapse", "top1"}}}], oldest first; top1 = first experts that changed since the one
+    before. From a diagnosis with earlier checkpoints (it reads more tokens), else from the explorer's sample."""
+    entries = list(diagnosis.get("history") or [])
+    sampled = list(sample.get("history", {}).get("checkpoints", []))
+    if (sampled and not entries) or not diagnosis:
+        return sampled
+    line = [*((str(entry["checkpoint"]), entry["layers"]) for entry in entries)]
+    line.append((f"step-{diagnosis.get('source', {}).get('step', '')}", diagnosis["layers"]))
+    found = []
+    for place, (label, layers) in enumerate(line):
+        step = label.rpartition("-")[2]
+        if step.isdigit():
+            values = {
+                name: {
+                    "collapse": number((layer.get("collapse") or {}).get("value")),
+                    "top1": _top1(entries[place - 1], name) if place else None,
+                }
+                for name, layer in layers.items()
+            }
+            found.append({"step": int(step), "layers": values})
+    return found

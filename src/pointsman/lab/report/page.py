@@ -1,0 +1,210 @@
+"""One self-contained HTML page for a run or a comparison: opens offline, loads nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError
+from pointsman._files import write_whole
+from pointsman.lab.report import protocol, series, transfer
+from pointsman.lab.report.diagnosed import diagnosis_table
+from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.inside import inside, short_layer
+from pointsman.lab.report.runs import Comparison, page_path, read
+from pointsman.lab.report.tables import Cell, ComparisonTable
+
+if TYPE_CHECKING:
+    from pointsman.lab.report.paper import PaperTables
+
+SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
+
+
+def write_report(
+    path: Path | Sequence[Path],
+    out: Path | None = None,
+    *,
+    baseline: str | None = None,
+    samples: str | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Path:
+    """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
+
+    Args:
+        path: the directory, or several run directories.
+        out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
+        baseline: the router that differences are taken against; the first by default.
+        samples: first run a stretch of the test text through the routers (`samples.collect_all`), for the maps and the
+            explorer, with this kind of map: "pca" (a second or two a run), "umap", or "auto". None: use what is there.
+        note: told of what is sampled, and of what could not be.
+
+    Returns:
+        The file written.
+
+    Raises:
+        RunError: no run, a damaged file, an unknown baseline, jinja2 missing, or a folder that cannot be written.
+    """
+    comparison = read(path)
+    ComparisonTable.of(comparison, baseline=baseline)  # an unknown baseline is told before the sampling
+    if samples is not None:
+        from pointsman.lab.report.samples import collect_all
+
+        collect_all(comparison, method=samples, note=note)
+    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline))
+
+
+def render(comparison: Comparison, *, baseline: str | None = None) -> str:
+    """The page as a string."""
+    table = ComparisonTable.of(comparison, baseline=baseline)
+    found = {"tasks": transfer.tasks(comparison, baseline=baseline), "attacks": transfer.attacks(comparison)}
+    data = chart_data(comparison, table) | {name: transfer.charts(entries) for name, entries in found.items()}
+    return fill(
+        "page.html.j2",
+        javascript="\n".join(asset(name) for name in SCRIPTS),
+        json=embed(data),
+        data=data,
+        **context(comparison, table, data),
+        **found,
+    )
+
+
+def render_paper(tables: PaperTables) -> str:
+    """A paper's tables with ours beside them, as a page."""
+    return fill("paper.html.j2", paper=tables.paper, tables=tables.tables)
+
+
+def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
+    """An asset template, with the style sheet, scripts and data that stand in it unescaped."""
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    raw = {
+        name: Markup(text) for name, text in (("css", asset("style.css")), ("javascript", javascript), ("json", json))
+    }
+    return environment.from_string(asset(template)).render(version=version("pointsman"), **raw, **values)
+
+
+def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
+    """What the page's scripts draw."""
+    metric, found = table.metric, inside(comparison)
+    return {
+        "routers": list(comparison.routers),
+        "metric": {"label": metric.label, "decimals": metric.decimals, "lower": metric.lower_is_better},
+        "baseline": table.baseline,
+        "quality": series.quality(table),
+        "differences": series.differences(table),
+        "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
+        "validation": series.validation(comparison, metric.scale),
+        "inside": {**found, "layers": [short_layer(name) for name in found["layers"]]},
+    }
+
+
+def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template prints; `data` is what the scripts draw."""
+    routing = data["inside"]
+    explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
+    experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
+    trained = any(run.steps for run in comparison.runs.values())
+    sections = [("result", "Result")]
+    sections += [("training", "Training")] if trained else []
+    sections += [("routing", "Routing")] if any_routing else []
+    sections += [("tasks", "Tasks")] if data["tasks"] else []
+    sections += [("attacks", "Attacks")] if data["attacks"] else []
+    sections += [("explore", "Explorer")] if explorer else []
+    lines = [line for line in table.differences() if any(one.cell.values for one in line)]
+    digits, scale = table.metric.decimals, table.metric.scale
+    per_seed = [
+        [
+            one.router,
+            str(one.top_k),
+            *(_signed(one.cell.values.get(seed), digits, scale) for seed in comparison.seeds),
+            _signed(one.cell.mean, digits, scale),
+            NONE if one.cell.interval is None else f"± {one.cell.interval * scale:.{digits}f}",
+        ]
+        for line in lines
+        for one in line
+        if one.cell.values
+    ]
+    order = {router: position for position, router in enumerate(comparison.routers)}
+    return {
+        "title": protocol.title(comparison),
+        "facts": protocol.facts(comparison, table),
+        "findings": protocol.findings(comparison),
+        "trained": trained,
+        "sections": [*sections, ("protocol", "Protocol")],
+        "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
+        "missing": protocol.missing(comparison),
+        "table": {
+            "header": table.header(),
+            "rows": _table_rows(table),
+            "top_k": table.top_k,
+            "caption": table.caption,
+            "difference_caption": table.difference_caption,
+        },
+        "baseline": table.baseline,
+        "differences": [
+            {
+                "router": line[0].router,
+                "style": order[line[0].router],
+                "cells": [
+                    _cell(one.cell, digits, scale, sign=True)
+                    | {"title": f"{len(one.cell.values)} seed{'' if len(one.cell.values) == 1 else 's'}"}
+                    for one in line
+                ],
+            }
+            for line in lines
+        ],
+        "per_seed": per_seed if len(comparison.seeds) > 1 else [],
+        "seeds": list(comparison.seeds),
+        "diagnosis": diagnosis_table(comparison),
+        "loss_note": protocol.loss_note(comparison),
+        "command": protocol.command(comparison),
+        "protocol": protocol.lines(comparison),
+        "pairing": protocol.pairing(comparison),
+        "settings": protocol.settings(comparison),
+        "environment": protocol.environment(comparison),
+    }
+
+
+def _table_rows(table: ComparisonTable) -> list[dict[str, Any]]:
+    rows = []
+    for row, texts in zip(table.rows, table.cells(), strict=True):
+        cells = [
+            _cell(table.quality(row, k), table.metric.decimals, table.metric.scale)
+            | {"best": row.router in table.best(k)}
+            for k in table.top_k
+        ]
+        cells.append(_cell(row.entropy, 3) | {"best": False})
+        cells += [{"text": text, "spread": "", "best": False} for text in texts[-3:]]
+        rows.append({"router": row.router, "cells": cells})
+    return rows
+
+
+def _cell(cell: Cell, decimals: int, scale: float = 1.0, *, sign: bool = False) -> dict[str, Any]:
+    mean, _, spread = cell.text(decimals, scale, sign=sign).partition(" ± ")
+    return {"text": mean, "spread": spread}
+
+
+def _signed(value: float | None, decimals: int, scale: float) -> str:
+    return NONE if value is None else f"{value * scale:+.{decimals}f}"
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON that can stand inside a script element: no '<', no nan."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def asset(name: str) -> str:
+    """A file that belongs to the page."""
+    return resources.files("pointsman.lab.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,303 @@
+"""Our figures beside published ones, cell by cell, empty where we have not run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import write_whole
+from pointsman.lab.report.formats import NONE, aligned, markdown_line
+from pointsman.lab.report.metrics import Metric, metric
+from pointsman.lab.report.published import Column, Line, Paper, PublishedTable
+from pointsman.lab.report.published_mutual import PAPERS
+from pointsman.lab.report.runs import Run, number, read_comparison, read_object, read_run
+from pointsman.lab.report.settings import deviations, named
+from pointsman.lab.report.tables import Cell
+
+COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
+FINETUNE = "finetune.json"
+COUNTED_SETTING = "counted from the model"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published table with ours: setting -> (line, column) -> figures over seeds."""
+
+    published: PublishedTable
+    ours: Mapping[str, Mapping[tuple[int, int], Cell]]
+
+    @property
+    def metric(self) -> Metric:
+        return {
+            "entropy": Metric("entropy", "entropy", decimals=4),
+            "flops": Metric("flops", "FLOPs (1e10)", decimals=3),
+            "parameters": Metric("parameters", "parameters", decimals=0),
+            "ratio": Metric("ratio", "ratio", decimals=3),
+        }.get(self.published.metric) or metric(self.published.metric)
+
+    def cells(self) -> Iterator[tuple[Line, Column, float | None, dict[str, Cell]]]:
+        """Every cell: its line and column, the published figure, and ours by setting."""
+        for i, line in enumerate(self.published.lines):
+            for j, column in enumerate(self.published.columns):
+                yield (
+                    line,
+                    column,
+                    line.values[j],
+                    {s: found[i, j] for s, found in self.ours.items() if (i, j) in found},
+                )
+
+    def rows(self) -> list[list[str]]:
+        """Header, then for every line one row 'published' and one for each setting of ours that has a figure."""
+        rows = [["", "", *(column.name for column in self.published.columns)]]
+        for i, line in enumerate(self.published.lines):
+            rows.append([line.label, "published", *(self._printed(value) for value in line.values)])
+            for setting, found in self.ours.items():
+                cells = [found.get((i, j), Cell({})) for j in range(len(self.published.columns))]
+                if any(cell.values for cell in cells):
+                    rows.append(["", f"ours: {setting}", *(self._ours(cell) for cell in cells)])
+            if not any((i, j) in found for found in self.ours.values() for j in range(len(line.values))):
+                rows.append(["", "ours: not run", *([NONE] * len(line.values))])
+        return rows
+
+    def _printed(self, value: float | None) -> str:
+        if value is None:
+            return NONE
+        own = len(repr(value).partition(".")[2]) if isinstance(value, float) else 0
+        return f"{value:,.{max(own, self.published.decimals)}f}"
+
+    def _ours(self, cell: Cell) -> str:
+        if self.metric.decimals == 0 and cell.mean is not None:
+            return f"{cell.mean:,.0f}"
+        return cell.text(self.metric.decimals, self.metric.scale)
+
+
+@dataclass(frozen=True)
+class PaperTables:
+    """All tables of a paper with ours beside them."""
+
+    paper: Paper
+    tables: Sequence[Beside]
+
+    def text(self) -> str:
+        """Plain aligned text."""
+        parts = [f"{self.paper.citation}\n{self.paper.link}", "Rows 'published' are the paper's figures, not ours."]
+        for beside in self.tables:
+            table = beside.published
+            head = f"{table.number}: {table.title}"
+            parts.append("\n".join([head, *aligned(beside.rows()), *([table.note] if table.note else [])]))
+        return "\n\n".join(parts) + "\n"
+
+    __str__ = text
+
+    def markdown(self) -> str:
+        """Markdown, one table after another."""
+        parts = [
+            f"# {self.paper.citation}",
+            f"<{self.paper.link}>",
+            "Rows *published* are the paper's figures, not ours.",
+        ]
+        for beside in self.tables:
+            header, *rows = beside.rows()
+            lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
+            parts.append(f"## {beside.published.number}: {beside.published.title}")
+            parts.append("\n".join(map(markdown_line, lines)))
+            parts += [beside.published.note] if beside.published.note else []
+        return "\n\n".join(parts) + "\n"
+
+    def csv(self) -> str:
+        """One line a cell; '-' where a figure does not exist."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["paper", "table", "row", "column", "metric", "published", "setting", "ours", "std", "seeds"])
+        for beside in self.tables:
+            scale = beside.metric.scale
+            for line, column, value, ours in beside.cells():
+                lead: list[Any] = [
+                    self.paper.name,
+                    beside.published.number,
+                    line.label,
+                    column.name,
+                    beside.metric.label,
+                ]
+                for setting, cell in (ours or {NONE: Cell({})}).items():
+                    mean = None if cell.mean is None else cell.mean * scale
+                    std = None if cell.std is None else cell.std * scale
+                    row = [*lead, value, setting, mean, std, len(cell.values)]
+                    writer.writerow([NONE if entry is None else entry for entry in row])
+        return out.getvalue()
+
+    def write(self, directory: Path) -> list[Path]:
+        """Writes paper-NAME.txt, .md, .csv and .html; returns their paths."""
+        from pointsman.lab.report.page import render_paper
+
+        contents = {"txt": self.text(), "md": self.markdown(), "csv": self.csv(), "html": render_paper(self)}
+        return [write_whole(directory / f"paper-{self.paper.name}.{end}", text) for end, text in contents.items()]
+
+
+def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
+    """A paper's tables with the figures of run and comparison directories beside them.
+
+    Args:
+        path: one directory, or several.
+        name: "hyperrouter", "x-moe" or "mutual-inform".
+
+    Raises:
+        RunError: an unknown paper (with the nearest name), or a path that holds no run.
+    """
+    if name not in PAPERS:
+        raise RunError(f"paper {name!r}: {did_you_mean(name, PAPERS)}")
+    paths = [path] if isinstance(path, str | Path) else path
+    trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
+    runs = [run for run in trained if run.done]
+    runs += [one for run in runs for one in finetuned(run)]
+    tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
+    return PaperTables(PAPERS[name], tables)
+
+
+def measured(table: PublishedTable, runs: Sequence[Run]) -> dict[str, dict[tuple[int, int], Cell]]:
+    """Ours by setting: every run that belongs into a cell, over seeds."""
+    values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    for run in runs:
+        for i, line in enumerate(table.lines):
+            if not belongs(run, line):
+                continue
+            for j, column in enumerate(table.columns):
+                found = figure(run, table, line, column)
+                if found is not None:
+                    values.setdefault(setting(run, table), {}).setdefault((i, j), {})[run.seed] = found
+    return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
+
+
+def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float | None:
+    """This run's figure for this cell, if it is the same data, split, k and quantity."""
+    wanted = column.task if column.task is not None else table.data
+    if not wanted or column.quantity in (*COUNTED, "none"):
+        return None
+    rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
+    rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
+    by_k = {int(k): row for row in reversed(rows) if (k := number(row.get("top_k"))) is not None}
+    if not by_k:
+        return None
+    row = by_k.get(column.top_k or line.top_k or max(by_k))
+    if row is None:
+        return None
+    if column.quantity == "entropy":
+        layers = list((row.get("routers") or {}).values())
+        place = column.layer or 0
+        return number(layers[place].get("entropy")) if place < len(layers) else None
+    if column.quantity == "exact_match":
+        return number(row.get("exact_match"))
+    same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
+    return number(row.get("value")) if same else None
+
+
+def rows_about(run: Run, wanted: str) -> list[Mapping[str, Any]]:
+    """Results on this corpus or task: of evaluation.json, then of what `pointsman evaluate` wrote beside it."""
+    found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
+    for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
+        named = re.fullmatch(r"(?:evaluation|attacks-[a-z]+)-(.+)-(?:train|valid|test)", file.stem)
+        if named and re.split("[,:]", named[1])[0] == wanted:
+            found += read_object(file).get("results", ())
+    return [row for row in found if isinstance(row, dict)]
+
+
+def _is_papers_attack(row: Mapping[str, Any]) -> bool:
+    """Words swapped at the rate that `--attack-rate` defaults to; the paper does not state its own."""
+    attack = row.get("attack")
+    return isinstance(attack, dict) and attack.get("kind") == "word" and attack.get("rate") == 0.025
+
+
+def dataset(run: Run) -> str:
+    """What a run is about: its corpus or task, without options and folders."""
+    return Path(str(run.config.get("data", ""))).name.partition(":")[0]
+
+
+def belongs(run: Run, line: Line) -> bool:
+    """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
+    if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
+        return False
+    about = read_object(run.path / FINETUNE)
+    if not about:
+        return line.balance is None and not line.frozen
+    frozen = "router" in (about.get("freeze") or ())
+    return not about.get("from_scratch") and frozen == line.frozen and number(about.get("balance")) == line.balance
+
+
+def finetuned(run: Run) -> list[Run]:
+    """The finished fine-tunings of a pre-trained run; their seeds tell pre-training and fine-tuning apart."""
+    found = [read_run(file.parent) for file in sorted(run.path.glob(f"finetune/*/seed-*/{FINETUNE}"))]
+    return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
+
+
+def setting(run: Run, table: PublishedTable) -> str:
+    """Preset and steps, and whether they are the paper's."""
+    preset, steps = str(run.config.get("preset") or "own settings"), run.steps
+    if (run.path / FINETUNE).is_file():
+        preset = run.path.parent.name
+    told = preset if steps is None else f"{preset}, {steps:,} steps"
+    if preset in table.presets and (table.steps is None or steps == table.steps) and _is_plainly(run, preset):
+        return told
+    return f"{told} (not the paper's setting)"
+
+
+def _is_plainly(run: Run, preset: str) -> bool:
+    """Whether a run's settings are the preset's or recipe's, but for its router, seed, data, and how it was judged."""
+    from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING
+
+    expected = named(preset, router=run.router)
+    if expected is None:
+        return False
+    free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING
+    return not deviations(run.config, expected).keys() - free
+
+
+def canonical(spec: str) -> str:
+    """A spec with its options sorted and numbers in one form, to compare specs."""
+    name, plus, mixer = spec.strip().partition("+")
+    return _part(name) + plus + _part(mixer)
+
+
+def _part(text: str) -> str:
+    name, *options = text.split(":")
+    return ":".join([name, *sorted(map(_option, options))])
+
+
+def _option(option: str) -> str:
+    key, _, value = option.partition("=")
+    try:
+        return f"{key}={float(value):.9g}"
+    except ValueError:
+        return f"{key}={value.lower()}"
+
+
+def counted(table: PublishedTable) -> dict[str, dict[tuple[int, int], Cell]]:
+    """Figures that follow from the model itself: FLOPs and parameters of HyperRouter's small model (V = 204)."""
+    if not any(column.quantity in COUNTED for column in table.columns):
+        return {}
+    from pointsman.lab.models.cost import cost_row
+    from pointsman.lab.recipes import preset
+
+    cells: dict[tuple[int, int], Cell] = {}
+    for i, line in enumerate(table.lines):
+        config = preset("small", router=line.specs[0], data="enwik8").with_vocabulary(204).model
+        ks = [column.top_k for column in table.columns if column.top_k]
+        row = cost_row(config, ks)
+        for j, column in enumerate(table.columns):
+            value: float | None
+            if column.quantity == "flops":
+                flops = row.flops.get(column.top_k or 0)
+                value = None if flops is None else flops / 1e10
+            elif column.quantity == "fixed_a_layer":
+                value = row.fixed_a_layer if line.specs == ("hyperrouter",) else None
+            else:
+                value = getattr(row.parameters, column.quantity) or None
+            if value is not None and math.isfinite(value) and (line.values[j] is not None):
+                cells[i, j] = Cell({0: float(value)})
+    return {COUNTED_SETTING: cells}

@@ -1,0 +1,209 @@
+"""A sample of the test split as the routers of a finished run see it: explorer.json, which the page reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman._files import write_whole
+from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.collapse import RepresentationCollapse
+from pointsman.diagnostics.distribution import Entropy
+from pointsman.diagnostics.observe import observe_routing
+from pointsman.diagnostics.samples import Seen, pack
+from pointsman.lab.data.vocabulary import END_OF_LINE, Vocabulary
+from pointsman.lab.models.transformer_xl import Memory, TransformerXL
+from pointsman.lab.report.embedding import available, embed
+from pointsman.lab.report.inside import readable
+from pointsman.lab.report.runs import Comparison
+from pointsman.lab.training.checkpoint import steps_of
+from pointsman.lab.training.run import load_run
+from pointsman.routers.registry import is_baseline
+from pointsman.routing import Routing, RoutingContext
+
+EXPLORER = "explorer.json"
+Note = Callable[[str], None]
+
+
+def collect_samples(
+    path: Path,
+    *,
+    tokens: int = 2048,
+    points: int = 500,
+    method: str = "auto",
+    device: str = "cpu",
+) -> Path | None:
+    """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
+
+    Args:
+        path: a run directory with a checkpoint.
+        tokens: length of the stretch, the first of the split; shorter if the split is.
+        points: how many of them the 2-D map shows.
+        method: of the map: "umap", "pca", or "auto" (UMAP where umap-learn is installed).
+        device: where the model runs.
+
+    Returns:
+        The file; None for a model without routers.
+
+    Raises:
+        RunError: no run, no whole checkpoint, or data that are not there.
+    """
+    run = load_run(path, device=device)
+    if not any(True for _ in named_routers(run.model)):
+        return None
+    config = run.config
+    ids = np.asarray(run.corpus().split(config.eval_split)[:tokens]).astype(np.int64)
+    lengths = config.eval_segment_length, config.eval_memory_length
+    top_k = sorted(config.eval_top_k)
+    middle = top_k[len(top_k) // 2]
+    history: list[dict[str, Any]] = []
+    before: dict[str, Seen] = {}
+    for step in sorted(steps_of(path / "checkpoints")):
+        if step < run.step:
+            now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
+            history.append(changes(step, now, before))
+            before = now
+    seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
+    history.append(changes(run.step, seen[middle], before))
+    sample = pack(seen, display_tokens(ids, run.vocabulary))
+    sample |= {
+        "checkpoint": f"step-{run.step}",
+        "split": config.eval_split,
+        "level": run.vocabulary.level,
+        "map": map_points(run.model, seen[middle], middle, points, method),
+        "history": {"top_k": middle, "checkpoints": history},
+    }
+    return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
+
+
+def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
+    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date.
+
+    Out of date: of another checkpoint than the evaluation, or with another kind of map. What cannot be sampled (no
+    checkpoint, no data) is told to `note` and passed over.
+    """
+    wanted = available(method)
+    for router in comparison.routers:
+        run = next((run for run in comparison.of(router) if run.done), None)
+        if run is None or is_baseline(router):
+            continue
+        if (run.path / "audit.json").is_file():
+            continue  # it has its own, or none
+        found = run.explorer
+        if found and not (run.path / "checkpoints").is_dir():
+            continue
+        method_of_map = (found.get("map") or {}).get("method")
+        checkpoint = run.evaluation.get("checkpoint")
+        if readable(found) and found.get("checkpoint") == checkpoint and method_of_map == wanted:
+            continue
+        try:
+            if note:
+                note(f"sampling the routing of {router}")
+            collect_samples(run.path, method=method)
+        except RunError as error:
+            if note:
+                note(f"no sample of {router}: {error}")
+
+
+@torch.no_grad()
+def look(
+    model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int
+) -> dict[str, Seen]:
+    """One pass over `ids` [T] in segments with memory, in evaluation mode at this k: layer name -> what was seen."""
+    device = next(model.parameters()).device
+    routings: dict[str, list[Routing]] = {}
+    hiddens: dict[str, list[Tensor]] = {}
+
+    def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        routings.setdefault(name, []).append(routing)
+        hiddens.setdefault(name, []).append(hidden.float().cpu())
+
+    training = model.training
+    model.eval()
+    memory: Memory | None = None
+    with set_top_k(model, top_k), observe_routing(model, take), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for start in range(0, len(ids), segment_length):
+            segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
+            memory = model(segment, segment, memory, memory_length=memory_length).memory
+    model.train(training)
+    return {name: Seen(torch.cat(hiddens[name]), _joined(parts)) for name, parts in routings.items()}
+
+
+def _joined(parts: Sequence[Routing]) -> Routing:
+    def cat(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.cpu() for tensor in tensors])
+
+    unmixed = [part.probs if part.unmixed is None else part.unmixed for part in parts]
+    return Routing(
+        cat([part.experts for part in parts]),
+        cat([part.weights for part in parts]),
+        cat([part.probs for part in parts]),
+        cat([part.logits for part in parts]),
+        unmixed=cat(unmixed),
+    )
+
+
+def changes(step: int, seen: dict[str, Seen], before: dict[str, Seen]) -> dict[str, Any]:
+    """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
+    layers = {}
+    for name, now in seen.items():
+        entropy, collapse = Entropy(), RepresentationCollapse()
+        entropy.update(now.routing)
+        collapse.update(now.routing, hidden=now.hidden)
+        found, spread = collapse.result(), entropy.result()
+        layer = {"entropy": spread["mean"], "entropy_std": spread["std"], "collapse": found["value"]}
+        layer["classes"] = found["classes"]
+        if name in before:
+            fluctuation = Fluctuation()
+            fluctuation.update(before[name].routing, now.routing)
+            layer |= {key: fluctuation.result()[key] for key in ("top1", "sets")}
+        layers[name] = layer
+    return {"step": step, "layers": layers}
+
+
+def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
+    """Each token as text. A character of several bytes stands at its first byte, the others are '·'."""
+    symbols = [vocabulary.symbols[int(index)] for index in ids]
+    if vocabulary.level != "byte":
+        return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]
+    raw = bytes(int(symbol) for symbol in symbols)
+    shown: list[str] = []
+    while len(shown) < len(raw):
+        head = raw[len(shown)]
+        length = 1 + (head >= 0xC0) + (head >= 0xE0) + (head >= 0xF0)
+        try:
+            character, width = raw[len(shown) : len(shown) + length].decode(), length
+        except UnicodeDecodeError:
+            character, width = "�", 1
+        shown += [character, *["·"] * (width - 1)]
+    return shown
+
+
+def map_points(model: nn.Module, seen: dict[str, Seen], top_k: int, points: int, method: str) -> dict[str, Any]:
+    """2-D positions, from 0 to 1000, of evenly spaced tokens as each router sees them.
+
+    What it sees is the hidden state, or its projection where the scorer has one (X-MoE).
+    """
+    count = len(next(iter(seen.values())).hidden)
+    chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
+    layers, used = {}, method
+    for name, router in named_routers(model):
+        hidden = seen[name].hidden[chosen]
+        projection = getattr(router.score, "projection", None)
+        if isinstance(projection, nn.Module):
+            with torch.no_grad():
+                hidden = projection.to("cpu")(hidden)
+        flat, used = embed(hidden.double().numpy(), method)
+        low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
+        layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
+    return {"top_k": top_k, "method": used, "indices": chosen.tolist(), "layers": layers}

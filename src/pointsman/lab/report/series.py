@@ -1,0 +1,135 @@
+"""Chart data from runs: downsampled, averaged over seeds, of a size that does not grow with the length of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pointsman.lab.report.runs import Comparison, Run, number
+from pointsman.lab.report.tables import Cell, ComparisonTable
+
+BINS = 160
+Point = list[float]
+Curve = dict[float, float]
+
+
+def significant(value: float, digits: int = 5) -> float:
+    """`value` rounded to this many significant digits: keeps the page small."""
+    return float(f"{value:.{digits}g}")
+
+
+def quality(table: ComparisonTable) -> list[dict[str, Any]]:
+    """For every row its points (k, mean, spread), in printed units."""
+    scale = table.metric.scale
+    series = []
+    for row in table.rows:
+        points = [point for k in table.top_k if (point := cell_point(k, table.quality(row, k), scale))]
+        if points:
+            series.append({"name": row.router, "points": points})
+    return series
+
+
+def differences(table: ComparisonTable) -> list[dict[str, Any]]:
+    """For every row but the baseline its paired differences, in printed units."""
+    scale = table.metric.scale
+    series = []
+    for line in table.differences():
+        points = [point for one in line if (point := cell_point(one.top_k, one.cell, scale))]
+        if points:
+            series.append({"name": line[0].router, "points": points})
+    return series
+
+
+def cell_point(x: float, cell: Cell, scale: float) -> dict[str, float] | None:
+    """A cell's mean and spread at `x`, in printed units; None for an empty cell."""
+    if cell.mean is None:
+        return None
+    mean = cell.mean * scale
+    point = {"x": significant(x, 7), "y": significant(mean, 7)}
+    if cell.std is not None:
+        std = cell.std * scale
+        point |= {"std": significant(std), "low": significant(mean - std, 7), "high": significant(mean + std, 7)}
+    return point
+
+
+def binned(rows: Iterable[tuple[float, float]], last: float, bins: int = BINS) -> Curve:
+    """(step, value) pairs averaged in equal bins of (0, last], x being a bin's middle; left alone if they are few.
+
+    A later value for the same step replaces an earlier one (a resumed run repeats steps).
+    """
+    values = dict(rows)
+    if len(values) <= bins:
+        return dict(sorted(values.items()))
+    groups: dict[int, list[float]] = {}
+    for step, value in values.items():
+        groups.setdefault(min(bins - 1, max(0, math.ceil(step / last * bins) - 1)), []).append(value)
+    return {
+        significant((index + 0.5) * last / bins): statistics.fmean(group) for index, group in sorted(groups.items())
+    }
+
+
+def over_seeds(curves: Sequence[Curve]) -> list[Point]:
+    """[x, mean, smallest, largest] over the curves that have that x."""
+    xs = sorted({x for curve in curves for x in curve})
+    points: list[Point] = []
+    for x in xs:
+        values = [curve[x] for curve in curves if x in curve]
+        point = [x, significant(statistics.fmean(values))]
+        if len(values) > 1:
+            point += [significant(min(values)), significant(max(values))]
+        points.append(point)
+    return points
+
+
+def last_step(comparison: Comparison) -> float:
+    """The length of the horizontal axis: planned steps, or the last one seen."""
+    planned = [run.steps for run in comparison.runs.values() if run.steps]
+    seen = [run.last_step() for run in comparison.runs.values()]
+    return float(max([*planned, *seen, 1]))
+
+
+def loss(comparison: Comparison, *, bits: bool) -> dict[str, Any]:
+    """Training loss of every router against the step."""
+    last, name = last_step(comparison), "bits" if bits else "loss"
+
+    def curve(run: Run) -> Curve:
+        return binned(_pairs(run.metrics("train"), name), last)
+
+    return {"label": "loss (bits)" if bits else "loss (nats)", "series": _per_router(comparison, curve)}
+
+
+def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
+    """Validation metric of every router against the step, for every k."""
+    last = last_step(comparison)
+    tables: dict[int, dict[tuple[str, int], Curve]] = {}
+    for key, run in comparison.runs.items():
+        rows: dict[int, dict[float, float]] = {}
+        for row in run.metrics("valid"):
+            k, step, value = number(row.get("top_k")), number(row.get("step")), number(row.get("value"))
+            if k is not None and step is not None and value is not None:
+                rows.setdefault(int(k), {})[step] = value * scale
+        for k, values in rows.items():
+            tables.setdefault(k, {})[key] = binned(values.items(), last)
+    ks = sorted(tables)
+    of = {str(k): _per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {})) for k in ks}  # type: ignore[misc]
+    return {"choices": [[str(k), str(k)] for k in ks], "first": str(ks[-1]) if ks else None, "of": of}
+
+
+def _per_router(comparison: Comparison, curve: Callable[[Run], Curve]) -> list[dict[str, Any]]:
+    series = []
+    for router in comparison.routers:
+        curves = [found for run in comparison.of(router) if (found := curve(run))]
+        if curves:
+            series.append({"name": router, "points": over_seeds(curves)})
+    return series
+
+
+def _pairs(rows: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[float, float]]:
+    for row in rows:
+        step, value = number(row.get("step")), number(row.get(name))
+        if value is None and name == "bits" and (nats := number(row.get("loss"))) is not None:
+            value = nats / math.log(2)
+        if step is not None and value is not None:
+            yield step, value

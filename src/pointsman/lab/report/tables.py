@@ -1,0 +1,256 @@
+"""The table of a comparison: router x k over seeds, and paired differences against one row."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.report import formats
+from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.metrics import Metric, metric
+from pointsman.lab.report.runs import Comparison, Run, number, read_comparison
+
+# 0.975 quantiles of Student's t for 1 … 30 degrees of freedom; beyond, the normal's is close enough.
+_T975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One quantity over seeds.
+
+    Attributes:
+        values: seed -> value, finite ones only.
+    """
+
+    values: Mapping[int, float]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values.values()) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n - 1); None below two seeds."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def interval(self) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean (Student's t); None below two seeds."""
+        if self.std is None:
+            return None
+        n = len(self.values)
+        return (_T975[n - 2] if n - 2 < len(_T975) else 1.96) * self.std / math.sqrt(n)
+
+    def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False, plus_minus: str = " ± ") -> str:
+        """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
+        if self.mean is None:
+            return NONE
+        mean = f"{self.mean * scale:{'+' if sign else ''}.{decimals}f}"
+        return mean if self.std is None else f"{mean}{plus_minus}{self.std * scale:.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One router of a comparison.
+
+    Attributes:
+        router: its spec.
+        quality: k -> the metric over seeds.
+        entropy: of the router's full distribution, nats, mean over tokens and layers at the largest k.
+        router_parameters: trainable parameters in all routers; None where there is no router.
+        step_seconds: median training step.
+        done, missing: seeds with and without an evaluation.
+    """
+
+    router: str
+    quality: Mapping[int, Cell]
+    entropy: Cell
+    router_parameters: int | None
+    step_seconds: Cell
+    done: Sequence[int]
+    missing: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A router minus the baseline at one k, seed by seed (negative = smaller than the baseline)."""
+
+    router: str
+    baseline: str
+    top_k: int
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class ComparisonTable:
+    """Routers x k, with what they cost.
+
+    Attributes:
+        rows: in the comparison's order. top_k: every k that any row has, ascending.
+        metric: what the cells hold. split: of the data.
+        baseline: the router that differences are taken against.
+    """
+
+    rows: Sequence[Row]
+    top_k: Sequence[int]
+    metric: Metric
+    baseline: str
+    split: str = "test"
+
+    @classmethod
+    def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
+        """The table of a comparison directory (or of a single run).
+
+        Raises:
+            RunError: neither a run nor a comparison; an unknown baseline; runs evaluated by different metrics.
+        """
+        return cls.of(read_comparison(path), baseline=baseline, split=split)
+
+    @classmethod
+    def of(cls, comparison: Comparison, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
+        """The table of a comparison that has been read."""
+        if baseline is not None and baseline not in comparison.routers:
+            raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")
+        names = {
+            str(row.get("metric", "loss")) for run in comparison.runs.values() for row in run.results(split).values()
+        }
+        if len(names) > 1:
+            raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
+        rows = [_row(comparison, router, split) for router in comparison.routers]
+        ks = sorted({k for row in rows for k in row.quality})
+        first = baseline or (comparison.routers[0] if comparison.routers else NONE)
+        return cls(rows, ks, metric(names.pop() if names else "bits_per_character"), first, split)
+
+    def quality(self, row: Row, top_k: int) -> Cell:
+        """One cell; empty where the row has none."""
+        return row.quality.get(top_k, Cell({}))
+
+    def difference(self, router: str, top_k: int) -> Difference:
+        """`router` minus the baseline at this k, over the seeds that both have."""
+        rows = {row.router: row.quality.get(top_k, Cell({})).values for row in self.rows}
+        one, base = rows[router], rows[self.baseline]
+        return Difference(router, self.baseline, top_k, Cell({s: one[s] - base[s] for s in one if s in base}))
+
+    def differences(self) -> list[list[Difference]]:
+        """For every other row, the difference at every k."""
+        return [
+            [self.difference(row.router, k) for k in self.top_k] for row in self.rows if row.router != self.baseline
+        ]
+
+    def best(self, top_k: int) -> set[str]:
+        """Rows with the best printed mean at this k; empty where fewer than two rows have one."""
+        means = {row.router: row.quality[top_k].mean for row in self.rows if top_k in row.quality}
+        shown = {
+            name: round(mean * self.metric.scale, self.metric.decimals)
+            for name, mean in means.items()
+            if mean is not None
+        }
+        if len(shown) < 2:
+            return set()
+        target = (min if self.metric.lower_is_better else max)(shown.values())
+        return {name for name, value in shown.items() if value == target}
+
+    def header(self) -> list[str]:
+        """Column titles."""
+        return ["router", *(f"k={k}" for k in self.top_k), "entropy", "router params", "s/step", "seeds"]
+
+    def cells(self) -> list[list[str]]:
+        """The table as text, row by row."""
+        return [
+            [
+                row.router,
+                *(self.quality(row, k).text(self.metric.decimals, self.metric.scale) for k in self.top_k),
+                row.entropy.text(3),
+                NONE if row.router_parameters is None else f"{row.router_parameters:,}",
+                NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
+                f"{len(row.done)}/{len(row.done) + len(row.missing)}",
+            ]
+            for row in self.rows
+        ]
+
+    def difference_cells(self) -> list[list[str]]:
+        """Paired differences as text, row by row: router, then one column a k."""
+        return [
+            [line[0].router, *(one.cell.text(self.metric.decimals, self.metric.scale, sign=True) for one in line)]
+            for line in self.differences()
+            if line
+        ]
+
+    @property
+    def caption(self) -> str:
+        return (
+            f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
+            "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
+            "the largest k; router params: trainable ones; s/step: median training step."
+        )
+
+    @property
+    def difference_caption(self) -> str:
+        return (
+            f"Paired differences to {self.baseline}: same seed, data order and initial weights; mean ± sample standard "
+            f"deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
+        )
+
+    def text(self) -> str:
+        """Plain aligned text, paired differences below."""
+        return formats.text(self)
+
+    def csv(self) -> str:
+        """Comma-separated, full precision, one line a router."""
+        return formats.csv(self)
+
+    def markdown(self) -> str:
+        """A Markdown table; the best of each column in bold."""
+        return formats.markdown(self)
+
+    def latex(self) -> str:
+        """A LaTeX table for the booktabs package; the best of each column in bold."""
+        return formats.latex(self)
+
+    def rich(self) -> Any:
+        """The table for a terminal, as a `rich.table.Table`."""
+        return formats.rich(self)
+
+    def write(self, directory: Path) -> list[Path]:
+        """Writes table.txt, table.csv, table.md and table.tex, each whole or not at all; returns their paths."""
+        return formats.write_forms(directory, "table", self)
+
+
+def _row(comparison: Comparison, router: str, split: str) -> Row:
+    done = [run for run in comparison.of(router) if run.done]
+    quality: dict[int, dict[int, float]] = {}
+    for run in done:
+        for k, result in run.results(split).items():
+            if (value := number(result.get("value"))) is not None:
+                quality.setdefault(k, {})[run.seed] = value
+    parameters = [value for run in done if (value := number(run.evaluation.get("router_parameters"))) is not None]
+    has_router = router.split(":")[0] not in ("dense", "dense-dropout")
+    return Row(
+        router=router,
+        quality={k: Cell(values) for k, values in sorted(quality.items())},
+        entropy=Cell({run.seed: value for run in done if (value := mean_entropy(run, split)) is not None}),
+        router_parameters=int(parameters[0]) if parameters and has_router else None,
+        step_seconds=Cell(
+            {run.seed: value for run in done if (value := number(run.evaluation.get("step_seconds"))) is not None}
+        ),
+        done=[run.seed for run in done],
+        missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
+    )
+
+
+def mean_entropy(run: Run, split: str = "test") -> float | None:
+    """Entropy of the router's distribution at the largest k, nats, mean over layers; None where there is none."""
+    results = run.results(split)
+    if not results:
+        return None
+    layers = results[max(results)].get("routers") or {}
+    values = [value for layer in layers.values() if (value := number(layer.get("entropy"))) is not None]
+    return statistics.fmean(values) if values else None

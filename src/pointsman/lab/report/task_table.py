@@ -1,0 +1,256 @@
+"""What a task found in a comparison: accuracies at every k, paired differences, routing, the papers' figures beside."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman.lab.report import formats
+from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.published_mutual import PAPERS
+from pointsman.lab.report.runs import Comparison, Run, number, read_comparison, read_run
+from pointsman.lab.report.tables import ComparisonTable
+
+FROM_SCRATCH = ",from-scratch"
+"""How the variant of a control ends: the same model, fresh weights."""
+
+ROUTING_KEYS = ("top1", "sets", "consistency")
+ROUTING_TOP_K = 2
+ROUTING = (
+    "Routing: share of tokens whose first expert (top1) or set of experts (sets) at k = 2 differs from the pre-trained "
+    "model's, mean over layers and seeds; consistency: correlation of the loads at k = 2 between fine-tunings of one "
+    "pre-trained run, without the diagonal."
+)
+PUBLISHED = "Published figures, not ours: larger models, pre-trained far longer."
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's test accuracy, in percent as printed; `router` as the paper labels it."""
+
+    router: str
+    accuracy: float
+    source: str
+
+
+def published_for(task: str) -> list[Published]:
+    """What the papers publish for a task; [] for a task that none has."""
+    return [
+        Published(line.label, value, f"{paper.name}, {table.number}")
+        for paper in PAPERS.values()
+        for table in paper.tables
+        if table.metric == "accuracy"
+        for place, column in enumerate(table.columns)
+        if column.task == task
+        for line in table.lines
+        if (value := line.values[place]) is not None
+    ]
+
+
+def variants(comparison: Comparison) -> list[str]:
+    """The tasks that runs were fine-tuned on, each with what differs from the defaults, as their folders are called."""
+    found = {
+        folder.parents[1].name
+        for run in comparison.runs.values()
+        for folder in run.path.glob("finetune/*/seed-*/config.json")
+    }
+    return sorted(found)
+
+
+def finetunings(comparison: Comparison, variant: str) -> list[Run]:
+    """Fine-tunings of the comparison's runs, labelled with their routers.
+
+    Where there are several pre-training seeds: those that `compare --task` makes, whose seeds are s + 1000 j.
+    """
+    from pointsman.lab.finetuning.compare import REPEAT  # torch is imported only where something was fine-tuned
+
+    several = len(comparison.seeds) > 1
+    return [
+        tuned
+        for router in comparison.routers
+        for run in comparison.of(router)
+        for config in sorted((run.path / "finetune" / variant).glob("seed-*/config.json"))
+        if (tuned := read_run(config.parent)).seed % REPEAT == run.seed or not several
+    ]
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """A task's accuracies: router x k over seeds, paired differences, published figures, and what routing did.
+
+    Attributes:
+        name: the task and what differs from the defaults, as in the folder names.
+        table: our figures.
+        published: the papers' figures for this task; none of ours.
+        protocol: how our figures came about.
+        routing: router -> what `routing_of` says of its fine-tunings.
+    """
+
+    name: str
+    table: ComparisonTable
+    published: Sequence[Published]
+    protocol: Mapping[str, Any]
+    routing: Mapping[str, Mapping[str, float | None]]
+
+    @classmethod
+    def read(cls, path: Path, variant: str, *, baseline: str | None = None) -> TaskTable:
+        """The table of what a comparison or run directory holds of this task.
+
+        Raises:
+            RunError: neither a run nor a comparison, or an unknown baseline.
+        """
+        return cls.of(read_comparison(path), variant, baseline=baseline)
+
+    @classmethod
+    def of(cls, comparison: Comparison, variant: str, *, baseline: str | None = None) -> TaskTable:
+        """The table of a comparison that has been read: the rows of which a fine-tuning has begun."""
+        tuned = finetunings(comparison, variant)
+        found = {(run.router, run.seed): run for run in tuned}
+        seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
+        begun = {run.router for run in tuned}
+        routers = [router for router in comparison.routers if router in begun or not tuned]
+        protocol = next((dict(run.evaluation["protocol"]) for run in tuned if run.done), {})
+        table = ComparisonTable.of(
+            Comparison(comparison.path, comparison.settings, routers, seeds, found),
+            baseline=baseline,
+            split=protocol.get("split", "test"),
+        )
+        routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
+        return cls(variant, table, published_for(variant.split(",")[0]), protocol, routing)
+
+    @property
+    def note(self) -> str:
+        """The protocol in a few lines of words."""
+        protocol = self.protocol
+        if not protocol:
+            return "nothing has been fine-tuned yet"
+        start = "from scratch" if protocol["from_scratch"] else "from the pre-trained run"
+        balance = protocol["balance"]
+        words = [
+            f"{protocol['task']}",
+            f"{start}, {protocol['steps']:,} steps, trained with k = {protocol['trained_with_k']}",
+            *([f"scored: {protocol['scored']}"] if "scored" in protocol else []),
+            f"pooling: {protocol['pooling']}; length {protocol['length']}, cut: "
+            + ", ".join(f"{split} {count:,}" for split, count in protocol["truncated"].items()),
+            f"frozen: {', '.join(protocol['frozen']) or 'nothing'}; balance loss: "
+            + ("as in pre-training" if balance is None else f"{balance:g}"),
+            "seeds: that of pre-training, plus 1000 for each further fine-tuning of the same run",
+        ]
+        return "; ".join(words)
+
+    def text(self) -> str:
+        """Plain aligned text: ours, paired differences, routing, then the published figures, labelled."""
+        parts = [f"{self.name}: {self.note}", "", self.table.text()]
+        for words, lines in self._beside():
+            parts += [words, "", *formats.aligned(lines), ""]
+        return "\n".join(parts)
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        parts = [f"**{self.name}**: {self.note}", "", self.table.markdown()]
+        if differences := self.table.difference_cells():
+            header = ["router", *(f"k={k}" for k in self.table.top_k)]
+            parts += [self.table.difference_caption, "", *formats.markdown_lines([header, *differences]), ""]
+        for words, lines in self._beside():
+            parts += [words, "", *formats.markdown_lines(lines), ""]
+        return "\n".join(parts)
+
+    def csv(self) -> str:
+        """Ours, one line a router; below, under a header of their own, the published figures (as shares, like ours)."""
+        if not self.published:
+            return self.table.csv()
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["published router", "accuracy", "source"])
+        writer.writerows([one.router, f"{one.accuracy / 100:.4f}", one.source] for one in self.published)
+        return f"{self.table.csv()}\n{out.getvalue()}"
+
+    def latex(self) -> str:
+        """Two LaTeX tables for the booktabs package: ours and the published figures."""
+        if not self.published:
+            return self.table.latex()
+        header, *rows = [list(map(formats.escape_latex, line)) for line in self.published_lines()]
+        return self.table.latex() + "\n" + formats.latex_table(PUBLISHED, header, rows)
+
+    def write(self, directory: Path) -> list[Path]:
+        """Writes task-NAME.txt, .csv, .md and .tex; returns their paths."""
+        return formats.write_forms(directory, f"task-{self.name}", self)
+
+    def _beside(self) -> list[tuple[str, list[list[str]]]]:
+        parts = ((ROUTING, self.routing_lines()), (PUBLISHED, self.published_lines()))
+        return [(words, lines) for words, lines in parts if lines]
+
+    def published_lines(self) -> list[list[str]]:
+        """Header and rows of the papers' figures; [] where there are none."""
+        rows = [[one.router, f"{one.accuracy:.2f}", one.source] for one in self.published]
+        return [["router (published)", "accuracy (%)", "source"], *rows] if rows else []
+
+    def routing_lines(self) -> list[list[str]]:
+        """Header and rows of what the routing did; [] where nothing is known."""
+        rows = [
+            [router, *(NONE if values[key] is None else f"{values[key]:.3f}" for key in ROUTING_KEYS)]
+            for router, values in self.routing.items()
+            if any(value is not None for value in values.values())
+        ]
+        return [["router", *ROUTING_KEYS], *rows] if rows else []
+
+
+def routing_of(runs: Sequence[Run]) -> dict[str, float | None]:
+    """What fine-tuning did to the routing of one router.
+
+    Returns:
+        {"top1", "sets": fluctuation from the pre-trained model, mean over layers and runs; "consistency": of the loads
+        between fine-tunings of one pre-trained run, mean over layers}; None where it does not exist.
+    """
+    changes: dict[str, list[float]] = {"top1": [], "sets": []}
+    for run in runs:
+        for layer in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values():
+            for key, values in changes.items():
+                if (value := number(layer.get(key))) is not None:
+                    values.append(value)
+    agreed = consistency([(run.path, run.evaluation) for run in runs if run.done])
+    found = {key: statistics.fmean(values) if values else None for key, values in changes.items()}
+    return {**found, "consistency": agreed}
+
+
+def consistency(
+    records: Sequence[tuple[Path, Mapping[str, Any]]], attack: Mapping[str, Any] | None = None
+) -> float | None:
+    """Inter-run consistency of the loads of fine-tunings of one pre-trained run, mean over layers and such runs.
+
+    Those from scratch have none: experts of different initial weights do not correspond.
+
+    Args:
+        records: (a fine-tuned run's directory, an evaluation of it), of one router.
+        attack: of the results that count; None: the clean ones.
+    """
+    groups: dict[Path, dict[str, list[list[float]]]] = {}
+    for path, record in records:
+        for row in () if record["protocol"].get("from_scratch") else record["results"]:
+            if row.get("top_k") == ROUTING_TOP_K and is_of(row, attack):
+                for layer, values in row.get("routers", {}).items():
+                    loads = groups.setdefault(path.parents[2], {}).setdefault(layer, [])
+                    loads.append([share or 0.0 for share in values["load"]])
+    every = [loads for layers in groups.values() for loads in layers.values()]
+    if all(len(loads) < 2 for loads in every):
+        return None
+    from pointsman.diagnostics.consistency import inter_run_consistency
+
+    found = [
+        inter_run_consistency(loads)["without_diagonal"] for layers in groups.values() for loads in layers.values()
+    ]
+    values = [value for value in found if value is not None]
+    return statistics.fmean(values) if values else None
+
+
+def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
+    """Whether a row of results is of this attack; without one, whether it is clean."""
+    found = row.get("attack")
+    if attack is None or not found:
+        return attack is None and not found and "recipe" not in row
+    return all(found.get(key) == value for key, value in attack.items())

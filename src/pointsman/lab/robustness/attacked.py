@@ -1,0 +1,168 @@
+"""Evaluation under attack: language models and classifiers, at any k, and what the attack does to the routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.lab.data import EvalStream, Vocabulary
+from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
+from pointsman.lab.data.tasks import Examples
+from pointsman.lab.data.vocabulary import IdArray
+from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, Watch, evaluate
+from pointsman.lab.evaluation.routing import evaluating
+from pointsman.lab.evaluation.tasks import evaluate_task
+from pointsman.lab.models.classifier import Classifier
+from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.robustness.attacks import Attack, Attacked, attack_texts
+from pointsman.routing import Routing
+
+ROUTING_TOKENS = 512
+ROUTING_TEXTS = 64
+
+
+def attack_part(
+    tokens: IdArray, vocabulary: Vocabulary, protocol: EvalProtocol, attack: Attack
+) -> tuple[list[IdArray], Attacked]:
+    """The stretches of text that an evaluation reads, clean and attacked: rates and figures are of the same text."""
+    stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, budget=protocol.tokens)
+    return stream.texts, attack_texts(stream.texts, vocabulary, attack)
+
+
+def evaluate_attack(
+    model: TransformerXL,
+    tokens: IdArray,
+    vocabulary: Vocabulary,
+    attack: Attack,
+    *,
+    split: str,
+    top_k: Sequence[int],
+    protocol: EvalProtocol,
+    precision: AbstractContextManager[Any] | None = None,
+    watch: Watch | None = None,
+    stop: Any = None,
+) -> list[dict[str, Any]]:
+    """A language model on an attacked text, at every k.
+
+    The clean evaluation's text is attacked, row by row; every token of it is a target. Arguments as of `evaluate`.
+
+    Returns:
+        What `evaluate` gives, with "unmarked" (attacked tokens not counted as targets) and "attack": {"kind", "rate",
+        "seed", "word", "chosen", "candidates"}.
+    """
+    _, attacked = attack_part(tokens, vocabulary, protocol, attack)
+    results = evaluate(
+        model,
+        MarkedText(attacked.rows, attacked.marks),
+        vocabulary.level,
+        split=split,
+        top_k=top_k,
+        protocol=protocol,
+        precision=precision,
+        watch=watch,
+        stop=stop,
+        phase=f"attack {attack.kind} {attack.rate:g}",
+    )
+    return [{**result, "attack": _described(attack, attacked)} for result in results]
+
+
+def attack_examples(
+    examples: Examples, vocabulary: Vocabulary, max_length: int, attack: Attack
+) -> tuple[Encoded, list[IdArray], Attacked]:
+    """Examples with attacked texts, the clean ids, and the attack; end marks are never attacked."""
+    clean = [vocabulary.encode_compact(text)[0] for text in examples.texts]
+    attacked = attack_texts(clean, vocabulary, attack)
+    mark = vocabulary.encode_compact(END_MARK)[0]
+    rows = tuple(cut(row, mark, max_length) for row in attacked.rows)
+    truncated = sum(len(row) + len(mark) > max_length for row in attacked.rows)
+    return Encoded(rows, np.array(examples.labels, dtype=np.int64), truncated), clean, attacked
+
+
+def evaluate_task_attack(
+    model: Classifier,
+    examples: Examples,
+    vocabulary: Vocabulary,
+    attack: Attack,
+    *,
+    split: str,
+    top_k: Sequence[int],
+    max_length: int,
+    batch_size: int = 32,
+    precision: AbstractContextManager[Any] | None = None,
+    watch: Watch | None = None,
+    stop: Any = None,
+) -> list[dict[str, Any]]:
+    """A classifier on attacked texts, at every k: what `evaluate_task` gives, with "attack" as of `evaluate_attack`."""
+    encoded, _, attacked = attack_examples(examples, vocabulary, max_length, attack)
+    results = evaluate_task(
+        model,
+        encoded,
+        split=split,
+        top_k=top_k,
+        batch_size=batch_size,
+        precision=precision,
+        watch=watch,
+        stop=stop,
+        phase=f"attack {attack.kind} {attack.rate:g}",
+    )
+    return [{**result, "attack": _described(attack, attacked)} for result in results]
+
+
+@torch.no_grad()
+def change_under_attack(
+    model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked, *, top_k: int
+) -> dict[str, Any]:
+    """Routing fluctuation between clean and attacked texts, over the tokens that the attack left.
+
+    Each text is read on its own, without memory: the first 64 texts, up to 512 tokens of each.
+
+    Args:
+        model: a language model, or a classifier's `backbone`.
+        clean: ids of the texts; attacked: what `attack_texts` made of them.
+        top_k: k.
+
+    Returns:
+        {"top_k", "texts", "layers": {layer: what `Fluctuation` gives}}; no layers without routers.
+    """
+    names = [name for name, _ in named_routers(model)]
+    layers = {name: Fluctuation() for name in names}
+    texts = min(ROUTING_TEXTS, len(clean))
+    if names:
+        with evaluating(model, 0), set_top_k(model, top_k):
+            for index in range(texts):
+                before, after = (row[:ROUTING_TOKENS] for row in (clean[index], attacked.rows[index]))
+                sources = attacked.sources[index][: len(after)]
+                places = np.flatnonzero((sources >= 0) & (sources < len(before)))
+                if not len(places):
+                    continue
+                one, two = _routings(model, before), _routings(model, after)
+                for name, fluctuation in layers.items():
+                    fluctuation.update(_rows(one[name], sources[places]), _rows(two[name], places))
+    return {
+        "top_k": top_k,
+        "texts": texts,
+        "layers": {name: fluctuation.result() for name, fluctuation in layers.items()},
+    }
+
+
+def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
+    device = next(model.parameters()).device
+    batch = collate(Encoded((row,), np.zeros(1, dtype=np.int64), 0), np.zeros(1, dtype=np.int64), device)
+    with record_routing(model) as records:
+        model.encode(batch.tokens)
+    return records
+
+
+def _rows(routing: Routing, places: Any) -> Routing:
+    index = torch.as_tensor(places, device=routing.experts.device)
+    return Routing(routing.experts[index], routing.weights[index], routing.probs[index], routing.logits[index])
+
+
+def _described(attack: Attack, attacked: Attacked) -> dict[str, Any]:
+    return {**attack.to_dict(), "chosen": attacked.chosen, "candidates": attacked.candidates}

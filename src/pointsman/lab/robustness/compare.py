@@ -1,0 +1,106 @@
+"""Every run of a comparison under attack, or every fine-tuning of its runs on one task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import read_whole_json, write_whole
+from pointsman.lab.finetuning.run import load_finetuned
+from pointsman.lab.robustness.attacks import Attack
+from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
+from pointsman.lab.training.compare import read_plan, run_path, saved_runs, slug
+from pointsman.lab.training.progress import Progress
+from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.run import load_run
+
+
+def comparison_under_attack(
+    out: Path,
+    attacks: Sequence[Attack],
+    *,
+    variant: str | None = None,
+    data: str | None = None,
+    split: str = "test",
+    top_k: Sequence[int] | None = None,
+    budget: Budget = "run",
+    device: str = "cpu",
+    progress: Progress,
+    stop: Any = None,
+) -> str:
+    """Evaluates every run of a comparison that has saved under these attacks; what is done is not done again.
+
+    Each run keeps its results in attacks-KIND-DATA-SPLIT.json, each fine-tuning in attacks-KIND.json.
+
+    Args:
+        variant: the fine-tunings on this task (as their folders are called) instead of the language models; then
+            `data` and `split` do not matter.
+        data, split, top_k, budget: as of `run_under_attack`.
+
+    Returns:
+        The name of the files, without ".json".
+
+    Raises:
+        RunError: no comparison, no run with a checkpoint, or nothing fine-tuned on this task.
+    """
+    plan = read_plan(out)
+    if plan is None:
+        raise RunError(f"{out} holds no comparison")
+    if not attacks or len({attack.kind for attack in attacks}) > 1:
+        raise RunError("attacks of one kind are needed, at one rate or several")
+    paths = [run_path(out, router, seed) for router, seed in saved_runs(out, plan, progress.note)]
+    if variant is not None:
+        paths = _finetuned(paths, variant)
+    name = f"attacks-{attacks[0].kind}"
+    for place, path in enumerate(paths, 1):
+        progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
+        asked: dict[str, Any] = {"attacks": [attack.to_dict() for attack in attacks]}
+        if variant is not None:
+            tuned = load_finetuned(path, device=device, note=progress.note)
+            asked |= {
+                "top_k": list(top_k or tuned.config.eval_top_k),
+                "budget": tuned.config.eval_tokens if budget == "run" else budget,
+                "fingerprint": tuned.about.get("fingerprint"),
+                "checkpoint": f"step-{tuned.step}",
+            }
+            if _asked(path / f"{name}.json") != asked:
+                found = finetuned_under_attack(tuned, attacks, top_k=top_k, budget=budget, watch=progress, stop=stop)
+                write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
+            continue
+        run = load_run(path, device=device, note=progress.note)
+        corpus = run.corpus(data)
+        if place == 1:
+            name += f"-{slug(corpus.name)}-{split}"
+        asked |= {
+            "data": data or run.config.data,
+            "split": split,
+            "top_k": list(top_k or run.config.eval_top_k),
+            "protocol": eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget).to_dict(),
+            "fingerprint": corpus.fingerprint,
+            "checkpoint": f"step-{run.step}",
+        }
+        if _asked(path / f"{name}.json") != asked:
+            found = run_under_attack(
+                run, attacks, data=data, split=split, top_k=top_k, budget=budget, watch=progress, stop=stop
+            )
+            write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
+    return name
+
+
+def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
+    """The fine-tunings of these runs on this task."""
+    found = [file.parent for run in runs for file in sorted((run / "finetune" / variant).glob("seed-*/finetune.json"))]
+    if not found:
+        known = {folder.name for run in runs for folder in run.glob("finetune/*")}
+        if not known:
+            raise RunError(f"task {variant!r}: no run was fine-tuned yet; `pointsman compare --task` does it")
+        raise RunError(f"task {variant!r}: no run was fine-tuned on it: {did_you_mean(variant, known)}")
+    return found
+
+
+def _asked(file: Path) -> Any:
+    """What was asked for when this file was written; None where there is no whole file: it is made again."""
+    return (read_whole_json(file) or {}).get("asked")

@@ -1,0 +1,153 @@
+"""Saved runs under attack: clean and attacked figures at every k, and what the attack does to the routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from pointsman.control import named_routers
+from pointsman.lab.data.task_streams import encode_examples
+from pointsman.lab.evaluation.language_model import Watch
+from pointsman.lab.evaluation.tasks import evaluate_task
+from pointsman.lab.finetuning.run import FinetunedRun
+from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.finetuning.work import FineTuningWork
+from pointsman.lab.robustness.attacked import (
+    attack_examples,
+    attack_part,
+    change_under_attack,
+    evaluate_attack,
+    evaluate_task_attack,
+)
+from pointsman.lab.robustness.attacks import Attack
+from pointsman.lab.robustness.text_attack import recipe_attack
+from pointsman.lab.training.compare import slug
+from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.run import Run
+from pointsman.lab.training.state import autocast
+
+FORMAT = 1
+ROUTING_TOP_K = 2
+
+Budget = int | None | Literal["run"]
+"""Tokens to score: a number, None = all, "run" = what the run's settings say."""
+
+
+def run_under_attack(
+    run: Run,
+    attacks: Sequence[Attack],
+    *,
+    data: str | None = None,
+    split: str = "test",
+    top_k: Sequence[int] | None = None,
+    budget: Budget = "run",
+    watch: Watch | None = None,
+    stop: Any = None,
+    data_progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """A language model, clean and under each attack.
+
+    Args:
+        run: from `load_run`.
+        attacks: each on the same stretches of text as the clean evaluation.
+        data: other data than the run's, in the run's vocabulary.
+        split, top_k, budget: of the evaluation; top_k None = the run's.
+
+    Returns:
+        {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, first
+        the clean ones, then those of each attack with "attack" and "unmarked" (`evaluate_attack`); `routing` is
+        `change_under_attack` at k = 2 for each attack.
+    """
+    corpus = run.corpus(data, progress=data_progress)
+    tokens = corpus.split(split)
+    protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
+    values = run.config.eval_top_k if top_k is None else tuple(top_k)
+    device = next(run.model.parameters()).device
+    results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, watch=watch, stop=stop)
+    routing = []
+    for attack in attacks:
+        results += evaluate_attack(
+            run.model, tokens, run.vocabulary, attack, split=split, top_k=values, protocol=protocol,
+            precision=autocast(run.config, device), watch=watch, stop=stop,
+        )  # fmt: skip
+        if any(True for _ in named_routers(run.model)):
+            clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
+            change = change_under_attack(run.model, clean, attacked, top_k=_routing_k(run.config.model.num_experts))
+            routing.append({"attack": attack.to_dict(), **change})
+    return {
+        "format": FORMAT,
+        "name": slug(corpus.name),
+        "checkpoint": f"step-{run.step}",
+        "protocol": {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint},
+        "results": results,
+        "routing": routing,
+    }
+
+
+def finetuned_under_attack(
+    run: FinetunedRun,
+    attacks: Sequence[Attack],
+    *,
+    recipe: str | None = None,
+    count: int = 100,
+    seed: int = 0,
+    top_k: Sequence[int] | None = None,
+    budget: Budget = "run",
+    watch: Watch | None = None,
+    stop: Any = None,
+) -> dict[str, Any]:
+    """A classifier on its task, clean and under each attack; or under one of TextAttack's recipes.
+
+    Args:
+        run: from `load_finetuned`.
+        recipe: name of a recipe; `count` and `seed` are its.
+        budget: tokens to read, in whole texts.
+
+    Returns:
+        As `run_under_attack`; results are those of `evaluate_task`, `evaluate_task_attack` and `recipe_attack`.
+    """
+    task, config = run.task(), run.config
+    values = config.eval_top_k if top_k is None else tuple(top_k)
+    length = config.segment_length
+    precision = autocast(config, next(run.model.parameters()).device)
+    every = encode_examples(task.splits[task.reported], run.vocabulary, length)
+    tokens = config.eval_tokens if budget == "run" else budget
+    places = every.within(tokens)
+    encoded, examples = every.take(places), task.splits[task.reported].take(places)
+    results = evaluate_task(
+        run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size, precision=precision,
+        watch=watch, stop=stop,
+    )  # fmt: skip
+    routing = []
+    for attack in attacks:
+        results += evaluate_task_attack(
+            run.model, examples, run.vocabulary, attack, split=task.reported, top_k=values, max_length=length,
+            batch_size=config.eval_batch_size, precision=precision, watch=watch, stop=stop,
+        )  # fmt: skip
+        if any(True for _ in named_routers(run.model)):
+            _, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
+            top = _routing_k(config.model.num_experts)
+            change = change_under_attack(run.model.backbone, clean, attacked, top_k=top)
+            routing.append({"attack": attack.to_dict(), **change})
+    if recipe is not None:
+        results += recipe_attack(
+            run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
+        )
+    about = Finetuning(
+        run.about["task"], freeze=tuple(run.about["freeze"]), balance=run.about["balance"],
+        pooling=run.about["pooling"], from_scratch=run.about["from_scratch"],
+    )  # fmt: skip
+    protocol = FineTuningWork(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
+    return {
+        "format": FORMAT,
+        "name": slug(task.name),
+        "checkpoint": f"step-{run.step}",
+        "protocol": {**protocol, "data": task.description},
+        "results": results,
+        "routing": routing,
+    }
+
+
+def _routing_k(num_experts: int) -> int:
+    return min(ROUTING_TOP_K, num_experts)

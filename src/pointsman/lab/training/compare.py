@@ -1,0 +1,259 @@
+"""A paired comparison of routers: one directory that grows by rows and seeds.
+
+Every run of a comparison has the same data in the same order, the same initial weights outside the router, the same
+dropout masks (steps seed the generator from (seed, step)), the same schedule of k and the same kernels. One seed is
+trained for all routers before the next.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._files import LOCK, alone, read_json, write_whole
+from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.lab.data import BatchStream, Corpus, EvalStream
+from pointsman.lab.models import TransformerXL
+from pointsman.lab.training.checkpoint import steps_of
+from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig
+from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.progress import Interrupted, Progress, Stop
+from pointsman.lab.training.record import still_right
+from pointsman.lab.training.run_directory import CHECKPOINTS, EVALUATION, RunDirectory, open_corpus
+from pointsman.lab.training.trainer import train
+from pointsman.routers.registry import split_specs
+
+FORMAT = 1
+PLAN = "comparison.json"
+PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
+"""Settings that may change between two calls, but not between the rows of a table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison directory holds or will hold.
+
+    Attributes:
+        base: the settings of every run but router and seed.
+        routers: specs in the table's order.
+        seeds: in order.
+        command: the words that asked for it last, for the page.
+    """
+
+    base: RunConfig
+    routers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    command: str = ""
+
+    def config(self, router: str, seed: int) -> RunConfig:
+        """The settings of one run."""
+        return replace(self.base, model=replace(self.base.model, router=router), seed=seed)
+
+    def settings(self) -> dict[str, Any]:
+        """Everything but routers and seeds, as JSON."""
+        values = self.base.to_dict()
+        values.pop("seed")
+        model = {key: value for key, value in values["model"].items() if key not in ("router", "seed", "vocab_size")}
+        return {**values, "model": model}
+
+
+def slug(spec: str) -> str:
+    """A spec as a folder name: letters, digits, '-', '_', '.', '=', '+'; ':' becomes ',', '|' becomes '~'."""
+    return re.sub(r"[^A-Za-z0-9_.=+,~-]", "_", spec.replace(":", ",").replace("|", "~"))
+
+
+def run_path(out: Path, router: str, seed: int) -> Path:
+    """The run directory of one row and seed."""
+    return out / "runs" / slug(router) / f"seed-{seed}"
+
+
+def saved_runs(
+    out: Path, plan: Mapping[str, Any], note: Callable[[str], None], routers: Sequence[str] | None = None
+) -> list[tuple[str, int]]:
+    """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
+
+    Args:
+        note: told, in one line, of those that have not.
+        routers: only these rows.
+
+    Raises:
+        RunError: the comparison has no such row, or no run has saved weights.
+    """
+    for router in routers or ():
+        if router not in plan["routers"]:
+            raise RunError(f"{out} has no row {router!r}: {did_you_mean(router, plan['routers'])}")
+    wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
+    found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
+    if not found:
+        raise RunError(f"{out}: no run has a checkpoint")
+    if len(found) < len(wanted):
+        without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
+        note(f"passed over, without a checkpoint: {without}")
+    return found
+
+
+def read_plan(out: Path) -> Mapping[str, Any] | None:
+    """What `comparison.json` holds; None without one.
+
+    Raises:
+        RunError: it is damaged, or of another format.
+    """
+    file = out / PLAN
+    values = read_json(file)
+    if values is not None and values.get("format") != FORMAT:
+        raise RunError(f"{file}: not a comparison of format {FORMAT}")
+    return values
+
+
+def merged(plan: Plan, out: Path) -> Plan:
+    """The plan together with what the directory holds already: rows and seeds are added, never taken away.
+
+    Raises:
+        RunError: the directory holds a comparison with other settings; the message names them.
+    """
+    before = read_plan(out)
+    if before is None:
+        if out.exists() and any(entry.name != LOCK for entry in out.iterdir()):
+            raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
+        return plan
+    ours, theirs = _flat(plan.settings()), _flat(before["settings"])
+    keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
+    differing = [key for key in keys if ours.get(key) != theirs.get(key)]
+    if differing:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(f"{out} holds a comparison with other settings: {told}; choose another --out")
+    routers = tuple(dict.fromkeys([*before["routers"], *plan.routers]))
+    seeds = tuple(sorted({*before["seeds"], *plan.seeds}))
+    differing = [key for key in PROTOCOL if ours.get(key) != theirs.get(key)]
+    others = [f"{router}, seed {seed}" for router in before["routers"] for seed in before["seeds"]
+              if router not in plan.routers or seed not in plan.seeds]  # fmt: skip
+    if differing and others:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(
+            f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
+            f"well ({'; '.join(others)}): they are then evaluated anew"
+        )
+    return replace(plan, routers=routers, seeds=seeds, command=_whole_command(plan.command, routers, len(seeds)))
+
+
+def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
+    """The command with all rows and seeds of the directory, so that it makes the whole table anew."""
+    words = shlex.split(command)
+    for flag, value in (("--routers", ",".join(routers)), ("--seeds", str(seeds))):
+        if flag in words[:-1]:
+            words[words.index(flag) + 1] = value
+        elif any(word.startswith(f"{flag}=") for word in words):
+            words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
+        elif words and value != "1":
+            words += [flag, value]
+    return shlex.join(words)
+
+
+def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str], data: str) -> None:
+    """Writes `comparison.json`; `kernels` are those of all its runs, `data` the fingerprint of their corpus."""
+    values = {
+        "format": FORMAT,
+        "settings": plan.settings(),
+        "routers": list(plan.routers),
+        "seeds": list(plan.seeds),
+        "command": plan.command,
+        "kernels": dict(kernels),
+        "data": data,
+    }
+    write_whole(out / PLAN, json.dumps(values, indent=2) + "\n")
+
+
+class Watcher(Protocol):
+    """Told of every run of a comparison."""
+
+    def begins(self, number: int, total: int, router: str, seed: int) -> None: ...
+
+    def ended(self, router: str, seed: int) -> None: ...
+
+
+def compare(
+    plan: Plan,
+    out: Path,
+    *,
+    device: str = "cpu",
+    progress: Progress,
+    watcher: Watcher,
+    stop: Stop | None = None,
+    data_progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
+
+    Args:
+        plan: the routers and seeds asked for; those that the directory holds already stay in its table.
+        out: the comparison's directory; an interrupted comparison goes on where it was.
+        watcher: told when a run begins and when it has its evaluation.
+        stop: asks to save and end.
+        data_progress: told of reading and tokenizing the data.
+
+    Returns:
+        The plan of the whole directory.
+
+    Raises:
+        RunError: other settings live in the directory, another process works in it, or what `train` raises.
+        Stopped: `stop` was set; everything is saved.
+    """
+    for router in plan.routers:
+        split_specs(router)
+    whole = merged(plan, out)
+    corpus = open_corpus(plan.base.data, progress=data_progress)
+    _check_lengths(plan.base, corpus)
+    _check_models(plan, corpus)
+    with alone(out):
+        before = read_plan(out) or {}
+        if before.get("data", corpus.fingerprint) != corpus.fingerprint:
+            raise RunError(
+                f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
+            )
+        kernels = choose_kernels(plan.base, before.get("kernels"), None)
+        write_plan(whole, out, kernels.to_dict(), corpus.fingerprint)
+        todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
+        for number, (router, seed) in enumerate(todo, 1):
+            config, path = plan.config(router, seed), run_path(out, router, seed)
+            if still_right(RunDirectory(path).read_json(EVALUATION), config):
+                continue  # finished; its checkpoints need not be there any more
+            watcher.begins(number, len(todo), router, seed)
+            try:
+                train(
+                    config, path, resume=RunDirectory(path).exists, device=device, corpus=corpus, kernels=kernels,
+                    progress=progress, monitor=RoutingMonitor, stop=stop,
+                )  # fmt: skip
+            except Interrupted as saved:
+                raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
+            watcher.ended(router, seed)
+    return whole
+
+
+def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
+    """Refuses data too short for the settings before anything is written."""
+    BatchStream(corpus.split("train"), config.batch_size, config.segment_length)
+    EvalStream(corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
+
+
+def _check_models(plan: Plan, corpus: Corpus) -> None:
+    """Refuses rows whose model cannot be built, before the rows above them are trained."""
+    for router in plan.routers:
+        with torch.device("meta"):
+            TransformerXL(replace(plan.config(router, 0).model, vocab_size=corpus.vocabulary.size))
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: value for key, value in settings.items() if key != "model"}
+    return {**values, **{f"model.{key}": value for key, value in settings.get("model", {}).items()}}
+
+
+def ordered_seeds(count: int) -> Sequence[int]:
+    """The seeds that `--seeds S` means: 0 … S - 1."""
+    return range(count)

@@ -1,0 +1,292 @@
+"""RunConfig: everything that determines a run, checked, as JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
+from typing import Any, Literal, get_type_hints
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._values import typed_value
+from pointsman.lab.models.config import TransformerXLConfig
+from pointsman.lab.training.k_schedule import Shape, TopKSchedule, build_schedule
+from pointsman.routers.registry import split_specs
+
+FORMAT = 1
+
+DERIVED = {"model.vocab_size": "it is the vocabulary of the data", "model.seed": "set seed"}
+"""Settings that follow from others."""
+
+NO_EFFECT_ON_TRAINING = frozenset(
+    [
+        "eval_batch_size",
+        "eval_segment_length",
+        "eval_memory_length",
+        "eval_tokens",
+        "eval_top_k",
+        "eval_split",
+        "valid_tokens",
+        "validate_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "log_every",
+        "observe_every",
+        "cuda_graph",
+        "tensorboard",
+        "preset",
+    ]
+)
+"""Settings that may change when a run is continued: none of them touches a weight."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of one training run and of its evaluation.
+
+    Attributes:
+        model: the model's shape and router. Its `vocab_size` is that of the data once the run starts, its `seed` the
+            run's.
+        data: a corpus, as `--data` names it.
+        steps: optimizer steps.
+        seed: of initial weights, dropout and routing noise.
+        batch_size: sequences a step; `accumulation` micro-batches share them.
+        segment_length, memory_length: tokens of a training segment, and of the memory before it.
+        eval_batch_size, eval_segment_length, eval_memory_length: the same in evaluation.
+        eval_tokens: tokens of the test part that are scored, whole segments evenly spaced; None = all.
+        eval_top_k: the k values of the final evaluation.
+        eval_split: the part of the final evaluation.
+        valid_tokens: as `eval_tokens`, for the validations on the way.
+        train_top_k: "2", "2:N" or "N/2:N": k, or its first and last value.
+        k_schedule: how k grows from the first to the last (`training.k_schedule`).
+        learning_rate: the highest one, reached after `warmup_steps`.
+        lr_schedule: what follows the warm-up: "cosine" to 0 at the last step, or "constant".
+        clip_norm: largest norm of the whole gradient; 0 = no clipping.
+        betas, weight_decay: Adam's; weight decay is added to the gradient (L2).
+        precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
+        cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
+        deterministic: plain kernels and PyTorch's deterministic algorithms.
+        validate_every, checkpoint_every: in steps; 0 = only at the end.
+        keep_checkpoints: how many of the last ones are kept.
+        log_every: steps between two training lines in metrics.jsonl.
+        observe_every: steps between two looks at the routing.
+        tensorboard: whether to write TensorBoard files as well.
+        preset: name of the preset or recipe that the settings come from, for the record.
+    """
+
+    model: TransformerXLConfig
+    data: str = "stdlib"
+    steps: int = 1000
+    seed: int = 0
+    batch_size: int = 22
+    segment_length: int = 512
+    memory_length: int = 512
+    accumulation: int = 1
+    eval_batch_size: int = 10
+    eval_segment_length: int = 128
+    eval_memory_length: int = 896
+    eval_tokens: int | None = None
+    eval_top_k: tuple[int, ...] = ()
+    eval_split: Literal["valid", "test"] = "test"
+    valid_tokens: int | None = 100_000
+    train_top_k: str = "N/2:N"
+    k_schedule: Shape = "linear"
+    learning_rate: float = 2.5e-4
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    clip_norm: float = 0.25
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    cuda_graph: bool = False
+    deterministic: bool = False
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    observe_every: int = 50
+    tensorboard: bool = False
+    preset: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", replace(self.model, seed=self.seed))
+        for name in _POSITIVE:
+            _at_least(name, getattr(self, name), 1)
+        for name in _NOT_NEGATIVE:
+            _at_least(name, getattr(self, name), 0)
+        for name in ("eval_tokens", "valid_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if not self.learning_rate > 0:
+            raise RunError(f"learning_rate={self.learning_rate}: allowed are numbers above 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise RunError(f"betas={self.betas}: allowed are two numbers from 0 up to, not including, 1")
+        if self.batch_size % self.accumulation:
+            raise RunError(
+                f"accumulation={self.accumulation}: batch_size={self.batch_size} sequences cannot be shared out evenly"
+            )
+        if not self.eval_top_k:
+            object.__setattr__(self, "eval_top_k", default_top_k(self.model.num_experts))
+        for k in self.eval_top_k:
+            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.model.num_experts:
+                raise RunError(
+                    f"eval_top_k: k={k!r} is no whole number from 1 to {self.model.num_experts}, the number of experts"
+                )
+        if len(set(self.eval_top_k)) != len(self.eval_top_k):
+            raise RunError(f"eval_top_k={','.join(map(str, self.eval_top_k))}: a k is given twice")
+        split_specs(self.model.router)
+        _ = self.top_k_schedule
+
+    @property
+    def top_k_schedule(self) -> TopKSchedule:
+        """k as a function of the step."""
+        return build_schedule(self.train_top_k, self.k_schedule, self.steps, self.model.num_experts)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> RunConfig:
+        """A copy with settings replaced: {"learning_rate": "1e-3", "model.dim": 64}; strings are read as their type.
+
+        Raises:
+            RunError: an unknown setting (with the nearest name), or a value of another type or out of range.
+        """
+        return self._replaced(overrides, "setting")
+
+    def _replaced(self, values: Mapping[str, Any], what: str) -> RunConfig:
+        allowed = settings()
+        own: dict[str, Any] = {}
+        model: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in DERIVED:
+                raise RunError(f"{what} {key!r} cannot be set: {DERIVED[key]}")
+            if key not in allowed:
+                raise RunError(f"unknown {what} {key!r}: {did_you_mean(key, allowed)}")
+            typed = typed_value(value, allowed[key], f"{what} {key}")
+            head, _, rest = key.rpartition(".")
+            (model if head else own)[rest] = typed
+        if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
+            own["eval_top_k"] = ()  # the default of the new number of experts
+        return replace(self, model=replace(self.model, **model), **own)
+
+    def with_vocabulary(self, size: int) -> RunConfig:
+        """A copy whose model has the vocabulary of the data."""
+        return replace(self, model=replace(self.model, vocab_size=size))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: tuples are lists, the model is a dict of its own."""
+        return {"format": FORMAT, **_plain(self)}
+
+    def to_json(self) -> str:
+        """The content of `config.json`."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "config") -> RunConfig:
+        """What `to_dict` gave; strict.
+
+        Raises:
+            RunError: another format, an unknown setting, a value of another type or out of range.
+        """
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise RunError(f"{where}: not a run configuration of format {FORMAT} (format is {found!r})")
+        own = {key: value for key, value in values.items() if key not in ("format", "model")}
+        model = values.get("model")
+        if not isinstance(model, Mapping):
+            raise RunError(f"{where}: model is missing")
+        return cls(model=_built(TransformerXLConfig, model, f"{where}: model."), **_checked(cls, own, f"{where}: "))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "config") -> RunConfig:
+        """What `to_json` gave; errors as in `from_dict`."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise RunError(f"{where} is not JSON: {error}") from None
+        return cls.from_dict(values, where)
+
+
+_POSITIVE = [
+    "steps",
+    "batch_size",
+    "segment_length",
+    "accumulation",
+    "eval_batch_size",
+    "eval_segment_length",
+    "keep_checkpoints",
+    "log_every",
+    "observe_every",
+]
+_NOT_NEGATIVE = [
+    "seed",
+    "memory_length",
+    "eval_memory_length",
+    "warmup_steps",
+    "clip_norm",
+    "weight_decay",
+    "validate_every",
+    "checkpoint_every",
+]
+
+
+def default_top_k(num_experts: int) -> tuple[int, ...]:
+    """1, 2, 4, … and N: the columns of a table of quality against k."""
+    powers = [2**i for i in range(num_experts.bit_length()) if 2**i < num_experts]
+    return (*powers, num_experts)
+
+
+@cache
+def settings() -> Mapping[str, Any]:
+    """Every setting that `--set` takes, with its type; those of the model as "model.…"."""
+    own = {name: kind for name, kind in get_type_hints(RunConfig).items() if name != "model"}
+    model = {f"model.{name}": kind for name, kind in get_type_hints(TransformerXLConfig).items()}
+    return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in DERIVED})
+
+
+def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two runs differ: name -> (value in one, value in the other)."""
+    first, second = flat(_plain(one)), flat(_plain(other))
+    return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+
+
+def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
+    return cls(**_checked(cls, values, where))
+
+
+def _checked(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values of a JSON object against a dataclass: none unknown, each of its type; newer settings may be missing."""
+    kinds = {name: kind for name, kind in get_type_hints(cls).items() if name != "model" or cls is not RunConfig}
+    for key in values:
+        if key not in kinds:
+            raise RunError(f"{where}{key}: unknown setting: {did_you_mean(key, kinds)}")
+    required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+    missing = [name for name in required if name in kinds and name not in values]
+    if missing:
+        raise RunError(f"{where}{missing[0]} is missing")
+    return {name: typed_value(value, kinds[name], where + name) for name, value in values.items()}
+
+
+def _plain(instance: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for each in fields(instance):
+        value = getattr(instance, each.name)
+        if dataclasses.is_dataclass(value):
+            value = _plain(value)
+        values[each.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json, those of the model as "model.…"."""
+    model = config.get("model", {})
+    own = {key: value for key, value in config.items() if key != "model"}
+    return {**own, **{f"model.{key}": value for key, value in model.items()}}
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    whole = name not in ("clip_norm", "weight_decay")
+    right = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+    if not right or not math.isfinite(value) or value < least:
+        raise RunError(f"{name}={value!r}: allowed are {'whole ' if whole else ''}numbers from {least}")

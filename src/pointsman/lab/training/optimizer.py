@@ -1,0 +1,88 @@
+"""Adam and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.lab.training.config import RunConfig
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of the step with this number, counted from 0.
+
+    Linear warm-up to the highest rate at step `warmup_steps`, then lr (1 + cos(pi t / T)) / 2 with t and T counted
+    from there, so that the step after the last would have 0; or constant.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of everything that trains, each parameter once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def build_adam(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
+    """Adam over these parameters, fused: one pass over each weight.
+
+    Raises:
+        RunError: there are none.
+    """
+    if not parameters:
+        raise RunError("nothing in the model trains")
+    return torch.optim.Adam(
+        list(parameters.values()),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Adam's state as tensors: "exp_avg.<parameter>" and so on."""
+    return {
+        f"{key}.{name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """What `optimizer_tensors` gave, back into a fresh optimizer over the same parameters.
+
+    Raises:
+        RunError: tensors that do not fit the parameters.
+    """
+    state: dict[int, dict[str, Tensor]] = {}
+    order = {name: index for index, name in enumerate(parameters)}
+    for full_name, tensor in tensors.items():
+        key, _, name = full_name.partition(".")
+        if name not in order or (tensor.dim() and tensor.shape != parameters[name].shape):
+            raise RunError(f"the optimizer's {full_name} {list(tensor.shape)} belongs to another model")
+        state.setdefault(order[name], {})[key] = tensor
+    whole: dict[str, Any] = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
+def gradient_norm(parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """Norm of the whole gradient."""
+    return torch.nn.utils.get_total_norm([weight.grad for weight in parameters.values() if weight.grad is not None])
+
+
+def clip_gradient(parameters: Mapping[str, nn.Parameter], norm: Tensor, clip_norm: float) -> None:
+    """Scales the whole gradient, of this norm, down to `clip_norm` if it is larger; 0 = leaves it alone."""
+    if clip_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), clip_norm, norm)

@@ -1,0 +1,98 @@
+"""A saved run, opened again: its settings, its model and what its tokens stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pointsman.lab.data import Corpus, Vocabulary
+from pointsman.lab.data.download import Progress as DownloadProgress
+from pointsman.lab.evaluation.language_model import Watch, evaluate
+from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.training.checkpoint import open_checkpoint, whole_checkpoint
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.run_directory import RunDirectory, open_corpus
+from pointsman.lab.training.state import autocast, load_weights
+from pointsman.ops.kernels import use_kernels
+
+
+@dataclass(frozen=True)
+class Run:
+    """A saved run.
+
+    Attributes:
+        path: the run directory.
+        config: its settings.
+        step: the step of the checkpoint that the weights are from.
+        model: with these weights, in evaluation mode.
+        vocabulary: what token ids stand for.
+    """
+
+    path: Path
+    config: RunConfig
+    step: int
+    model: TransformerXL
+    vocabulary: Vocabulary
+
+    def corpus(self, spec: str | None = None, progress: DownloadProgress | None = None) -> Corpus:
+        """The run's data, or others, in the run's vocabulary."""
+        return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
+
+    def evaluate(
+        self,
+        tokens: Any,
+        *,
+        split: str = "test",
+        top_k: Sequence[int] | None = None,
+        budget: int | None = None,
+        watch: Watch | None = None,
+        stop: Any = None,
+    ) -> list[dict[str, Any]]:
+        """Evaluates on ids [n] in the run's vocabulary as the run's settings do; see `evaluation.evaluate`.
+
+        Args:
+            top_k: k values; None = those of the settings.
+            budget: how many targets at most; None = all.
+        """
+        return evaluate(
+            self.model,
+            tokens,
+            self.vocabulary.level,
+            split=split,
+            top_k=self.config.eval_top_k if top_k is None else top_k,
+            protocol=eval_protocol(self.config, budget),
+            precision=autocast(self.config, next(self.model.parameters()).device),
+            watch=watch,
+            stop=stop,
+        )
+
+
+def load_run(
+    path: Path | str, *, step: int | None = None, device: str = "cpu", note: Callable[[str], None] | None = None
+) -> Run:
+    """Opens a run directory: the weights of its last whole checkpoint, or of the one at `step`.
+
+    Args:
+        note: told of damaged checkpoints that were passed over.
+
+    Raises:
+        RunError: it is no run directory, or it has no whole checkpoint.
+        CheckpointError: the checkpoint asked for is damaged or foreign.
+    """
+    directory = RunDirectory(path)
+    config = directory.config()
+    if step is None:
+        checkpoint = whole_checkpoint(directory.checkpoints, note)
+    else:
+        checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
+    model = TransformerXL(config.model)
+    load_weights(model, checkpoint)
+    use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))
+    model.to(torch.device(device)).eval()
+    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary())

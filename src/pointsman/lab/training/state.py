@@ -1,0 +1,234 @@
+"""What a run consists of while it trains, one step of it, and its way into a checkpoint and back."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
+from pointsman.lab.data import Corpus
+from pointsman.lab.models.transformer_xl import Memory
+from pointsman.lab.training.checkpoint import Checkpoint, CheckpointError
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
+from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, Recorder, cuda_recorder
+from pointsman.lab.training.optimizer import (
+    build_adam,
+    clip_gradient,
+    gradient_norm,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+    trainable,
+)
+from pointsman.lab.training.progress import Diverged, Monitor
+from pointsman.lab.training.times import Clock
+from pointsman.lab.training.work import LanguageModelling, Work
+
+
+class TrainingState:
+    """Model, optimizer, memories and the number of finished steps.
+
+    What a step does follows from these, the settings and the data: batch, k and learning rate are functions of the
+    step's number, and each step seeds the default generator from (seed, step). So dropout masks agree between routers
+    that draw nothing, and a checkpoint needs no random state.
+
+    Args:
+        config: the settings, with the data's vocabulary size.
+        work: what is learned; a corpus stands for predicting its next token.
+        device: where the model trains.
+        recorder: what captures and replays steps with `cuda_graph`; None: CUDA graphs.
+    """
+
+    def __init__(
+        self, config: RunConfig, work: Work | Corpus, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.work = work if isinstance(work, Work) else LanguageModelling(work)
+        recorder = recorder or cuda_recorder(config, device, even=self.work.even) if config.cuda_graph else None
+        parts = self.work.build(config, device)
+        self.model, self.stream, self.objective, self.tokens_per_step = (
+            parts.model, parts.stream, parts.objective, parts.tokens,
+        )  # fmt: skip
+        self.parameters = trainable(self.model)
+        self.optimizer = build_adam(config, self.parameters)
+        self.schedule = config.top_k_schedule
+        self.sparse = any(True for _ in named_routers(self.model))
+        self.memories: list[Memory | None] = [None] * config.accumulation
+        self.step = 0
+        set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
+        self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder) if recorder else None
+
+    def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
+        """One optimizer step; returns its line of metrics.
+
+        Raises:
+            Diverged: loss or gradient are not finite; no weight has changed.
+        """
+        began = time.perf_counter()
+        work = Clock()
+        config, step = self.config, self.step
+        seed_step(config.seed, step)
+        k = self.schedule(step)
+        if self.sparse:
+            set_top_k(self.model, k)
+        rate = learning_rate(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.stream.is_epoch_start(step):
+            self.memories = [None] * config.accumulation
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        batches = self._micro_batches()
+        with work:
+            passed = self._forward_and_backward(k, batches, monitor)
+            loss, size = passed.figures.tolist()  # the one wait for a GPU
+        if not (math.isfinite(loss) and math.isfinite(size)):
+            raise Diverged(self._what_diverged(loss, size))
+        with work:
+            clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
+            self.optimizer.step()
+            step_end(self.model)
+        self.memories = passed.memories
+        self.step += 1
+        seconds = time.perf_counter() - began
+        return {
+            "kind": "train",
+            "step": self.step,
+            "loss": loss,
+            "bits": loss / math.log(2),
+            "top_k": k,
+            "learning_rate": rate,
+            "gradient_norm": size,
+            "step_seconds": seconds,
+            "work_seconds": work.seconds,
+        }
+
+    def _forward_and_backward(self, k: int, batches: Batches, monitor: Monitor | None) -> Passed:
+        step = self.step + 1
+
+        def observe() -> AbstractContextManager[None]:
+            return monitor.observe(step) if monitor else nullcontext()
+
+        if self.graph is None:
+            return self._pass(batches, self.memories, observe)
+        return self.graph(k if self.sparse else 1, batches, self.memories, observe)
+
+    def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
+        """Leaves gradients of the mean over micro-batches, and nothing else: a graph may stand for it."""
+        losses: list[Tensor] = []
+        kept: list[Memory | None] = []
+        for (inputs, targets), memory in zip(batches, memories, strict=True):
+            with observe(), autocast(self.config, self.device):
+                outcome = self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
+            (outcome.loss / self.config.accumulation).backward()  # type: ignore[no-untyped-call]
+            losses.append(outcome.nats)
+            kept.append(outcome.memory)
+        return Passed(torch.stack([torch.stack(losses).mean(), gradient_norm(self.parameters)]), kept)
+
+    def _micro_batches(self) -> Batches:
+        inputs, targets = self.stream.batch(self.step)
+        parts = self.config.accumulation
+        return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
+
+    def _what_diverged(self, loss: float, size: float) -> str:
+        """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
+
+        def forward() -> None:
+            seed_step(self.config.seed, self.step)
+            for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
+                with autocast(self.config, self.device):
+                    self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
+
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
+        if layer := first_bad_layer(self.model, forward):
+            return f"step {self.step + 1}: {what}; the first output that is not finite is that of layer {layer}"
+        if not math.isfinite(loss):
+            return (
+                f"step {self.step + 1}: {what}; every layer's output is finite, so the fault is in the softmax's loss"
+            )
+        name = first_bad_gradient(self.parameters)
+        where = f"the first gradient that is not finite is that of {name}" if name else "the sum over layers overflows"
+        return f"step {self.step + 1}: {what}; {where}"
+
+    def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds: model.safetensors, and trainer.safetensors with optimizer, memories and monitor."""
+        rest = {
+            f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer, self.parameters).items()
+        }
+        for index, memory in enumerate(self.memories):
+            tensors = memory.to_tensors() if memory else {}
+            rest |= {f"memory.{index}.{name}": value for name, value in tensors.items()}
+        if monitor:
+            rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
+        return {"model": self.model.state_dict(), "trainer": rest}
+
+    def misfit(self, weights: Mapping[str, Tensor]) -> str | None:
+        """Why weights cannot be this model's; None if they can."""
+        own = self.model.state_dict()
+        if missing := sorted(own.keys() - weights.keys()):
+            return f"its weights belong to another model: {missing[0]} is missing"
+        if strange := sorted(weights.keys() - own.keys()):
+            return f"its weights belong to another model: this one has no {strange[0]}"
+        for name, tensor in own.items():
+            if tensor.numel() and tensor.shape != weights[name].shape:  # an empty buffer takes the shape that it finds
+                return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
+        return None
+
+    def restore(self, checkpoint: Checkpoint, monitor: Monitor | None = None) -> None:
+        """Continues from a checkpoint of the same run.
+
+        Raises:
+            CheckpointError: its tensors belong to another model; this state is then unusable.
+        """
+        load_weights(self.model, checkpoint)
+        rest = checkpoint.tensors("trainer")
+        try:
+            restore_optimizer(self.optimizer, self.parameters, _under("optimizer.", rest))
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {error}") from None
+        for index in range(self.config.accumulation):
+            tensors = _under(f"memory.{index}.", rest)
+            self.memories[index] = Memory.from_tensors(tensors).to(self.device) if tensors else None
+        watched = _under("monitor.", rest)
+        if monitor and watched:
+            monitor.load_state_dict(watched)
+        self.step = checkpoint.step
+
+
+def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
+    """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
+    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's weights into a model of the same settings.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    try:
+        model.load_state_dict(checkpoint.tensors("model"))
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2]
+        told = first[0].strip() if first else str(error)
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: its weights do not fit: {told}") from None
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,290 @@
+"""The training loop: from a RunConfig to a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pointsman._files import alone, write_whole
+from pointsman.lab.data import Corpus
+from pointsman.lab.evaluation.language_model import Stopped
+from pointsman.lab.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
+from pointsman.lab.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
+from pointsman.lab.training.run_directory import (
+    DECIDES_BITS,
+    ENVIRONMENT,
+    EVALUATION,
+    METRICS,
+    TENSORBOARD,
+    VOCABULARY,
+    Metrics,
+    RunDirectory,
+    environment,
+    open_corpus,
+)
+from pointsman.lab.training.state import TrainingState, autocast
+from pointsman.lab.training.tensorboard import Board
+from pointsman.lab.training.times import Times
+from pointsman.lab.training.work import Around, LanguageModelling, Work
+from pointsman.ops.kernels import Kernels, use_kernels
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left.
+
+    Attributes:
+        out: the run directory.
+        step: finished steps.
+        evaluation: the content of evaluation.json.
+        already_finished: nothing was left to do.
+    """
+
+    out: Path
+    step: int
+    evaluation: Mapping[str, Any]
+    already_finished: bool = False
+
+
+def train(
+    config: RunConfig,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    corpus: Corpus | None = None,
+    work: Work | None = None,
+    kernels: Kernels | None = None,
+    progress: Progress | None = None,
+    monitor: Callable[[nn.Module, int], Monitor] | None = None,
+    stop: Stop | None = None,
+) -> TrainResult:
+    """Trains and evaluates the run that `config` describes, in the run directory `out`.
+
+    Args:
+        config: the settings.
+        out: made if need be.
+        resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
+        device: "cpu", "cuda", "cuda:1", …
+        corpus: the data, if they are loaded already.
+        work: what is learned, if it is another thing than predicting the next token of `config.data`.
+        kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
+        progress: a display.
+        monitor: makes what looks at the routing on the way, from the model and a number of steps
+            (`diagnostics.RoutingMonitor`).
+        stop: asks the run to save and end.
+
+    Raises:
+        RunError: settings, data, directory or disk that do not allow the run; in one line.
+        Diverged: a loss or gradient that is not finite (also a RunError); names step, layer and last good checkpoint.
+        Interrupted: `stop` was set; the run has saved.
+    """
+    progress = progress or Quiet()
+    directory = RunDirectory(out)
+    work = work or LanguageModelling(corpus or open_corpus(config.data))
+    config = work.prepared(config)
+    state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
+    watch = monitor(state.model, config.observe_every) if monitor and state.sparse else None
+    directory.check(config, resume=resume)  # before a lock file is left in somebody else's folder
+    with alone(directory.path):
+        return _trained(state, directory, watch, kernels, progress, stop, resume=resume)
+
+
+def _trained(
+    state: TrainingState,
+    directory: RunDirectory,
+    watch: Monitor | None,
+    kernels: Kernels | None,
+    progress: Progress,
+    stop: Stop | None,
+    *,
+    resume: bool,
+) -> TrainResult:
+    """`train` in a directory that no other process works in."""
+    config, work = state.config, state.work
+    directory.claim(config, resume=resume)
+    checkpoint = _restored(state, watch, directory, progress) if resume else None
+    record = directory.read_json(EVALUATION)
+    if record is not None and state.step == config.steps and work.still_right(record, config):
+        progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
+        return TrainResult(directory.path, state.step, record, already_finished=True)
+    kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
+    use_kernels(state.model, kernels)
+    here = environment(state.device, kernels.to_dict())
+    if checkpoint:
+        _note_other_machine(checkpoint, here, progress)
+    directory.write_json(ENVIRONMENT, here)
+    for name, values in work.files.items():
+        directory.write_json(name, values)
+    write_whole(directory.path / VOCABULARY, work.vocabulary.to_json())
+    with (
+        deterministic_algorithms(config.deterministic),
+        _Run(state, directory, here, watch, progress, stop) as run,
+    ):
+        run.loop()
+        return TrainResult(directory.path, state.step, run.evaluate())
+
+
+class _Run:
+    """A run under way: the loop, and what it writes."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        directory: RunDirectory,
+        here: Mapping[str, Any],
+        monitor: Monitor | None,
+        progress: Progress,
+        stop: Stop | None,
+    ) -> None:
+        self.config, self.state, self.directory, self.here = state.config, state, directory, here
+        self.monitor, self.progress, self.stop = monitor, progress, stop
+        self.metrics = Metrics(directory.path / METRICS, state.step)
+        self.board = Board(directory.path / TENSORBOARD, state.step) if self.config.tensorboard else None
+        self.saved = state.step if state.step else -1
+        self.times = Times()
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.metrics.close()
+        if self.board:
+            self.board.close()
+
+    def loop(self) -> None:
+        """Steps until the run is done; validates and saves on the way."""
+        config, state = self.config, self.state
+        self.progress.phase("train", config.steps, state.step)
+        while True:
+            if self._due(config.validate_every) and not self.metrics.has("valid", state.step):
+                self.validate()
+            if state.step == config.steps:
+                return
+            with self.times:
+                self.one_step()
+            if self._due(config.checkpoint_every) or self._stopping():
+                self.save()
+            if self._stopping():
+                raise Interrupted(self.directory.path, state.step)
+
+    def one_step(self) -> None:
+        """One optimizer step, its line of metrics and the display."""
+        try:
+            row = self.state.train_step(self.monitor)
+        except Diverged as error:
+            kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
+            raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
+        self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
+        self.progress.advance(
+            row["step"], {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
+        )
+        if row["step"] % self.config.log_every == 0 or row["step"] == self.config.steps:
+            seconds, overhead = self.times.take()
+            rate = {
+                "tokens_per_second": self.state.tokens_per_step / seconds,
+                "step_seconds": seconds,
+                "overhead": overhead,
+            }
+            self._write([{**row, **rate}])
+        if self.monitor:
+            self._write(self.monitor.rows())
+
+    def validate(self) -> None:
+        """Scores the validation part at the smallest and the largest k of the final evaluation."""
+        top_k = sorted({min(self.config.eval_top_k), max(self.config.eval_top_k)})
+        with self._saving_if_stopped():
+            results = self.state.work.validate(self.state.model, self.config, top_k, self._around("validate"))
+        self._write(
+            {"kind": "valid", "step": self.state.step, "top_k": result["top_k"], "loss": result["nats"],
+             "metric": result["metric"], "value": result["value"]}
+            for result in results
+        )  # fmt: skip
+        self.progress.phase("train", self.config.steps, self.state.step)
+
+    def evaluate(self) -> Mapping[str, Any]:
+        """The final evaluation, of the last step's weights, at every k."""
+        work, model = self.state.work, self.state.model
+        with self._saving_if_stopped():
+            results = work.evaluate(model, self.config, self._around("evaluate"))
+        record = work.record(model, self.config, self.state.step, results, self.metrics.rows)
+        self.directory.write_json(EVALUATION, record)
+        return record
+
+    def _around(self, phase: str) -> Around:
+        return Around(autocast(self.config, self.state.device), self.progress, self.stop, phase)
+
+    @contextmanager
+    def _saving_if_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            self.save()
+            raise Interrupted(self.directory.path, self.state.step) from None
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, unless it is there or there is nothing to save yet."""
+        if self.state.step in (0, self.saved):
+            return
+        description = {
+            "config": self.config.to_dict(),
+            "data": self.state.work.fingerprint,
+            "kernels": self.here["kernels"],
+            "environment": dict(self.here),
+        }
+        tensors = self.state.tensors(self.monitor)
+        keep = self.config.keep_checkpoints
+        self.metrics.sync()
+        write_checkpoint(self.directory.checkpoints, self.state.step, tensors, description, keep)
+        self.saved = self.state.step
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        rows = list(rows)
+        if rows:
+            self.metrics.write(rows)
+            if self.board:
+                self.board.write(rows)
+
+    def _due(self, every: int) -> bool:
+        step = self.state.step
+        return step == self.config.steps or (every > 0 and step > 0 and step % every == 0)
+
+    def _stopping(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+
+def _restored(
+    state: TrainingState, monitor: Monitor | None, directory: RunDirectory, progress: Progress
+) -> Checkpoint | None:
+    """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
+
+    def foreign(checkpoint: Checkpoint) -> str | None:
+        if checkpoint.state.get("data") != state.work.fingerprint:
+            return "it was trained on other data (the files have changed)"
+        return state.misfit(checkpoint.tensors("model"))
+
+    found = last_checkpoint(directory.checkpoints, progress.note, foreign)
+    if found is None:
+        progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
+        return None
+    state.restore(found, monitor)
+    if found.step < state.config.steps:
+        progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
+    return found
+
+
+def _note_other_machine(checkpoint: Checkpoint, here: Mapping[str, Any], progress: Progress) -> None:
+    there = checkpoint.state.get("environment", {})
+    differing = [
+        f"{key} ({there.get(key)} there, {here[key]} here)" for key in DECIDES_BITS if there.get(key) != here[key]
+    ]
+    if differing:
+        progress.note(f"another machine than the checkpoint's, so the last bits may differ: {'; '.join(differing)}")

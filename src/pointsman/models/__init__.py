@@ -1,6 +1,0 @@
-"""Models, assembled from blocks; each takes a router spec."""
-
-from pointsman.models.config import MODEL_PRESETS, TransformerXLConfig, preset_config
-from pointsman.models.transformer_xl import Memory, Output, TransformerXL
-
-__all__ = ["MODEL_PRESETS", "Memory", "Output", "TransformerXL", "TransformerXLConfig", "preset_config"]

@@ -1,0 +1,122 @@
+import gzip
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pointsman._errors import RunError
+from pointsman.lab.data import reading
+from pointsman.lab.data.reading import Reader, Span, align, check_md5
+
+
+def whole(path: Path) -> Span:
+    return Span(path, 0, path.stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reading")
+
+
+@settings(deadline=None)
+@given(text=st.text("ab \né𝄞", max_size=60), block=st.integers(1, 9), cut=st.integers(0, 60))
+def test_blocks_end_between_tokens(folder: Path, text: str, block: int, cut: int) -> None:
+    path = folder / "text"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch, Reader() as reader:
+        patch.setattr(reading, "BLOCK", block)
+        assert b"".join(reader.raw(whole(path))) == text.encode()
+        characters = list(reader.blocks(whole(path), "char"))
+        assert "".join(map(str, characters)) == text
+        words = [word for piece in reader.blocks(whole(path), "word") for word in str(piece).split()]
+        assert words == text.split()
+        size = path.stat().st_size
+        for level in ("char", "word"):
+            place = align(path, min(cut, size), size, level)  # type: ignore[arg-type]
+            halves = [Span(path, 0, place, whole_end=place == size), Span(path, place, size)]
+            pieces = [str(piece) for half in halves for piece in reader.blocks(half, level)]  # type: ignore[arg-type]
+            if level == "char":
+                assert "".join(pieces) == text
+            else:
+                assert [word for piece in pieces for word in piece.split()] == text.split()
+
+
+def test_the_last_line_gets_its_newline_at_word_level_only(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("a b\nc")
+    with Reader() as reader:
+        assert "".join(map(str, reader.blocks(whole(path), "word"))) == "a b\nc\n"
+        assert "".join(map(str, reader.blocks(whole(path), "char"))) == "a b\nc"
+        assert "".join(map(str, reader.blocks(Span(path, 0, 1, whole_end=False), "word"))) == "a"
+
+
+@pytest.mark.parametrize("level", ["char", "word"])
+def test_bytes_that_are_not_text_are_named_by_file_and_offset(
+    tmp_path: Path, level: reading.Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("naïve ".encode() * 5 + b"caf\xe9 au lait " * 3)
+    with Reader() as reader, pytest.raises(RunError, match=r"latin1\.txt: byte 38 \(0xe9\) is not UTF-8.*level=byte"):
+        list(reader.blocks(whole(path), level))
+    with Reader() as reader:
+        assert b"".join(reader.raw(whole(path))) == path.read_bytes()
+
+
+def test_packed_files_read_like_plain_ones(tmp_path: Path) -> None:
+    text = bytes(range(256)) * 50
+    plain, packed, archive = tmp_path / "t", tmp_path / "t.gz", tmp_path / "t.zip"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("t", text)
+    for path in (plain, packed, archive):
+        with Reader() as reader:
+            parts = [
+                b"".join(reader.raw(Span(path, start, stop))) for start, stop in ((0, 5000), (5000, 9000), (10, 20))
+            ]
+        assert parts == [text[:5000], text[5000:9000], text[10:20]]
+        assert list(check_md5(path, len(text), hashlib.md5(text).hexdigest()))[-1] == len(text)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    packed = gzip.compress(b"some text " * 1000)
+    for name, data in (("cut.gz", packed[:-20]), ("other.gz", b"not packed"), ("bad.zip", b"PK not a zip")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(RunError, match=f"{name} is damaged"):
+            list(check_md5(path, 10_000, ""))
+
+
+def test_wrong_sizes_and_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"abc")
+    with pytest.raises(RunError, match="holds 3 bytes of text, not 4"):
+        list(check_md5(path, 4, ""))
+    with pytest.raises(RunError, match="has the md5 900150983cd24fb0d6963f7d28e17f72, not 0000: it is damaged"):
+        list(check_md5(path, 3, "0000"))
+    with Reader() as reader, pytest.raises(RunError, match="ends 2 bytes too early"):
+        list(reader.raw(Span(path, 0, 5)))
+    with Reader() as reader, pytest.raises(RunError, match="there is no file"):
+        list(reader.raw(Span(tmp_path / "gone", 0, 5)))
+
+
+def test_an_archive_must_hold_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "two.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a", "a")
+        file.writestr("b", "b")
+    with pytest.raises(RunError, match="must hold one file, and holds 2"):
+        list(check_md5(path, 1, ""))
+
+
+def test_no_permission_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(reading, "open_unpacked", refuse)  # the user who runs the tests may be allowed everything
+    with Reader() as reader, pytest.raises(RunError, match=r"no permission to read .*secret\.txt"):
+        list(reader.raw(Span(tmp_path / "secret.txt", 0, 5)))

@@ -1,0 +1,130 @@
+"""Fine-tuning every row of a comparison, and the tables it leaves."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pointsman._errors import RunError, Stopped
+from pointsman.cli.main import main
+from pointsman.lab.finetuning import Finetuning, compare_tasks
+from pointsman.lab.report import TaskTable
+from pointsman.lab.report.task_table import published_for
+from pointsman.lab.training.progress import Quiet
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+
+    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+        self.begun.append((router, seed))
+
+    def ended(self, router: str, seed: int) -> None:
+        return
+
+
+class StopAtOnce:
+    def is_set(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def own(comparison: Path, tmp_path: Path) -> Path:
+    """A copy of the trained comparison."""
+    shutil.copytree(comparison, tmp_path / "own")
+    return tmp_path / "own"
+
+
+def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path, task: str) -> None:
+    settings = Finetuning(task, steps=2, freeze=("router",), balance=0.01, settings={"batch_size": 8})
+    with pytest.raises(Stopped, match="the same command goes on"):
+        compare_tasks(own, [settings], progress=Quiet(), stop=StopAtOnce())
+    watch = Watch()
+    compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=watch)
+    name = settings.variant
+    table = TaskTable.read(own, name)
+    table.write(own)
+    assert watch.begun == [(f"{router} on {name}", seed) for seed in (0, 1000) for router in ("smoe", "xmoe", "dense")]
+    for suffix in ("txt", "csv", "md", "tex"):
+        content = (own / f"task-{name}.{suffix}").read_text()
+        assert all(router in content for router in ("smoe", "xmoe", "dense"))
+    assert [row.router for row in table.table.rows] == ["smoe", "xmoe", "dense"]
+    assert [len(row.done) for row in table.table.rows] == [2, 2, 2]
+    assert table.table.metric.name == "accuracy"
+    assert table.table.top_k == [1, 2, 4]
+    for router in ("smoe", "xmoe"):
+        assert table.routing[router]["consistency"] is not None
+        assert table.routing[router]["top1"] is not None
+    assert table.routing["dense"]["top1"] is None
+    assert "Paired differences to smoe" in table.text()
+    assert "frozen: router; balance loss: 0.01" in table.text()
+    record = json.loads((own / "runs/dense/seed-0/finetune" / name / "seed-0/evaluation.json").read_text())
+    assert record["protocol"]["frozen"] == []  # a dense row has no router
+    again = Watch()
+    compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=again)
+    assert TaskTable.read(own, name).csv() == table.csv()
+
+
+def test_rows_of_one_seed_see_the_same_batches(own: Path, task: str) -> None:
+    settings = Finetuning(task, steps=1, settings={"batch_size": 8, "learning_rate": 1e-12})
+    compare_tasks(own, [settings], progress=Quiet())
+    lines = {}
+    for router in ("smoe", "xmoe", "dense"):
+        metrics = own / "runs" / router / "seed-0/finetune" / settings.variant / "seed-0/metrics.jsonl"
+        [row] = [json.loads(line) for line in metrics.read_text().splitlines() if '"train"' in line]
+        lines[router] = row["loss"]
+    # an untrained head on hidden states of unit variance: losses stay close where labels and heads are the same
+    assert max(lines.values()) - min(lines.values()) < 0.2
+
+
+def test_the_command_line_takes_a_trained_comparison(own: Path, task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "--task", task, "--task-steps", "1", "--out", str(own), "--device", "cpu", "--top-k", "2"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "accuracy (%) on the test split" in shown
+    assert "k=2" in shown
+    assert "k=4" in shown  # the dense row's only column
+    assert main(["compare", "--task", "sst3", "--out", str(own)]) == 2
+    assert "unknown task 'sst3'" in capsys.readouterr().err
+    assert main(["compare", "--task", task]) == 2
+    assert "--routers is missing" in capsys.readouterr().err
+
+
+def test_only_the_rows_that_are_named_and_have_saved(own: Path, task: str) -> None:
+    settings = Finetuning(task, steps=1, settings={"batch_size": 8})
+    shutil.rmtree(own / "runs/xmoe/seed-0/checkpoints")
+    notes: list[str] = []
+
+    class Noting(Quiet):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    compare_tasks(own, [settings], routers=["xmoe", "dense"], progress=Noting())
+    assert "passed over, without a checkpoint: xmoe (seed 0)" in notes
+    assert [row.router for row in TaskTable.read(own, settings.variant).table.rows] == ["dense"]
+    with pytest.raises(RunError, match="has no row 'smeo': did you mean 'smoe'"):
+        compare_tasks(own, [settings], routers=["smeo"], progress=Quiet())
+    with pytest.raises(RunError, match="no run has a checkpoint"):
+        compare_tasks(own, [settings], routers=["xmoe"], progress=Quiet())
+
+
+def test_published_figures_are_labelled(own: Path) -> None:
+    found = {(one.router, one.accuracy): one.source for one in published_for("sst2")}
+    assert found["HyperRouter (k=16)", 83.33] == "hyperrouter, Table 3"
+    assert found["Similarity-inform SMoE", 71.72].endswith("Table 4")
+    assert published_for("reviews.csv") == []
+    table = TaskTable.read(own, "sst2")
+    assert "Published figures, not ours" in table.text()
+    assert "83.33" in table.markdown()
+    assert "0.8333" in table.csv()
+    assert "Published figures, not ours" in table.latex()
+    assert "nothing has been fine-tuned yet" in table.text()
+
+
+def test_no_comparison_no_tables(tmp_path: Path, task: str) -> None:
+    with pytest.raises(RunError, match="holds no comparison"):
+        compare_tasks(tmp_path, [Finetuning(task)], progress=Quiet())
+    with pytest.raises(RunError, match="neither a run directory"):
+        TaskTable.read(tmp_path, "sst2")

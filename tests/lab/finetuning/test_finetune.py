@@ -1,0 +1,283 @@
+"""Fine-tuning a run: what trains, what stays, what is saved, and what goes on after an interruption."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pointsman._errors import RunError
+from pointsman.cli.main import main
+from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman.lab.finetuning.run import finetuned_path
+from pointsman.lab.recipes import preset
+from pointsman.lab.report.runs import read_run
+from pointsman.lab.report.task_table import routing_of
+from pointsman.lab.training.checkpoint import last_checkpoint
+from pointsman.lab.training.progress import Interrupted
+from pointsman.lab.training.run import load_run
+from pointsman.lab.training.run_directory import RunDirectory
+
+FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = last_checkpoint(path / "checkpoints", print)
+    assert checkpoint is not None
+    return checkpoint.tensors("model")
+
+
+class Notes:
+    """A display that keeps what it is told, and a stop that is set after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.stop_after = stop_after
+        self.done = 0
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        self.name = name
+
+    def advance(self, done: int, figures: Any) -> None:
+        self.done = done if self.name == "train" else self.done
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def is_set(self) -> bool:
+        return self.stop_after is not None and self.done >= self.stop_after
+
+
+def test_the_papers_settings_are_the_defaults(task: str) -> None:
+    from pointsman.lab.data.tasks import load_task
+
+    loaded = load_task(task)
+    pretrained = preset("tiny", router="smoe").with_vocabulary(50)
+    config = Finetuning(task).config(pretrained, loaded, 3)
+    assert (config.learning_rate, config.batch_size, config.segment_length, config.seed) == (1e-4, 16, 512, 3)
+    assert config.steps == 3 * 10  # three epochs of 160 texts
+    assert config.top_k_schedule(0) == config.top_k_schedule(29) == config.model.num_experts  # dense
+    assert (config.weight_decay, config.betas) == (0.0, (0.9, 0.999))
+    assert Finetuning(task, epochs=1.5).config(pretrained, loaded, 0).steps == 15
+    assert Finetuning(task, train_top_k="2").config(pretrained, loaded, 0).top_k_schedule(5) == 2
+
+
+def test_from_the_command_line_to_accuracies_at_every_k(
+    run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["finetune", str(run), "--task", task, "--steps", "60", "--out", str(tmp_path / "out")]
+    arguments += ["--set", "learning_rate=5e-3", "--set", "batch_size=8", "--device", "cpu"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "k=1" in shown
+    assert "k=4" in shown
+    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert [(row["split"], row["top_k"], row["metric"]) for row in record["results"]] == [
+        ("test", 1, "accuracy"), ("test", 2, "accuracy"), ("test", 4, "accuracy"),
+    ]  # fmt: skip
+    assert record["results"][2]["value"] > 0.9  # the last word tells it
+    assert record["results"][2]["examples"] == 40
+    layers = record["change_from_pretrained"]["layers"]
+    assert set(layers) == {"layers.0.moe", "layers.1.moe"}
+    assert all(0 <= layer["top1"] <= 1 and layer["tokens"] > 0 for layer in layers.values())
+    kinds = {row["kind"] for row in RunDirectory(tmp_path / "out").metrics()}
+    assert {"train", "valid"} <= kinds
+    before = (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "out" / "checkpoints")  # no longer needed
+    assert main(arguments) == 0  # finished: nothing is done again
+    assert (tmp_path / "out" / "evaluation.json").stat().st_mtime_ns == before
+
+
+def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: Path) -> None:
+    record = finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path).evaluation
+    saved = load_finetuned(tmp_path)
+    assert (saved.step, saved.about["classes"]) == (3, ["neg", "pos"])
+    assert main(["evaluate", str(tmp_path), "--top-k", "2", "--device", "cpu"]) == 0
+    again = json.loads((tmp_path / "evaluation-task.json").read_text())
+    assert again["results"][0]["nats"] == pytest.approx(record["results"][1]["nats"], rel=1e-6)
+    with pytest.raises(RunError, match="is no fine-tuned run"):
+        load_finetuned(run)
+    with pytest.raises(RunError, match="is a fine-tuned run: give the pre-trained one"):
+        finetune(tmp_path, Finetuning(task))
+
+
+@pytest.mark.parametrize(
+    ("freeze", "moves"),
+    [
+        (("router",), ("experts", "attention", "head")),
+        (("experts",), ("router", "attention", "head")),
+        (("router", "experts"), ("attention", "head")),
+        ((), ("router", "experts", "attention", "head")),
+    ],
+)
+def test_frozen_roles_stay_and_the_rest_moves(
+    comparison: Path, task: str, tmp_path: Path, freeze: tuple[str, ...], moves: tuple[str, ...]
+) -> None:
+    run = comparison / "runs" / "xmoe" / "seed-0"
+    finetune(run, Finetuning(task, steps=2, freeze=freeze, settings=FAST), out=tmp_path)
+    before = load_run(run).model.state_dict()
+    moved = set()
+    for name, tensor in weights(tmp_path).items():
+        role = next(
+            (role for role in ("router", "experts", "head") if role in name), "attention" if "attention" in name else ""
+        )
+        if role == "head" or not torch.equal(tensor, before[name.removeprefix("backbone.")]):
+            moved.add(role)
+    assert moved & {"router", "experts", "attention", "head"} == set(moves)
+
+
+def test_the_balance_loss_still_trains_what_lies_below_frozen_routers(
+    comparison: Path, task: str, tmp_path: Path
+) -> None:
+    run = comparison / "runs" / "xmoe" / "seed-0"
+    found = {}
+    for balance in (0.0, 0.1):
+        settings = Finetuning(
+            task, steps=3, freeze=("router", "experts"), balance=balance, train_top_k="2", settings=FAST
+        )
+        finetune(run, settings, out=tmp_path / str(balance))
+        found[balance] = weights(tmp_path / str(balance))
+    name = "backbone.layers.0.attention.qkv.weight"
+    assert not torch.equal(found[0.0][name], found[0.1][name])
+    routers = [name for name in found[0.0] if "router" in name]
+    assert routers
+    assert all(torch.equal(found[0.0][name], found[0.1][name]) for name in routers)
+
+
+def test_an_interrupted_fine_tuning_goes_on_bit_for_bit(run: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=9, settings={**FAST, "checkpoint_every": 3})
+    finetune(run, settings, out=tmp_path / "whole")
+    stop = Notes(stop_after=4)
+    with pytest.raises(Interrupted):
+        finetune(run, settings, out=tmp_path / "parts", progress=stop, stop=stop)
+    assert RunDirectory(tmp_path / "parts").read_json("evaluation.json") is None
+    display = Notes()
+    result = finetune(run, settings, out=tmp_path / "parts", progress=display)
+    assert any("goes on after step 4 of 9" in note for note in display.notes)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    record = RunDirectory(tmp_path / "whole").read_json("evaluation.json")
+    assert record is not None
+    assert result.evaluation["results"] == record["results"]
+
+
+def test_seeds_differ_and_routers_start_alike(comparison: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=1, settings=FAST)
+    losses = {}
+    for router, seed in (("smoe", 0), ("smoe", 1), ("dense", 0)):
+        out = tmp_path / f"{router}-{seed}"
+        finetune(comparison / "runs" / router / "seed-0", settings, seed=seed, out=out)
+        losses[router, seed] = RunDirectory(out).metrics("train")[0]["loss"]
+    assert losses["smoe", 0] != losses["smoe", 1]
+    heads = [load_finetuned(tmp_path / name).config for name in ("smoe-0", "dense-0")]
+    assert heads[0].seed == heads[1].seed
+
+
+def test_from_scratch_starts_from_fresh_weights(run: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=1, from_scratch=True, settings={**FAST, "learning_rate": 1e-12})
+    record = finetune(run, settings, out=tmp_path).evaluation
+    assert "change_from_pretrained" not in record
+    assert record["protocol"]["from_scratch"]
+    name = "layers.0.attention.qkv.weight"
+    trained, fresh = load_run(run).model.state_dict()[name], weights(tmp_path)[f"backbone.{name}"]
+    assert not torch.allclose(trained, fresh, atol=1e-4)
+    assert settings.variant.endswith(",from-scratch")
+
+
+def test_what_cannot_be(run: Path, task: str, tmp_path: Path) -> None:
+    finetune(run, Finetuning(task, steps=2, settings=FAST), out=tmp_path)
+    with pytest.raises(RunError, match="of another configuration: steps is 2 there, 3 here"):
+        finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path)
+    with pytest.raises(RunError, match="pooling is 'last' there, 'mean' here"):
+        finetune(run, Finetuning(task, steps=2, pooling="mean", settings=FAST), out=tmp_path)
+    about = json.loads((tmp_path / "finetune.json").read_text())
+    about["pretrained"]["sha256"] = "0"
+    (tmp_path / "finetune.json").write_text(json.dumps(about))
+    with pytest.raises(RunError, match="fine-tuned from other weights"):
+        finetune(run, Finetuning(task, steps=2, settings=FAST), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--freeze", "routr"], "did you mean 'router'"),
+        (["--balance", "-1"], "allowed are numbers from 0"),
+        (["--pooling", "first"], "allowed: last, mean"),
+        (["--steps", "2", "--epochs", "1"], "exclude each other"),
+        (["--task-top-k", "9"], "k=9 is outside 1 to 4"),
+        (["--set", "learning_rat=1"], "did you mean 'learning_rate'"),
+        (["--set", "model.dim=64"], "the model is that of the pre-trained run"),
+        (["--length", "1"], "whole numbers from 2"),
+        (["--task", "sst3"], "did you mean"),
+        (["--task", "gone.csv"], "there is no file or folder gone.csv"),
+        (["--seed", "1"], "did you mean '--seeds'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    run: Path, task: str, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["finetune", str(run), "--device", "cpu", "--out", str(tmp_path)]
+    assert main([*arguments, *([] if "--task" in words else ["--task", task]), *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pointsman")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_run_is_needed(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", str(tmp_path), "--task", task]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert main(["finetune", str(tmp_path)]) == 2
+    assert "--task is missing" in capsys.readouterr().err
+
+
+def test_cut_texts_are_said_and_recorded(run: Path, task: str, tmp_path: Path) -> None:
+    display = Notes()
+    record = finetune(
+        run, Finetuning(task, steps=1, length=12, settings=FAST), out=tmp_path, progress=display
+    ).evaluation
+    cut = record["protocol"]["truncated"]
+    assert 0 < cut["test"] < 40
+    assert any(f"test: {cut['test']} of 40 texts cut to 12 tokens" in note for note in display.notes)
+
+
+def test_inter_run_consistency_of_fine_tunings(run: Path, task: str, tmp_path: Path) -> None:
+    runs = [
+        read_run(finetune(run, Finetuning(task, steps=2, settings=FAST), seed=seed, out=tmp_path / str(seed)).out)
+        for seed in range(2)
+    ]
+    found = routing_of(runs)
+    assert found["consistency"] is not None
+    assert 0.5 < found["consistency"] <= 1  # two steps from the same weights
+    assert found["top1"] is not None
+    assert found["sets"] is not None
+    assert routing_of(runs[:1])["consistency"] is None
+
+
+def test_names_of_folders(run: Path) -> None:
+    settings = Finetuning("a/b.csv:label=x", freeze=("router", "experts"), balance=0.01, train_top_k="N/2:N")
+    assert (
+        finetuned_path(run, settings, 3) == run / "finetune" / "b.csv,k=N_2-N,freeze=router+experts,balance=0.01/seed-3"
+    )
+
+
+def test_a_budget_of_tokens_scores_the_same_texts_of_every_model(run: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=1, settings={**FAST, "eval_tokens": 300})
+    record = finetune(run, settings, out=tmp_path / "some").evaluation
+    scored = record["results"][0]["examples"]
+    assert record["results"][0]["tokens"] <= 300
+    assert 5 < scored < 40
+    assert record["protocol"]["scored"] == f"{scored} of 40 texts, drawn with a fixed seed"
+    again = finetune(run, settings, seed=1, out=tmp_path / "other").evaluation
+    assert [row["tokens"] for row in again["results"]] == [row["tokens"] for row in record["results"]]
+    everything = finetune(run, Finetuning(task, steps=1, settings=FAST), out=tmp_path / "some").evaluation
+    assert everything["results"][0]["examples"] == 40  # evaluated anew, not trained anew
+    assert "scored" not in everything["protocol"]
+
+
+def test_settings_that_do_not_fit_leave_nothing_behind(run: Path, task: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="did you mean 'router'"):
+        finetune(run, Finetuning(task, steps=1, freeze=("rooter",), settings=FAST), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

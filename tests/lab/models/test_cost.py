@@ -1,0 +1,75 @@
+"""The numbers of HyperRouter's Tables A3 and A4, from the model itself."""
+
+import pytest
+import torch
+
+from pointsman.lab.models import TransformerXL, TransformerXLConfig, preset_config
+from pointsman.lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
+
+SMALL = preset_config("small", 204)
+
+
+def test_parameters_of_the_small_model():
+    table = cost_row(SMALL, [1]).parameters
+    assert table.backbone == 19_505_356
+    assert table.attention == 4 * 655_360 + 1_024
+    assert table.experts + table.feed_forward == 4 * (4_207_104 - 512)
+    assert table.norms == 4 * 2 * 512
+    assert table.embeddings == 52_428
+    assert (table.router_trainable, table.other) == (16_448, 0)
+    assert table.trainable == 19_505_356 + 16_448
+
+
+def test_hyperrouter_trains_its_embeddings_only():
+    row = cost_row(preset_config("small", 204, router="hyperrouter"), [1])
+    assert row.parameters.router_trainable == 1_024
+    assert row.fixed_a_layer == 1_122_576
+    assert row.parameters.router_fixed == 4 * 1_122_576
+    assert row.parameters.backbone == 19_505_356
+    shared = cost_row(preset_config("small", 204, router="hyperrouter:share=true"), [1])
+    assert shared.parameters.router_fixed == 1_122_576
+
+
+def test_flops_of_the_small_model():
+    rows = cost_table(SMALL, ["smoe", "hyperrouter", "smoe-dropout", "dense"])
+    for row in rows[:3]:
+        assert {k: f"{flops / 1e10:.3f}" for k, flops in row.flops.items()} == {
+            1: "3.735",
+            2: "4.004",
+            4: "4.541",
+            8: "5.614",
+            16: "7.762",
+        }
+    assert {k: f"{flops / 1e10:.3f}" for k, flops in rows[3].flops.items()} == {16: "7.758"}
+    with torch.device("meta"):
+        model = TransformerXL(SMALL)
+    assert f"{inference_flops(model, 0) / 1e10:.3f}" == "3.467"
+
+
+@pytest.mark.parametrize("router", ["smoe", "hyperrouter", "smoe-dropout", "thor", "dense"])
+@pytest.mark.parametrize("layout", ["all", "every:2", "after:1"])
+def test_components_add_up_to_all_parameters(router, layout):
+    config = TransformerXLConfig(
+        50, num_layers=3, dim=16, num_heads=2, head_dim=8, hidden_dim=12, num_experts=4, router=router,
+        moe_layers=layout, pre_norm=True,
+    )  # fmt: skip
+    model = TransformerXL(config)
+    table = parameter_table(model)
+    assert table.trainable == sum(parameter.numel() for parameter in model.parameters())
+    assert table.other == 0
+    assert cost_row(config, [2]).parameters == table
+
+
+def test_dense_has_the_parameters_of_the_experts_up_to_output_biases():
+    sparse, dense = (row.parameters for row in cost_table(SMALL, ["smoe", "dense"]))
+    assert sparse.experts - dense.feed_forward == 4 * 15 * 256
+
+
+def test_flops_equal_what_a_forward_multiplies():
+    """Counted by hand from the linear maps that a forward runs, with one token more to see what grows."""
+    config = TransformerXLConfig(50, num_layers=1, dim=16, num_heads=2, head_dim=4, hidden_dim=12, num_experts=4)
+    with torch.device("meta"):
+        model = TransformerXL(config)
+    protocol = Protocol(batch=2, length=3, memory=5)
+    attention = 2 * 8 * 16 * 24 + 8 * 16 * 8 + 6 * 8 * 16
+    assert inference_flops(model, 3, protocol) == 2 * (attention + 6 * (3 * 2 * 16 * 12 + 16 * 4))

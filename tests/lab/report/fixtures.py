@@ -1,0 +1,202 @@
+"""Well-formed run and comparison directories with invented figures: test data, never results."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCALE = {"smoe": 1.0, "smoe-dropout": 1.2, "hyperrouter": 0.7, "frozen-scaled": 0.75, "thor": 1.4}
+WORDS = "def route(self, token):\n    return self.experts[token.id] # naïve <b>&amp; x = 'é'\n"
+
+
+def quality(router: str, top_k: int, seed: int) -> float:
+    """An invented figure, the same on every machine."""
+    return 1.5 + SCALE.get(router, 1.1) / top_k + 0.01 * seed + 0.003 * (seed % 2) * len(router)
+
+
+def write_run(
+    path: Path,
+    router: str = "smoe",
+    seed: int = 0,
+    *,
+    steps: int = 400,
+    top_k: Sequence[int] = (1, 2, 4, 8),
+    experts: int = 8,
+    layers: int = 4,
+    metric: str = "bits_per_character",
+    done: bool = True,
+    values: Mapping[int, float] | None = None,
+    explorer: bool = False,
+) -> Path:
+    """Writes one run directory. `done=False`: training has stopped half way."""
+    path.mkdir(parents=True)
+    config = {
+        "format": 1,
+        "model": {"router": router, "num_experts": experts, "num_layers": layers, "dim": 64, "vocab_size": 205},
+        "data": "stdlib",
+        "preset": "tiny",
+        "steps": steps,
+        "seed": seed,
+        "train_top_k": "N/2:N",
+        "eval_top_k": list(top_k),
+        "learning_rate": 1e-3,
+    }
+    dump(path / "config.json", config)
+    environment = {"python": "3.11.2", "torch": "2.13.0", "device": "cpu", "threads": 2, "kernels": {"matmul": "blas"}}
+    dump(path / "environment.json", environment)
+    rng = np.random.default_rng(seed)
+    names = [f"blocks.{layer}.moe" for layer in range(layers)]
+    last = steps if done else steps // 2
+    with (path / "metrics.jsonl").open("w") as lines:
+        for step in range(1, last + 1):
+            loss = 1.2 + 2.5 * math.exp(-step / (steps / 4)) + 0.08 * rng.standard_normal() + 0.1 * SCALE.get(router, 1)
+            row: dict[str, Any] = {
+                "kind": "train", "step": step, "loss": loss, "bits": loss / math.log(2), "top_k": 4 + 4 * step // steps,
+                "learning_rate": 1e-3, "gradient_norm": 0.3, "tokens_per_second": 5e3, "step_seconds": 0.05,
+                "overhead": 0.01,
+            }  # fmt: skip
+            lines.write(json.dumps(row) + "\n")
+            if step % max(1, steps // 20) == 0:
+                for layer, name in enumerate(names):
+                    load = rng.dirichlet(np.full(experts, 2.0 + layer)).tolist()
+                    entropy = 2.0 - SCALE.get(router, 1.0) * step / steps * 0.5 - 0.1 * layer
+                    row = {"kind": "routing", "step": step, "layer": name, "entropy": entropy, "load": load,
+                           "margin": 0.1, "dead": 0, "fluctuation": 0.4 * math.exp(-step / steps),
+                           "collapse": 3 + layer + step / steps}  # fmt: skip
+                    lines.write(json.dumps(row) + "\n")
+                for k in top_k:
+                    row = {"kind": "valid", "step": step, "top_k": k, "loss": loss + 1 / k, "metric": metric,
+                           "value": (loss + 1 / k) / math.log(2)}  # fmt: skip
+                    lines.write(json.dumps(row) + "\n")
+        if not done:
+            lines.write('{"kind": "train", "st')
+    if done:
+        results = [
+            {
+                "split": "test", "top_k": k, "nats": 1.0, "metric": metric, "tokens": 1000,
+                "value": values[k] if values else quality(router, k, seed),
+                "routers": {
+                    name: {"entropy": 2.0 - 0.1 * layer, "entropy_std": 0.2, "load": [1 / experts] * experts}
+                    for layer, name in enumerate(names)
+                },
+            }
+            for k in (values or top_k)
+        ]  # fmt: skip
+        evaluation = {
+            "format": 1, "checkpoint": f"step-{steps}", "results": results, "router_parameters": 2080,
+            "parameters": 100000, "step_seconds": 0.05 + 0.001 * seed,
+            "protocol": {"split": "test", "tokens": 1000, "segment_length": 128, "memory_length": 384, "batch_size": 8,
+                         "checkpoint": "last"},
+        }  # fmt: skip
+        dump(path / "evaluation.json", evaluation)
+        if explorer and not router.startswith("dense"):
+            write_explorer(path, router, seed, top_k=top_k, experts=experts, names=names, steps=steps)
+    return path
+
+
+def write_explorer(
+    path: Path, router: str, seed: int, *, top_k: Sequence[int], experts: int, names: Sequence[str], steps: int
+) -> None:
+    """An explorer.json of invented routing, packed by the real packer."""
+    import torch
+
+    from pointsman.lab.report.samples import Seen, pack
+    from pointsman.routing import Routing
+
+    generator = torch.Generator().manual_seed(100 * seed + len(router))
+    text = (WORDS * 12)[:900]
+    codes = torch.tensor([ord(character) % 29 for character in text])
+    seen = {}
+    for k in top_k:
+        seen[k] = {}
+        for name in names:
+            logits = torch.randn(29, experts, generator=generator)[codes] / SCALE.get(router, 1.0)
+            logits = logits + 0.3 * torch.randn(len(text), experts, generator=generator)
+            probs = logits.softmax(-1)
+            weights, chosen = probs.topk(k, dim=-1)
+            seen[k][name] = Seen(logits, Routing(chosen, weights, probs, logits))
+    indices = list(range(0, len(text), 3))
+    positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
+    checkpoints = [
+        {
+            "step": step,
+            "layers": {
+                name: {"entropy": 1.5, "entropy_std": 0.3, "collapse": 20.0 + layer + step / steps, "classes": experts,
+                       "top1": 0.1 + 0.05 * layer, "sets": 0.2}
+                for layer, name in enumerate(names)
+            },
+        }
+        for step in (steps // 2, steps)
+    ]  # fmt: skip
+    sample = pack(seen, list(text))
+    sample |= {
+        "checkpoint": f"step-{steps}", "split": "test", "level": "char",
+        "map": {"top_k": top_k[1], "method": "pca", "indices": indices, "layers": positions},
+        "history": {"top_k": top_k[1], "checkpoints": checkpoints},
+    }  # fmt: skip
+    dump(path / "explorer.json", sample)
+
+
+def write_comparison(
+    path: Path,
+    routers: Sequence[str] = ("smoe", "smoe-dropout", "hyperrouter"),
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    missing: Sequence[tuple[str, int]] = (),
+    unfinished: Sequence[tuple[str, int]] = (),
+    **options: Any,
+) -> Path:
+    """Writes a comparison directory; `missing` runs have not begun, `unfinished` ones have stopped half way."""
+    path.mkdir(parents=True)
+    settings = {"data": "stdlib", "preset": "tiny", "steps": options.get("steps", 400), "train_top_k": "N/2:N"}
+    dump(path / "comparison.json", {"format": 1, "settings": settings, "routers": list(routers), "seeds": list(seeds)})
+    for position, router in enumerate(routers):
+        for seed in seeds:
+            if (router, seed) not in missing:
+                done = (router, seed) not in unfinished
+                write_run(path / "runs" / f"r{position}" / f"seed-{seed}", router, seed, done=done, **options)
+    return path
+
+
+def write_finetuning(run: Path, variant: str, router: str, seed: int, *, metric: float, scratch: bool = False) -> Path:
+    """A fine-tuning of a run, with an invented accuracy."""
+    path = write_run(
+        run / "finetune" / variant / f"seed-{seed}", router, seed, steps=10, metric="accuracy",
+        values={1: metric, 8: metric + 0.01},
+    )  # fmt: skip
+    record = json.loads((path / "evaluation.json").read_text())
+    record["protocol"] = {
+        "task": "sst2: invented", "split": "test", "length": 512, "truncated": {"train": 0, "test": 3},
+        "pooling": "last", "trained_with_k": "N", "frozen": [], "balance": None, "from_scratch": scratch, "steps": 10,
+    }  # fmt: skip
+    if not scratch:
+        record["change_from_pretrained"] = {"layers": {"blocks.0.moe": {"top1": 0.25, "sets": 0.5}}}
+    dump(path / "evaluation.json", record)
+    return path
+
+
+def write_attacks(run: Path, name: str, *, metric: str, start: float, rise: float, marks: bool = True) -> None:
+    """What `evaluate --attack` leaves in a run, with invented figures: `start` clean, then `rise` for each per cent."""
+    results: list[dict[str, Any]] = []
+    for rate in (None, 0.01, 0.1):
+        for k in (1, 8):
+            row: dict[str, Any] = {"split": "test", "top_k": k, "metric": metric, "tokens": 100}
+            row["value"] = start + 1 / k + rise * 100 * (rate or 0.0)
+            if rate:
+                row["attack"] = {"kind": "word", "rate": rate, "seed": 0, "word": "AAA", "chosen": 1, "candidates": 100}
+                row |= {"unmarked": {"value": row["value"] - 0.01}} if marks else {}
+            results.append(row)
+    routing = [
+        {"attack": {"kind": "word", "rate": rate, "seed": 0, "word": "AAA"}, "layers": {"a": {"top1": rate}}}
+        for rate in (0.01, 0.1)
+    ]
+    dump(run / f"{name}.json", {"protocol": {"tokens": 100}, "results": results, "routing": routing})
+
+
+def dump(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))

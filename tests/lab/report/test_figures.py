@@ -1,0 +1,54 @@
+"""Static figures: written in each format, the same bytes for the same data, clear when something is missing."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lab.report.fixtures import write_comparison, write_run
+
+from pointsman._errors import RunError
+from pointsman.lab.report import figures
+
+HEADS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+def test_every_format(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "dense"), (0, 1), unfinished=[("dense", 1)], layers=1)
+    written = figures(path, ("png", "svg", "pdf"))
+    names = {"quality", "loss", "entropy-by-layer", "loads-0", "loads-1"}
+    assert {file.name for file in written} == {f"{name}.{ending}" for name in names for ending in HEADS}
+    for file in written:
+        assert file.parent == path / "figures"
+        assert file.read_bytes().startswith(HEADS[file.suffix[1:]])
+
+
+def test_same_data_same_bytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", layers=1)
+    first = [file.read_bytes() for file in figures(run, ("svg", "pdf"), tmp_path / "one")]
+    second = [file.read_bytes() for file in figures(run, ("svg", "pdf"), tmp_path / "two" / "page.html")]
+    assert first == second
+    assert (tmp_path / "two" / "figures" / "loss.svg").exists()
+
+
+def test_what_has_no_data_is_left_out(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe",), (0,), missing=[("smoe", 0)])
+    assert figures(path, ("svg",)) == []
+
+
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "r")
+    with pytest.raises(RunError, match="figure format 'pgn': did you mean 'png'"):
+        figures(run, ("pgn",))
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(RunError, match=r"matplotlib: pip install 'pointsman\[report\]'"):
+        figures(run)

@@ -1,0 +1,217 @@
+"""The page as a document: complete, escaped, and loading nothing from outside."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning, write_run
+
+from pointsman._errors import RunError
+from pointsman.lab.report import write_report
+from pointsman.lab.report.protocol import command, pairing
+from pointsman.lab.report.runs import read_comparison
+from pointsman.lab.report.series import binned, over_seeds
+
+LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, the elements' ids and the embedded data."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.data: Any = None
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self._inside = values.get("id", tag) if tag == "script" else tag
+        self.ids += [values["id"]] if "id" in values else []
+        for name, value in values.items():
+            if (name in LOADING and tag != "a") or (name == "style" and "url(" in value):
+                self.loads.append(value)
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "report-data":
+            self.data = json.loads(data)
+        elif self._inside == "style":
+            self.loads += re.findall(r"url\(|@import", data)
+        elif self._inside != "script":
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+def page(path: Path) -> Page:
+    return Page(write_report(path).read_text())
+
+
+def test_loads_nothing_from_outside(tmp_path: Path) -> None:
+    text = write_report(write_comparison(tmp_path / "c")).read_text()
+    assert Page(text).loads == ["data:,"]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "default-src 'none'" in text
+    assert not re.search(r"\b(fetch|XMLHttpRequest|importScripts|WebSocket|EventSource)\b", text)
+
+
+def test_comparison_page_holds_the_figures(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", missing=[("hyperrouter", 2)], unfinished=[("smoe", 1)])
+    found = page(path)
+    assert len(found.ids) == len(set(found.ids))
+    assert {"summary", "quality", "differences", "loss", "validation", "missing", "command"} <= set(found.ids)
+    assert "smoe, seed 1: stopped at step 200 of 400" in found.text
+    assert "hyperrouter, seed 2: not begun" in found.text
+    quality = {series["name"]: series["points"] for series in found.data["quality"]}
+    assert [point["x"] for point in quality["smoe"]] == [1, 2, 4, 8]
+    assert quality["smoe-dropout"][0]["y"] == pytest.approx(1.5 + 1.2 + 0.01 + 0.003 * 12 / 3)
+    assert "nan" not in json.dumps(found.data).lower()
+
+
+def test_run_page(tmp_path: Path) -> None:
+    found = page(write_run(tmp_path / "r", "hyperrouter"))
+    assert found.data["routers"] == ["hyperrouter"]
+    assert "differences" not in found.ids
+    assert "pointsman train --router hyperrouter --preset tiny --data stdlib --steps 400 --seed 0" in found.text
+    assert "--set learning_rate=0.001" in found.text  # the preset has another
+    assert "--set train_top_k" not in found.text
+
+
+def test_page_of_a_comparison_that_has_not_begun(tmp_path: Path) -> None:
+    found = page(write_comparison(tmp_path / "c", ("smoe",), (0,), missing=[("smoe", 0)]))
+    assert "smoe, seed 0: not begun" in found.text
+    assert found.data["loss"]["series"] == []
+
+
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / "a", "smoe"), write_run(tmp_path / "b", "hyperrouter")]
+    out = write_report(paths, tmp_path / "both.html")
+    assert out == tmp_path / "both.html"
+    assert Page(out.read_text()).data["routers"] == ["smoe", "hyperrouter"]
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "</script><img src=x onerror=alert(1)>"), (0,))
+    found = page(path)
+    assert found.loads == ["data:,"]
+    assert "</script><img src=x onerror=alert(1)>" in found.text
+    assert found.data["routers"][1].startswith("</script>")
+
+
+def test_page_size_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    sizes = [write_report(write_run(tmp_path / str(steps), steps=steps)).stat().st_size for steps in (2_000, 20_000)]
+    assert sizes[1] < 1.05 * sizes[0]
+
+
+def test_bins_average_and_resumed_steps_count_once() -> None:
+    assert binned([(1, 5.0), (2, 7.0), (2, 9.0)], 2) == {1: 5.0, 2: 9.0}
+    curve = binned([(step, float(step)) for step in range(1, 101)], 100, bins=4)
+    assert curve == {12.5: 13.0, 37.5: 38.0, 62.5: 63.0, 87.5: 88.0}
+    assert over_seeds([{1.0: 2.0, 2.0: 4.0}, {1.0: 3.0}]) == [[1.0, 2.5, 2.0, 3.0], [2.0, 4.0]]
+
+
+def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "thor", "switch:jitter=0.01", "dense"), (0,))
+    notes = pairing(read_comparison(path))
+    assert len(notes) == 3
+    assert notes[1].startswith("thor, switch:jitter=0.01: draws random numbers")
+    assert notes[2].startswith("dense: no experts")
+    other = write_comparison(tmp_path / "d", ("smoe", "hyperrouter"), (0,))
+    assert len(pairing(read_comparison(other))) == 1
+    run = read_comparison(other).runs["hyperrouter", 0].path / "evaluation.json"
+    run.write_text(run.read_text().replace('"segment_length": 128', '"segment_length": 64'))
+    place = run.with_name("environment.json")
+    place.write_text(place.read_text().replace('"cpu"', '"cuda"'))
+    notes = pairing(read_comparison(other))
+    assert len(notes) == 3
+    assert "evaluated in different ways" in notes[1]
+    assert "(device)" in notes[2]
+
+
+def test_command_quotes(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "smoe|switch"), (0, 1))
+    assert command(read_comparison(path)) == (
+        "pointsman compare --routers 'smoe,smoe|switch' --data stdlib --preset tiny --steps 400 --train-top-k N/2:N "
+        "--seeds 2 --out c"
+    )
+
+
+def test_missing_jinja_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "jinja2":
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(RunError, match=r"jinja2: pip install 'pointsman\[report\]'"):
+        write_report(write_run(tmp_path / "r"))
+
+
+def test_unwritable_place_is_one_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "r")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"report\.html was not written"):
+        write_report(path, tmp_path / "file" / "report.html")
+
+
+def test_tasks_and_attacks_stand_on_the_page(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe", "thor", "hyperrouter"), (0, 1))
+    assert not {"tasks", "attacks"} & set(page(path).ids)
+    for place, router in enumerate(("smoe", "thor")):  # the third row has neither
+        for seed in (0, 1):
+            run = path / "runs" / f"r{place}" / f"seed-{seed}"
+            write_finetuning(run, "sst2", router, seed, metric=0.6 + 0.1 * place + 0.02 * seed)
+            write_finetuning(run, "sst2,from-scratch", router, seed, metric=0.55 + 0.01 * seed, scratch=True)
+            write_attacks(run, "attacks-word-enwik8-test", metric="bits_per_character", start=2 + place, rise=0.05)
+    tuned = path / "runs/r0/seed-0/finetune/sst2/seed-0"
+    write_attacks(tuned, "attacks-word", metric="accuracy", start=-0.4, rise=-0.01, marks=False)
+    found = page(path)
+    assert len(found.ids) == len(set(found.ids))
+    assert {"tasks", "task-0", "attacks", "attack-0", "attack-1"} <= set(found.ids)
+    [task] = found.data["tasks"]
+    assert [line["name"] for line in task["of"]["tuned"]] == ["smoe", "thor"]
+    point = task["of"]["tuned"][1]["points"][0]
+    assert (point["x"], point["y"]) == (1, pytest.approx(71))
+    assert point["std"] == pytest.approx(100 * 0.02 / 2**0.5, rel=1e-4)
+    assert "72.00 ± 1.41" in found.text  # thor at k = 8
+    assert "+16.50 ± 0.71" not in found.text
+    assert "+15.50 ± 0.71" in found.text  # from the pre-trained run minus from scratch, seed by seed
+    assert "0.250" in found.text
+    assert "cut: train 0, test 3" in found.text
+    assert "Published figures, not ours" in found.text
+    assert "83.33" in found.text
+    words, classified = found.data["attacks"]
+    assert words["name"] == "Words swapped for AAA: enwik8-test"
+    curve = words["of"]["value"]["all"]["8"][1]
+    assert [point["x"] for point in curve["points"]] == [0, 1, 10]
+    assert [point["y"] for point in curve["points"]] == pytest.approx([3.125, 3.175, 3.625])
+    rise = words["of"]["rise"]["unmarked"]["8"][1]["points"]
+    assert [point["y"] for point in rise] == pytest.approx([0, 0.04, 0.49])
+    assert "attacked targets left out" in found.text
+    assert classified["name"] == "Words swapped for AAA: sst2"
+    assert list(classified["of"]["value"]) == ["all"]
+    assert [point["y"] for point in classified["of"]["value"]["all"]["1"][0]["points"]] == pytest.approx([60, 59, 50])
+
+
+def test_a_recipe_of_textattack_stands_beside_the_clean_figures(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("smoe",), (0,))
+    tuned = write_finetuning(path / "runs/r0/seed-0", "sst2", "smoe", 0, metric=0.6)
+    rows = [{"split": "test", "top_k": 1, "metric": "accuracy", "value": 0.6}]
+    rows.append({"top_k": 1, "metric": "accuracy", "value": 0.2, "clean": 0.5, "recipe": "TextFoolerJin2019"})
+    record = {"protocol": {"task": "sst2"}, "results": rows, "routing": []}
+    (tuned / "attacks-textfooler.json").write_text(json.dumps(record))
+    found = page(path)
+    assert "recipe TextFoolerJin2019" in found.text
+    assert "20.00" in found.text

@@ -1,0 +1,198 @@
+"""What explorer.json holds, against the model itself; maps; and how samples are cut to fit a page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.lab.report.fixtures import write_comparison
+from tests.lab.report.test_page import Page
+
+from pointsman._errors import RunError
+from pointsman.lab.data.vocabulary import Vocabulary
+from pointsman.lab.report import inside, write_report
+from pointsman.lab.report.embedding import embed, pca
+from pointsman.lab.report.runs import read_comparison
+from pointsman.lab.report.samples import Seen, collect_all, collect_samples, display_tokens, most_taken, pack
+from pointsman.routing import Routing
+
+
+def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Probabilities [T, E], first experts [T] and chosen [T, E]: read byte by byte, as the page's script does."""
+    raw = zlib.decompress(base64.b64decode(sample["routing"]))
+    tokens, experts = len(sample["tokens"]), sample["num_experts"]
+    width, size = -(-experts // 8), 1 if experts <= 255 else 2
+    assert sample["format"] == size
+    block = tokens * (experts + size + width)
+    start = (sample["layers"].index(layer) * len(sample["top_k"]) + sample["top_k"].index(k)) * block
+    probs = np.array([[(raw[start + t * experts + e] / 127) ** 2 for e in range(experts)] for t in range(tokens)])
+    at = start + tokens * experts
+    first = np.array([int.from_bytes(raw[at + size * t : at + size * (t + 1)], "little") for t in range(tokens)])
+    bits = at + size * tokens
+    chosen = [[raw[bits + t * width + (e >> 3)] >> (e & 7) & 1 for e in range(experts)] for t in range(tokens)]
+    return probs, first, np.array(chosen, dtype=bool)
+
+
+def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Seen]]:
+    generator = torch.Generator().manual_seed(3)
+    seen: dict[int, dict[str, Seen]] = {1: {}, 3: {}}
+    for k in seen:
+        for name in ("layers.0", "layers.2"):
+            logits = 2 * torch.randn(tokens, experts, generator=generator)
+            weights, chosen = logits.softmax(-1).topk(k, dim=-1)
+            seen[k][name] = Seen(logits, Routing(chosen, weights, logits.softmax(-1), logits))
+    return seen
+
+
+@pytest.mark.parametrize("experts", [11, 255, 300])
+def test_packed_routing_reads_back(experts: int) -> None:
+    seen = made_up(experts=experts)
+    sample = pack(seen, ["a"] * 40)
+    for k in (1, 3):
+        for name in ("layers.0", "layers.2"):
+            probs, first, chosen = unpacked(sample, k, name)
+            routing = seen[k][name].routing
+            assert np.abs(probs - routing.probs.numpy()).max() < 0.0081
+            assert first.tolist() == routing.experts[:, 0].tolist()
+            assert [set(np.flatnonzero(row)) for row in chosen] == [set(row) for row in routing.experts.tolist()]
+
+
+@pytest.mark.parametrize(("experts", "none"), [(11, 255), (300, 65535)])
+def test_tokens_without_an_expert(experts: int, none: int) -> None:
+    seen = made_up(experts=experts)
+    routing = seen[1]["layers.0"].routing
+    routing.experts[5], routing.experts[6] = -1, experts - 1
+    sample = pack(seen, ["a"] * 40)
+    _, first, chosen = unpacked(sample, 1, "layers.0")
+    assert (first[5], chosen[5].any(), chosen[6].sum()) == (none, False, 1)
+    shown = inside._first_at({**sample, "map": {"top_k": 1, "indices": [5, 6]}})
+    assert shown["layers.0"] == [None, experts - 1]
+
+
+def test_a_foreign_sample_is_none_of_ours() -> None:
+    whole = {**pack(made_up(), ["a"] * 40), "map": {}}
+    assert inside.readable(whole)
+    assert not inside.readable({**whole, "format": 2})
+    assert not inside.readable({key: value for key, value in whole.items() if key != "routing"})
+    assert not inside.readable({})
+
+
+@pytest.mark.parametrize("experts", [11, 300])
+def test_cutting_keeps_the_first_tokens(experts: int) -> None:
+    sample = {**pack(made_up(experts=experts), list("abcdefgh" * 5)), "seed": 0}
+    cut = {**sample, "tokens": sample["tokens"][:13], "routing": inside._cut(sample, 13)}
+    for k in (1, 3):
+        for whole, part in zip(unpacked(sample, k, "layers.2"), unpacked(cut, k, "layers.2"), strict=True):
+            assert np.array_equal(whole[:13], part)
+
+
+def test_page_stays_small_with_many_routers(tmp_path: Path) -> None:
+    routers = ["smoe", "hyperrouter", *(f"smoe:noise=0.{n}" for n in range(1, 8))]
+    path = write_comparison(tmp_path / "c", routers, (0,), top_k=(1, 2, 4, 8, 16), experts=16, explorer=True)
+    page = write_report(path)
+    assert page.stat().st_size < 2_200_000
+    explorer = Page(page.read_text()).data["inside"]["explorer"]
+    assert len(explorer["routers"]) == 9
+    assert len(explorer["texts"][0]) >= 200
+
+
+def test_most_taken_counts() -> None:
+    chosen = np.array([[1, 0], [1, 1], [0, 1], [1, 0]], dtype=bool)
+    assert most_taken(chosen, ["x", "y", "x", "x"]) == [
+        [["x", 2, 0.667], ["y", 1, 1.0]],
+        [["x", 1, 0.333], ["y", 1, 1.0]],
+    ]
+
+
+def test_display_of_bytes_and_words() -> None:
+    text = "aé漢\n\xff".encode() + b"\xff\xe6\xbc"
+    symbols = sorted(set(text))
+    ids = np.array([symbols.index(byte) for byte in text])
+    shown = display_tokens(ids, Vocabulary("byte", symbols))
+    assert shown == ["a", "é", "·", "漢", "·", "·", "\n", "ÿ", "·", "�", "�", "�"]
+    assert display_tokens(np.array([1, 2]), Vocabulary("word", ["<unk>", "the", "<eos>"])) == ["the", "\n"]
+
+
+def test_pca_of_a_line_and_of_one_point() -> None:
+    along = np.outer(np.linspace(-2, 2, 30), [3.0, 4.0, 0.0])
+    found = pca(along + 7)
+    assert np.allclose(np.abs(found[:, 0]), np.abs(np.linspace(-10, 10, 30)))
+    assert np.allclose(found[:, 1], 0)
+    assert np.array_equal(pca(np.ones((1, 5))), np.zeros((1, 2)))
+    assert embed(along[:5])[1] == "pca"
+    with pytest.raises(RunError, match="allowed are auto, umap and pca"):
+        embed(along, "tsne")
+
+
+@pytest.mark.slow
+def test_umap_separates_what_is_apart() -> None:
+    pytest.importorskip("umap")
+    rng = np.random.default_rng(0)
+    points = np.concatenate([rng.standard_normal((60, 8)), rng.standard_normal((60, 8)) + 30])
+    found, method = embed(points, "umap")
+    assert method == "umap"
+    assert np.array_equal(found, embed(points, "umap")[0])
+    centres = found[:60].mean(0), found[60:].mean(0)
+    nearer = np.linalg.norm(found[:60] - centres[0], axis=1) < np.linalg.norm(found[:60] - centres[1], axis=1)
+    assert nearer.mean() > 0.9
+
+
+@pytest.mark.slow
+def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
+    from pointsman.control import record_routing, set_top_k
+    from pointsman.lab.training.run import load_run
+
+    path = trained / "runs" / "smoe" / "seed-0"
+    assert collect_samples(path, tokens=40, points=25, method="pca") == path / "explorer.json"
+    sample = json.loads((path / "explorer.json").read_text())
+    assert (sample["checkpoint"], sample["top_k"], len(sample["tokens"])) == ("step-6", [1, 2, 4], 40)
+    run = load_run(path)
+    ids = torch.tensor(np.asarray(run.corpus().split("test")[:16]).astype(np.int64))[None]
+    text = Path(run.config.data).read_text()
+    assert "".join(token for token in sample["tokens"] if token != "·")[:30] in text
+    with set_top_k(run.model, 2), record_routing(run.model) as records, torch.no_grad():
+        run.model(ids)
+    for name in sample["layers"]:
+        probs, _, chosen = unpacked(sample, 2, name)
+        assert np.abs(probs[:16] - records[name].probs.numpy()).max() < 0.0081
+        assert chosen.sum() == 2 * 40
+    steps = [one["step"] for one in sample["history"]["checkpoints"]]
+    assert steps == [3, 6]
+    last = sample["history"]["checkpoints"][-1]["layers"][sample["layers"][0]]
+    assert 0 <= last["top1"] <= 1
+    assert 0 < last["entropy"] <= np.log(4) + 1e-6
+
+
+@pytest.mark.slow
+def test_page_samples_on_request_once(trained: Path) -> None:
+    notes: list[str] = []
+    page = Page(write_report(trained, samples="pca", note=notes.append).read_text())
+    assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
+    collect_all(read_comparison(trained), method="pca", note=notes.append)
+    assert len(notes) <= 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sampled_is_told(tmp_path: Path) -> None:
+    notes: list[str] = []
+    path = write_comparison(tmp_path / "c", ("smoe",), (0,))
+    assert write_report(path, samples="pca", note=notes.append).exists()
+    assert notes[0] == "sampling the routing of smoe"
+    assert notes[1].startswith("no sample of smoe: ")
+
+
+def test_dense_runs_have_no_sample(trained: Path) -> None:
+    assert collect_samples(trained / "runs" / "dense" / "seed-0") is None
+
+
+def test_an_unknown_baseline_is_told_before_anything_is_sampled(trained: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(RunError, match="baseline 'smo': did you mean 'smoe'"):
+        write_report(trained, baseline="smo", samples="pca", note=told.append)
+    assert told == []

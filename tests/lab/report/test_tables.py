@@ -1,0 +1,185 @@
+"""The comparison table against figures worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tests.lab.report.fixtures import write_comparison, write_run
+
+from pointsman._errors import RunError
+from pointsman.lab.report.formats import escape_latex
+from pointsman.lab.report.tables import Cell, ComparisonTable
+
+
+def test_cell_statistics_by_hand() -> None:
+    cell = Cell({0: 1.0, 1: 2.0, 2: 6.0})
+    assert cell.mean == 3.0
+    assert cell.std == pytest.approx(math.sqrt(7.0))  # (4 + 1 + 9) / 2
+    assert cell.interval == pytest.approx(4.303 * math.sqrt(7.0 / 3.0))
+    assert cell.text(2) == "3.00 ± 2.65"
+    assert Cell({4: 1.25}).text(1, sign=True) == "+1.2"
+    assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Cell({4: 1.0}).interval) == ("-", None, None, None)
+
+
+def hand_made(path: Path) -> Path:
+    """Two routers, two seeds; k=2 exists for the first only, and the second's seed 1 has no figure at k=1."""
+    write_comparison(
+        path,
+        routers=("smoe", "hyper_x|a&b"),
+        seeds=(0, 1),
+        missing=[(r, s) for r in ("smoe", "hyper_x|a&b") for s in (0, 1)],
+    )
+    for router, seed, values in (
+        ("smoe", 0, {1: 2.0, 2: 1.5}),
+        ("smoe", 1, {1: 2.2, 2: 1.7}),
+        ("hyper_x|a&b", 0, {1: 1.9}),
+        ("hyper_x|a&b", 1, {1: float("nan")}),
+    ):
+        write_run(path / "runs" / re.sub(r"\W", "", router) / f"seed-{seed}", router, seed, values=values)
+    return path
+
+
+def test_mean_spread_and_missing_cells(tmp_path: Path) -> None:
+    table = ComparisonTable.read(hand_made(tmp_path / "c"))
+    assert table.top_k == [1, 2]
+    assert table.header() == ["router", "k=1", "k=2", "entropy", "router params", "s/step", "seeds"]
+    assert table.cells() == [
+        ["smoe", "2.100 ± 0.141", "1.600 ± 0.141", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
+        ["hyper_x|a&b", "1.900", "-", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
+    ]
+    assert table.best(1) == {"hyper_x|a&b"}
+    assert table.best(2) == set()
+    for shown in (table.text(), table.csv(), table.markdown(), table.latex()):
+        assert "nan" not in shown
+        assert "None" not in shown
+
+
+def test_differences_pair_seeds(tmp_path: Path) -> None:
+    table = ComparisonTable.read(hand_made(tmp_path / "c"))
+    difference = table.difference("hyper_x|a&b", 1)
+    assert difference.cell.values == {0: pytest.approx(-0.1)}  # seed 1 has no partner
+    assert table.difference_cells() == [["hyper_x|a&b", "-0.100", "-"]]
+    flipped = ComparisonTable.read(tmp_path / "c", baseline="hyper_x|a&b")
+    assert flipped.difference_cells() == [["smoe", "+0.100", "-"]]
+
+
+def test_difference_spread_is_that_of_the_pairs_not_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    write_comparison(path, routers=("a", "b"), seeds=(0, 1), missing=[(r, s) for r in "ab" for s in (0, 1)])
+    for router, seed, value in (("a", 0, 1.0), ("a", 1, 3.0), ("b", 0, 0.5), ("b", 1, 2.5)):
+        write_run(path / "runs" / router / f"seed-{seed}", router, seed, values={1: value})
+    cell = ComparisonTable.read(path).difference("b", 1).cell
+    assert (cell.mean, cell.std) == (-0.5, 0.0)
+
+
+def test_unfinished_and_missing_seeds_are_counted(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", missing=[("hyperrouter", 2)], unfinished=[("smoe", 1)])
+    table = ComparisonTable.read(path)
+    assert [(row.done, row.missing) for row in table.rows] == [([0, 2], [1]), ([0, 1, 2], []), ([0, 1], [2])]
+    assert "Missing: smoe: seeds 1; hyperrouter: seeds 2" in table.text()
+
+
+def test_nothing_done_prints_dashes(tmp_path: Path) -> None:
+    path = write_comparison(
+        tmp_path / "c", seeds=(0,), missing=[(r, 0) for r in ("smoe", "smoe-dropout", "hyperrouter")]
+    )
+    table = ComparisonTable.read(path)
+    assert table.cells()[0] == ["smoe", "-", "-", "-", "0/1"]
+    table.write(path)
+    assert (path / "table.tex").read_text().count(r"\\") == 4
+
+
+def test_baselines_have_no_router_parameters(tmp_path: Path) -> None:
+    write_run(tmp_path / "r", "dense", values={8: 1.0})
+    assert ComparisonTable.read(tmp_path / "r").rows[0].router_parameters is None
+
+
+def test_csv_reads_back(tmp_path: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO(ComparisonTable.read(hand_made(tmp_path / "c")).csv())))
+    assert float(rows[0]["k=1 mean"]) == pytest.approx(2.1)
+    assert (rows[1]["router"], rows[1]["k=1 std"], rows[1]["k=2 mean"], rows[1]["k=2 seeds"]) == (
+        "hyper_x|a&b",
+        "-",
+        "-",
+        "0",
+    )
+
+
+def test_markdown_and_latex_escape(tmp_path: Path) -> None:
+    table = ComparisonTable.read(hand_made(tmp_path / "c"))
+    lines = table.markdown().splitlines()
+    assert lines[3].startswith(r"| `hyper_x\|a&b` | **1.900** | - |")
+    unescaped = [len(re.findall(r"(?<!\\)\|", line)) for line in lines[:4]]
+    assert len(set(unescaped)) == 1
+    latex = table.latex()
+    assert r"\texttt{hyper\_x\textbar{}a\&b} & \textbf{1.900} & -" in latex
+    assert r"$\pm$" in latex
+    assert latex.count("{") == latex.count("}")
+    assert escape_latex(r"50%_#$~^\{}") == r"50\%\_\#\$\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}"
+
+
+def test_text_is_aligned(tmp_path: Path) -> None:
+    lines = ComparisonTable.read(write_comparison(tmp_path / "c")).text().splitlines()
+    assert len({len(line) for line in lines[2:7]}) == 1
+
+
+def test_higher_is_better_for_accuracy(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", metric="accuracy")
+    table = ComparisonTable.read(path)
+    best = max(table.rows, key=lambda row: row.quality[1].mean or 0).router
+    assert table.best(1) == {best}
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", "\x00"])
+def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
+    path = write_comparison(tmp_path / "c")
+    (path / "runs" / "r1" / "seed-0" / "evaluation.json").write_text(damage)
+    with pytest.raises(RunError, match=r"r1/seed-0/evaluation\.json"):
+        ComparisonTable.read(path)
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no such directory"):
+        ComparisonTable.read(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="neither a run directory"):
+        ComparisonTable.read(tmp_path)
+    path = write_comparison(tmp_path / "c")
+    with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
+        ComparisonTable.read(path, baseline="hyperouter")
+    evaluation = path / "runs" / "r1" / "seed-0" / "evaluation.json"
+    other = json.loads(evaluation.read_text())
+    other["results"][0]["metric"] = "perplexity"
+    evaluation.write_text(json.dumps(other))
+    with pytest.raises(RunError, match="different metrics: bits_per_character, perplexity"):
+        ComparisonTable.read(path)
+
+
+def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
+    from pointsman.lab.report.runs import gather, read_run
+
+    runs = [read_run(write_run(tmp_path / name, "smoe", 0)) for name in ("a", "b")]
+    with pytest.raises(RunError, match="two runs with router 'smoe' and seed 0"):
+        gather(runs)
+
+
+def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:
+    from pointsman.lab.report.attack_table import AttackTable
+    from pointsman.lab.report.runs import read_comparison
+
+    comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
+    row = {"split": "test", "metric": "bits_per_character", "tokens": 9}
+    attack = {"kind": "char", "rate": 0.1, "seed": 0, "word": "AAA"}
+    results = [
+        *({**row, "top_k": k, "value": float(k)} for k in (1, 2)),
+        {**row, "top_k": 2, "value": 7.0, "attack": attack},
+    ]
+    [run] = comparison.runs.values()
+    record = {"results": results, "protocol": {"tokens": 9}, "routing": []}
+    lines = list(csv.DictReader(AttackTable.of(comparison, "a", [(run, record)]).csv().splitlines()))
+    assert [(line["k=1 mean"], line["k=2 mean"]) for line in lines] == [("1.0", "2.0"), ("-", "7.0")]

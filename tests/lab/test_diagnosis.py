@@ -1,0 +1,166 @@
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pointsman.cli.main import main
+from pointsman.diagnostics import RoutingMonitor
+from pointsman.diagnostics.summary import summary
+from pointsman.lab.diagnosis import Settings, diagnose_path
+from pointsman.lab.models.config import TransformerXLConfig
+from pointsman.lab.training.compare import run_path
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.run import load_run
+from pointsman.lab.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A comparison of two routers with two seeds and two checkpoints each, trained for a few steps on made-up words."""
+    folder = tmp_path_factory.mktemp("runs")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(50)]
+    text = folder / "words.txt"
+    text.write_text("".join(draw.choice(words) + draw.choice(" \n") for _ in range(4000)))
+    model = TransformerXLConfig(64, num_layers=2, dim=32, num_heads=2, head_dim=16, hidden_dim=32, num_experts=4)
+    config = RunConfig(
+        model=model, data=str(text), steps=6, batch_size=4, segment_length=16, memory_length=16, eval_batch_size=4,
+        eval_segment_length=16, eval_memory_length=16, eval_tokens=64, valid_tokens=64, eval_top_k=(1, 2),
+        checkpoint_every=3, keep_checkpoints=3, observe_every=2,
+    )  # fmt: skip
+    routers, threads = ["smoe", "hyperrouter+similarity", "dense"], torch.get_num_threads()
+    torch.set_num_threads(1)
+    for router in routers:
+        for seed in (0, 1) if router != "dense" else (0,):
+            of = replace(config, model=replace(model, router=router), seed=seed)
+            train(of, run_path(folder, router, seed), monitor=RoutingMonitor)
+    torch.set_num_threads(threads)
+    plan = {"format": 1, "settings": {}, "routers": routers, "seeds": [0, 1]}
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    return folder
+
+
+SHORT = Settings(tokens=500)
+
+
+def test_a_run(runs):
+    path = run_path(runs, "hyperrouter+similarity", 0)
+    found = diagnose_path(path, settings=SHORT)
+    json.dumps(found, allow_nan=False)
+    assert found["source"] == {"run": str(path), "step": 6, "router": "hyperrouter+similarity", "seed": 0}
+    layer = found["layers"]["layers.1.moe"]
+    assert layer["load"]["tokens"] == found["protocol"]["tokens"]
+    assert 0 < layer["mixing"]["own_mean"] < 1
+    assert layer["jacobian"]["gradient"]["j2"]["in_span"] is not None
+    assert [row["top_k"] for row in layer["agreement"]] == [1]
+    assert [row["checkpoint"] for row in found["history"]] == ["step-3"]
+    ids = {str(pair[0]) for row in layer["specialisation"]["top"] for pair in row}
+    assert ids <= found["tokens_text"].keys()
+    assert set("".join(found["tokens_text"].values())) <= set("abcdefgh \n")
+    text = summary(found)
+    assert "nan" not in text
+    assert all(name in text for name in ("layers.0.moe", "S[i,i]", "fluctuation from step-3", "k=1"))
+
+
+def test_the_figures_are_those_of_the_evaluation(runs):
+    path = run_path(runs, "smoe", 0)
+    run = load_run(path)
+    corpus = run.corpus()
+    evaluated = run.evaluate(corpus.split("test"), top_k=(2,), budget=500)[0]["routers"]
+    found = diagnose_path(path, settings=SHORT)["layers"]
+    for name, of in evaluated.items():
+        assert found[name]["entropy"]["mean"] == pytest.approx(of["entropy"], rel=1e-5)
+        assert found[name]["load"]["share"] == pytest.approx(of["load"])
+
+
+def test_between_checkpoints_and_seeds(runs):
+    path, other = run_path(runs, "smoe", 0), run_path(runs, "smoe", 1)
+    early = path / "checkpoints" / "step-3"
+    found = diagnose_path(path, [early, other], SHORT)
+    assert set(found["against"]) == {"step-3", "seed-1"}
+    history = found["history"][0]["layers"]["layers.0.moe"]["fluctuation"]
+    assert found["against"]["step-3"]["layers.0.moe"]["fluctuation"] == history
+    assert found["consistency"]["layers.0.moe"]["runs"] == 3
+    assert found["consistency_over_training"] == {}  # fewer than 100 batches
+    assert diagnose_path(early, settings=SHORT)["source"]["step"] == 3
+    assert diagnose_path(early, settings=SHORT)["history"] == []
+
+
+def test_a_comparison(runs):
+    found = diagnose_path(runs, settings=SHORT)
+    assert set(found["routers"]) == {"smoe", "hyperrouter+similarity"}
+    assert set(found["entropy_ratio"]["smoe"].values()) == {1.0}
+    smoe = found["routers"]["smoe"]
+    assert set(smoe["against"]) == {"seed-1"}
+    assert smoe["consistency"]["layers.1.moe"]["runs"] == 2
+    text = summary(found)
+    assert "== smoe ==" in text
+    assert "entropy / first router's" in text
+
+
+def test_the_command(runs, capsys, tmp_path):
+    path = run_path(runs, "smoe", 1)
+    assert main(["diagnose", str(path), "--eval-tokens", "200", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    assert "layers.0.moe" in told.out
+    saved = json.loads((tmp_path / "diagnostics.json").read_text())
+    assert saved["source"]["run"] == str(path)
+    assert main(["diagnose", str(path), "--eval-tokens", "100", "--set", "eval_segment_length=8"]) == 0
+    assert json.loads((path / "diagnostics.json").read_text())["protocol"]["segment_length"] == 8
+    assert main(["diagnose", str(path), "--eval-tokens", "all", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert json.loads((tmp_path / "diagnostics.json").read_text())["protocol"]["tokens"] > 200
+    assert (path / "diagnostics.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "no run here, and no model that transformers can load"),
+        (["{folder}"], "neither a run"),
+        (["{run}", "--against", "{dense}"], "has the layers and experts"),
+        (["{dense}"], "dense model has no router"),
+        (["{run}", "--against", "{run}", "--against", "{run}"], "twice"),
+        (["{run}", "--top-k", "9"], "top_k=9"),
+        (["{run}", "--eval-tokens", "0"], "allowed are whole numbers"),
+        (["{run}", "--set", "steps=9"], "only read"),
+        (["{run}", "--set", "eval_segment_lenght=9"], "did you mean 'eval_segment_length'"),
+        (["{run}", "--set", "eval_tokens=9"], "only read"),
+        (["{run}", "--againts", "x"], "did you mean '--against'"),
+    ],
+)
+def test_mistakes_are_one_line(runs, tmp_path, capsys, words, told):
+    places = {"folder": tmp_path, "run": run_path(runs, "smoe", 0), "dense": run_path(runs, "dense", 0)}
+    assert main(["diagnose", *(word.format(**places) for word in words)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert told in error
+    assert error.count("\n") == 0
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model(runs, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([(runs / "words.txt").read_text()], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    config = transformers.MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    found = diagnose_path(tmp_path, settings=replace(SHORT, data=str(runs / "words.txt"), top_k=(1,)))
+    json.dumps(found, allow_nan=False)
+    assert len(found["layers"]) == 2
+    layer = next(iter(found["layers"].values()))
+    assert layer["num_experts"] == 6
+    assert len(layer["load"]["share"]) == 6
+    assert found["protocol"]["tokens"] == layer["entropy"]["tokens"]
+    assert layer["specialisation"]["mutual_information"] is not None
+    assert "experts used" in summary(found)

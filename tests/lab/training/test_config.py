@@ -1,0 +1,134 @@
+"""RunConfig: strict, typed, and as JSON and back."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from pointsman.lab.training.config import RunConfig, default_top_k, differing_settings
+from pointsman.lab.training.config import settings as all_settings
+
+Settings = Callable[..., RunConfig]
+
+
+def test_json_and_back(settings: Settings) -> None:
+    config = settings(
+        "hyperrouter:hyper_dim=8", eval_tokens=None, betas=(0.9, 0.98), **{"model.adaptive_cutoffs": (8, 16)}
+    )
+    assert RunConfig.from_json(config.to_json()) == config
+    values = json.loads(config.to_json())
+    assert values["format"] == 1
+    assert values["model"]["router"] == "hyperrouter:hyper_dim=8"
+
+
+def test_overrides_are_read_as_their_type(settings: Settings) -> None:
+    config = settings().with_overrides(
+        {
+            "learning_rate": "1e-3",
+            "model.dim": "64",
+            "eval_tokens": "all",
+            "eval_top_k": "1,4",
+            "betas": "0.9,0.95",
+            "deterministic": "true",
+            "model.pre_norm": "true",
+            "steps": "1000",
+        }
+    )
+    assert config.learning_rate == 1e-3
+    assert config.model.dim == 64
+    assert config.eval_tokens is None
+    assert config.eval_top_k == (1, 4)
+    assert config.betas == (0.9, 0.95)
+    assert config.deterministic is True
+    assert config.model.pre_norm is True
+    assert config.steps == 1000
+
+
+def test_every_setting_but_the_derived_ones_can_be_set(settings: Settings) -> None:
+    config = settings()
+    own = {each.name for each in fields(config)} - {"model"}
+    of_model = {f"model.{each.name}" for each in fields(config.model)} - {"model.vocab_size", "model.seed"}
+    assert set(all_settings()) == own | of_model
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"learning_rat": 1}, "did you mean 'learning_rate'"),
+        ({"model.dims": 8}, "did you mean 'model.dim'"),
+        ({"steps": "1.5"}, "steps='1.5': allowed is a whole number"),
+        ({"steps": 0}, "steps=0: allowed are whole numbers from 1"),
+        ({"steps": True}, "steps=True"),
+        ({"batch_size": "many"}, "batch_size='many'"),
+        ({"learning_rate": 0}, "learning_rate=0"),
+        ({"learning_rate": "nan"}, "learning_rate='nan'"),
+        ({"clip_norm": -1}, "clip_norm=-1"),
+        ({"accumulation": 3}, "accumulation=3"),
+        ({"eval_top_k": "1,5"}, "k=5"),
+        ({"eval_top_k": "1,1"}, "twice"),
+        ({"eval_top_k": "0"}, "k=0"),
+        ({"eval_tokens": 0}, "eval_tokens=0"),
+        ({"betas": "0.9"}, "2 values"),
+        ({"betas": "0.9,1"}, "betas"),
+        ({"train_top_k": "2:9"}, "k=9"),
+        ({"k_schedule": "lin"}, "linear"),
+        ({"precision": "fp8"}, "bfloat16"),
+        ({"deterministic": "perhaps"}, "true or false"),
+        ({"data": 3}, "allowed is a text"),
+        ({"model.router": "hyperruter"}, "did you mean 'hyperrouter'"),
+        ({"model.seed": 1}, "set seed"),
+        ({"model.vocab_size": 1}, "vocabulary of the data"),
+        ({"eval_split": "train"}, "valid or test"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_line(settings: Settings, change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        settings().with_overrides(change)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda values: values.pop("format"), "format"),
+        (lambda values: values.update(format=2), "format"),
+        (lambda values: values.update(stepz=3), "did you mean 'steps'"),
+        (lambda values: values.update(steps="3.5"), "steps"),
+        (lambda values: values.pop("model"), "model is missing"),
+        (lambda values: values["model"].pop("vocab_size"), "vocab_size is missing"),
+        (lambda values: values["model"].update(dimm=3), "did you mean 'dim'"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(settings: Settings, damage: Callable[[Any], Any], told: str) -> None:
+    values = settings().to_dict()
+    damage(values)
+    with pytest.raises(ValueError, match=told) as caught:
+        RunConfig.from_dict(values, "runs/x/config.json")
+    assert "runs/x/config.json" in str(caught.value)
+
+
+def test_text_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        RunConfig.from_json("{", "config.json")
+
+
+def test_a_file_from_before_a_setting_existed_takes_its_default(settings: Settings) -> None:
+    values = settings().to_dict()
+    del values["observe_every"]
+    del values["model"]["activation"]
+    assert RunConfig.from_dict(values) == settings()
+
+
+def test_the_seed_is_the_models_too(settings: Settings) -> None:
+    assert settings(seed=7).model.seed == 7
+    assert differing_settings(settings(), settings(seed=7)) == {"seed": (0, 7), "model.seed": (0, 7)}
+
+
+def test_k_values_of_the_evaluation_follow_the_number_of_experts(settings: Settings) -> None:
+    assert default_top_k(16) == (1, 2, 4, 8, 16)
+    assert default_top_k(6) == (1, 2, 4, 6)
+    assert default_top_k(1) == (1,)
+    assert settings(**{"model.num_experts": 6}).eval_top_k == (1, 2, 4, 6)

@@ -1,0 +1,290 @@
+"""Runs and run directories: resuming bit for bit, interruption, what a finished run leaves, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.lab.data import Corpus
+from pointsman.lab.training.checkpoint import open_checkpoint, steps_of
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.progress import Diverged, Interrupted
+from pointsman.lab.training.run import load_run
+from pointsman.lab.training.run_directory import RunDirectory
+from pointsman.lab.training.trainer import TrainResult, train
+from pointsman.ops.kernels import Kernels
+
+Settings = Callable[..., RunConfig]
+KERNELS = Kernels()
+TIMES = ("step_seconds", "tokens_per_second", "overhead")
+
+
+class Listener:
+    """A progress display that keeps what it is told, and asks to stop after so many training steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.phases: list[str] = []
+        self.figures: list[Mapping[str, float]] = []
+        self.stop_after = stop_after
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        self.phases.append(name)
+
+    def advance(self, done: int, figures: Mapping[str, float]) -> None:
+        if self.phases[-1] == "train":
+            self.figures.append(figures)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def is_set(self) -> bool:
+        return self.stop_after is not None and len(self.figures) >= self.stop_after
+
+
+@pytest.fixture
+def run(corpus: Corpus, tmp_path: Path) -> Callable[..., TrainResult]:
+    def make(config: RunConfig, name: str = "run", **options: Any) -> TrainResult:
+        options = {"corpus": corpus, "kernels": KERNELS, **options}
+        return train(config, tmp_path / name, **options)
+
+    return make
+
+
+def tensors(out: Path, step: int) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(out / "checkpoints" / f"step-{step}")
+    return {**checkpoint.tensors("model"), **checkpoint.tensors("trainer")}
+
+
+def rows(out: Path, *kinds: str) -> list[dict[str, Any]]:
+    kept = RunDirectory(out).metrics(*kinds)
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in kept]
+
+
+def assert_equal_runs(one: Path, two: Path, step: int = 8) -> None:
+    """Weights, optimizer, memories, figures and evaluation agree bit for bit."""
+    first, second = tensors(one, step), tensors(two, step)
+    assert first.keys() == second.keys()
+    assert any(name.startswith("memory.") for name in first)
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in first)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert rows(one) == rows(two)
+    results = [json.loads((out / "evaluation.json").read_text())["results"] for out in (one, two)]
+    assert results[0] == results[1]
+
+
+ROUTERS = {
+    "smoe": {},
+    "smoe:noise=0.5:balance=0.01": {"accumulation": 2},
+    "hyperrouter:share=true": {"k_schedule": "cosine"},
+    "xmoe": {},
+    "thor": {},
+    "dense-dropout": {},
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
+    settings: Settings, run: Callable[..., TrainResult], router: str, stop_after: int
+) -> None:
+    config = settings(router, observe_every=2, **ROUTERS[router])
+    unbroken = run(config, "unbroken", monitor=RoutingMonitor)
+    listener = Listener(stop_after)
+    with pytest.raises(Interrupted, match=rf"after step {stop_after}; .*--resume"):
+        run(config, "broken", progress=listener, stop=listener, monitor=RoutingMonitor)
+    resumed = run(config, "broken", resume=True, progress=Listener(), monitor=RoutingMonitor)
+    assert resumed.step == 8
+    assert not resumed.already_finished
+    assert_equal_runs(unbroken.out, resumed.out)
+
+
+def test_stopped_twice_and_within_evaluation(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    config = settings("hyperrouter")
+    unbroken = run(config, "unbroken")
+
+    class WithinEvaluation(Listener):
+        def is_set(self) -> bool:
+            return bool(self.phases) and self.phases[-1] == self.wanted
+
+    for wanted in ("validate", "evaluate"):
+        listener = WithinEvaluation()
+        listener.wanted = wanted
+        with pytest.raises(Interrupted):
+            run(config, "broken", resume=wanted == "evaluate", progress=listener, stop=listener)
+    assert_equal_runs(unbroken.out, run(config, "broken", resume=True).out)
+
+
+def test_killed_with_signal_9_and_resumed(
+    settings: Settings, run: Callable[..., TrainResult], text_file: Path, tmp_path: Path
+) -> None:
+    config = settings("hyperrouter", steps=40, checkpoint_every=4, validate_every=10)
+    unbroken = run(config, "unbroken")
+    (tmp_path / "config.json").write_text(config.to_json())
+    program = (
+        "import sys, pathlib, torch; torch.set_num_threads(1)\n"
+        "from pointsman.ops.kernels import Kernels\n"
+        "from pointsman.lab.training.config import RunConfig\n"
+        "from pointsman.lab.training.trainer import train\n"
+        "config = RunConfig.from_json(pathlib.Path(sys.argv[1], 'config.json').read_text())\n"
+        "train(config, pathlib.Path(sys.argv[1], 'killed'), kernels=Kernels())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env={**os.environ})
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not steps_of(checkpoints) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(0.05 * (time.time_ns() % 7))  # anywhere after the first checkpoint
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert steps_of(checkpoints)
+    resumed = run(config, "killed", resume=True)
+    assert_equal_runs(unbroken.out, resumed.out, 40)
+
+
+def test_what_a_finished_run_leaves(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    listener = Listener()
+    result = run(settings("hyperrouter"), progress=listener, monitor=RoutingMonitor)
+    out = result.out
+    files = {entry.name for entry in out.iterdir()}
+    assert files == {
+        "config.json", "environment.json", "vocabulary.json", "metrics.jsonl", "evaluation.json", "checkpoints",
+        ".lock",
+    }  # fmt: skip
+    assert steps_of(out / "checkpoints") == [8, 6, 3]
+    here = json.loads((out / "environment.json").read_text())
+    assert here["kernels"] == KERNELS.to_dict()
+    assert here["packages"]["torch"] == torch.__version__
+    trained = RunDirectory(out).metrics("train")
+    assert [row["step"] for row in trained] == list(range(1, 9))
+    assert {"loss", "bits", "top_k", "learning_rate", "gradient_norm", *TIMES} < trained[0].keys()
+    assert all(0 < row["overhead"] < 1 for row in trained)
+    assert [(row["step"], row["top_k"]) for row in RunDirectory(out).metrics("valid")] == [
+        (4, 1),
+        (4, 4),
+        (8, 1),
+        (8, 4),
+    ]
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["checkpoint"] == "step-8"
+    assert [entry["top_k"] for entry in evaluation["results"]] == [1, 2, 4]
+    assert evaluation["router_parameters"] == 2 * 32
+    assert set(evaluation["results"][0]["routers"]) == {"layers.0.moe", "layers.1.moe"}
+    assert len(listener.figures) == 8
+    assert {"loss", "bits", "top_k", "tokens_per_second"} <= listener.figures[0].keys()
+
+
+def test_a_loaded_run_gives_the_same_figures(
+    settings: Settings, run: Callable[..., TrainResult], corpus: Corpus
+) -> None:
+    result = run(settings("hyperrouter:share=true"))
+    loaded = load_run(result.out)
+    assert loaded.step == 8
+    again = loaded.evaluate(corpus.split("test"), budget=loaded.config.eval_tokens)
+    assert again == result.evaluation["results"]
+    assert load_run(result.out, step=3).step == 3
+    with pytest.raises(ValueError, match="no checkpoint"):
+        load_run(result.out, step=4)
+    with pytest.raises(ValueError, match="no run directory"):
+        load_run(result.out.parent)
+
+
+def test_a_finished_run_says_so_and_stays(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    first = run(settings())
+    before = {file: file.stat().st_mtime_ns for file in first.out.rglob("*.safetensors")}
+    listener = Listener()
+    again = run(settings(), resume=True, progress=listener)
+    assert again.already_finished
+    assert again.evaluation == first.evaluation
+    assert "is finished" in listener.notes[-1]
+    assert {file: file.stat().st_mtime_ns for file in first.out.rglob("*.safetensors")} == before
+
+
+def test_another_evaluation_of_a_finished_run_trains_nothing(
+    settings: Settings, run: Callable[..., TrainResult]
+) -> None:
+    run(settings())
+    listener = Listener()
+    for values in ((2, 3), (4,), (1, 4)):  # 4: all experts
+        result = run(settings(eval_top_k=values), resume=True, progress=listener)
+        assert [entry["top_k"] for entry in result.evaluation["results"]] == list(values)
+    assert listener.figures == []
+
+
+def test_a_directory_of_another_run_is_refused(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    run(settings())
+    with pytest.raises(ValueError, match="holds this run already, saved at step 8 of 8: --resume"):
+        run(settings())
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"another configuration: learning_rate is 0\.003 there, 0\.1 here"):
+            run(settings(learning_rate=0.1), resume=resume)
+        with pytest.raises(ValueError, match=r"model\.router is 'smoe' there, 'thor' here"):
+            run(settings("thor"), resume=resume)
+    assert run(settings(), resume=True).already_finished
+
+
+def test_resume_without_a_checkpoint_begins_at_step_0(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    listener = Listener()
+    result = run(settings(), resume=True, progress=listener)
+    assert "begins at step 0" in listener.notes[0]
+    assert_equal_runs(run(settings(), "other").out, result.out)
+
+
+def test_a_run_that_diverges_names_step_layer_and_checkpoint(
+    settings: Settings, run: Callable[..., TrainResult], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        Diverged, match=r"step \d+: the .* is (nan|inf).*layer.*last good checkpoint is step-\d"
+    ) as caught:
+        run(settings(learning_rate=1e18, clip_norm=0, checkpoint_every=1, warmup_steps=3, validate_every=0))
+    assert "\n" not in str(caught.value)
+    for step in steps_of(tmp_path / "run" / "checkpoints"):
+        open_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{step}")
+    assert f"step-{steps_of(tmp_path / 'run' / 'checkpoints')[0]}" in str(caught.value)
+
+
+def test_tensorboard(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    listener = Listener(3)
+    config = settings(tensorboard=True, observe_every=2)
+    with pytest.raises(Interrupted):
+        run(config, progress=listener, stop=listener, monitor=RoutingMonitor)
+    result = run(config, resume=True, monitor=RoutingMonitor)
+    events = accumulator.EventAccumulator(str(result.out / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "valid/bits_per_character/k=1", "routing/layers.0.moe/entropy"} <= set(tags)
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_deterministic_takes_the_plain_path(settings: Settings, run: Callable[..., TrainResult]) -> None:
+    result = run(settings(deterministic=True), kernels=None)
+    assert json.loads((result.out / "environment.json").read_text())["kernels"]["path"] == "plain"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_data_that_have_changed_are_refused(
+    settings: Settings, run: Callable[..., TrainResult], corpus: Corpus
+) -> None:
+    from dataclasses import replace
+
+    listener = Listener(5)
+    with pytest.raises(Interrupted):
+        run(settings(), progress=listener, stop=listener)
+    listener = Listener()
+    run(settings(), resume=True, corpus=replace(corpus, fingerprint="another"), progress=listener)
+    assert any("trained on other data" in note for note in listener.notes)
+    assert "begins at step 0" in listener.notes[-1]
