@@ -28,7 +28,7 @@ from pointsman.lab.models.config import preset_config
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
-from pointsman.routers.mutual.token_mixer import Informing, Neighbours
+from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
 from pointsman.routers.mutual.visible import Visible
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
@@ -200,7 +200,7 @@ def neighbours(args: argparse.Namespace) -> None:
     ]
     for spec in options:
         mixer = build_router(spec, dim=dim, num_experts=16).mix
-        assert isinstance(mixer, Informing)
+        assert isinstance(mixer, TokenMixer)
         line = f"{spec:34}"
         for pairs in (inputs, independent):
             if pairs is independent and mixer.needs:
@@ -211,7 +211,7 @@ def neighbours(args: argparse.Namespace) -> None:
         print(line, flush=True)
 
 
-def measured(mixer: Informing, hidden: Tensor, context: RoutingContext) -> Neighbours:
+def measured(mixer: TokenMixer, hidden: Tensor, context: RoutingContext) -> Neighbours:
     """Of one layer; the head of lowest entropy is that of this text."""
     if isinstance(mixer, AttentionInform) and context.attention is not None:
         visible = Visible(hidden.shape[1], context.attention.key.shape[2])

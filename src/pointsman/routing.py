@@ -21,7 +21,7 @@ def check_padding_mask(mask: Tensor, shape: Sequence[int], where: str = "") -> N
         raise ValueError(f"{where}padding_mask must be bool, True for a real token, got {mask.dtype}")
 
 
-Carry = Mapping[str, Tensor]
+RouterState = Mapping[str, Tensor]
 """What a mixer needs of earlier tokens: tensors [B, S, ...], the newest token last."""
 
 
@@ -86,7 +86,7 @@ class RoutingContext:
     padding_mask: Tensor | None = None
     token_ids: Tensor | None = None
     attention: AttentionTrace | None = None
-    past: Carry | None = None
+    past: RouterState | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Routing:
     probs: Tensor
     logits: Tensor
     losses: Mapping[str, Tensor] = field(default_factory=dict)
-    carry: Carry | None = None
+    carry: RouterState | None = None
     unmixed: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     flat: Pairs | None = None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pointsman.ops import linear as module
 from pointsman.ops.gemm import onednn_works
 from pointsman.ops.kernels import Kernels
-from pointsman.ops.linear import linear, raised
+from pointsman.ops.linear import linear, upcast
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
 
@@ -72,7 +72,7 @@ def test_half_precision_is_raised_block_by_block(small_blocks, monkeypatch):
 def test_second_derivatives_in_half_precision():
     hidden, weight = torch.randn(6, 4).bfloat16().requires_grad_(), torch.randn(5, 4, requires_grad=True)
     second = []
-    for output in (linear(hidden, weight, None, Kernels(gemm="onednn")), F.linear(raised(hidden), weight)):
+    for output in (linear(hidden, weight, None, Kernels(gemm="onednn")), F.linear(upcast(hidden), weight)):
         (first,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
         second.append(torch.autograd.grad(first.float().square().sum(), weight)[0])
     torch.testing.assert_close(*second, rtol=1e-2, atol=1e-1)

@@ -34,7 +34,7 @@ def test_a_scorer_with_a_forward_of_its_own_gets_raised_hidden_states() -> None:
     class Renamed(LinearScorer):
         """Keeps the forward, and with it what that says."""
 
-    assert (LinearScorer.raises, Renamed.raises, Halved.raises) == (True, True, False)
+    assert (LinearScorer.accepts_half, Renamed.accepts_half, Halved.accepts_half) == (True, True, False)
     router = build_router("smoe", dim=8, num_experts=4, top_k=2).bfloat16()
     for scorer in (Halved(8, 4).bfloat16(), NoPromises()):
         router.score = scorer

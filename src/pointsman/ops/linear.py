@@ -1,6 +1,6 @@
 """A linear map through the run's matrix products: on a CPU in float32 twice as fast where oneDNN's are.
 
-Half-precision rows meet float32 weights (a router's) block by block: each is raised where it stays in cache.
+Half-precision rows meet float32 weights (a router's) block by block: each block is upcast while it is in cache.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pointsman.ops.gemm import ONEDNN, Gemm, choose
 from pointsman.ops.kernels import Kernels, measure_kernels
 
 HALF = (torch.bfloat16, torch.float16)
-BLOCK = 1 << 19  # elements that are raised at a time, if they are rows enough for a product
+BLOCK = 1 << 19  # elements upcast at a time, if that is enough rows for a product
 
 
-def raised(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     """bf16 and half become float32; float32 and float64 stay."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
@@ -30,7 +30,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
     """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out].
 
     Args:
-        hidden: in the dtype of `weight`; or in half precision, with a float32 weight, and then raised.
+        hidden: in the dtype of `weight`; or in half precision, with a float32 weight: then it is upcast.
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling() or not suits(hidden, weight):
@@ -44,7 +44,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
 
 def _plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        hidden = raised(hidden)
+        hidden = upcast(hidden)
     return F.linear(hidden, weight, bias)
 
 

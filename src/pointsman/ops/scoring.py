@@ -22,7 +22,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
     """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], in at least float32.
 
     Args:
-        hidden: of any precision; weight and bias take its own, raised.
+        hidden: of any precision; upcast to at least float32, like weight and bias.
         kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     dtype = torch.float32 if hidden.dtype in plain.HALF else hidden.dtype

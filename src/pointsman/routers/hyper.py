@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import Site, register_router
+from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import FrozenStage, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
@@ -37,7 +37,7 @@ class HyperScorer(Scorer):
     kept on a CPU until e changes, a training forward, `train`, `eval`, `step_end` or a loaded state.
     """
 
-    raises = True
+    accepts_half = True
 
     def __init__(self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module) -> None:
         super().__init__()
@@ -88,24 +88,24 @@ class HyperScorer(Scorer):
 
 
 @register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
-def hyperrouter(site: Site, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False) -> Stages:
+def hyperrouter(layer: LayerSpec, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False) -> Stages:
     """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
 
     hyper_dim: hidden units of the hypernetwork.
     embed_dim: length of the embedding (none = dim).
     share: one hypernetwork for all layers, each with its own embedding (the paper's parameter table suggests one).
     """
-    embed_dim = site.dim if embed_dim is None else embed_dim
+    embed_dim = layer.dim if embed_dim is None else embed_dim
     for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
         check_whole(f"hyperrouter: option {name}", value)
 
     def build() -> nn.Module:
-        outputs = site.num_experts * (site.dim + 1)
+        outputs = layer.num_experts * (layer.dim + 1)
         return nn.Sequential(FrozenLinear(embed_dim, hyper_dim), nn.ReLU(), FrozenLinear(hyper_dim, outputs))
 
     if share:
-        key = f"hypernetwork-{embed_dim}-{hyper_dim}-{site.num_experts}-{site.dim}"
-        hypernetwork = site.shared[key] if key in site.shared else site.shared.setdefault(key, build())
+        key = f"hypernetwork-{embed_dim}-{hyper_dim}-{layer.num_experts}-{layer.dim}"
+        hypernetwork = layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, build())
     else:
         hypernetwork = build()
-    return Stages(HyperScorer(site.dim, site.num_experts, embed_dim, hypernetwork))
+    return Stages(HyperScorer(layer.dim, layer.num_experts, embed_dim, hypernetwork))

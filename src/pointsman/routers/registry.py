@@ -2,7 +2,7 @@
 
     name[:option=value]*[+mixer[:option=value]*]        xmoe:gate=sigmoid:routing_dim=8+similarity:tau=0.1
 
-A named router is a function `(site, *, option=default, …) -> Stages`; its signature is the schema that options are
+A named router is a function `(layer, *, option=default, …) -> Stages`; its signature is the schema that options are
 checked against, its docstring what `pointsman routers NAME` prints.
 """
 
@@ -34,7 +34,7 @@ def is_baseline(spec: str) -> bool:
 
 
 @dataclass
-class Site:
+class LayerSpec:
     """Where a router will stand.
 
     Attributes:
@@ -57,7 +57,7 @@ class Entry:
     summary: str
     paper: str
     balance: float = 0.0
-    renormalize: Callable[[Site], bool] = lambda site: True
+    renormalize: Callable[[LayerSpec], bool] = lambda layer: True
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -90,18 +90,18 @@ COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
 
 
 def register_router(
-    name: str, *, paper: str, balance: float = 0.0, renormalize: bool | Callable[[Site], bool] = True
+    name: str, *, paper: str, balance: float = 0.0, renormalize: bool | Callable[[LayerSpec], bool] = True
 ) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
-    """Registers a function `(site, *, options) -> Stages` under `name`.
+    """Registers a function `(layer, *, options) -> Stages` under `name`.
 
     Args:
         paper: where the router comes from.
         balance: default weight of the balance loss.
-        renormalize: whether weights are renormalised over the k, or a function of the site that says so.
+        renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
     """
 
     def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
-        rule = renormalize if callable(renormalize) else lambda site: bool(renormalize)
+        rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
         _ROUTERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule)
         return build
 
@@ -109,7 +109,7 @@ def register_router(
 
 
 def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]], Callable[..., Mixer]]:
-    """Registers a function `(site, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
+    """Registers a function `(layer, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
 
     def add(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
         _MIXERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper)
@@ -239,19 +239,19 @@ def build_router(
     entry = _ROUTERS[parsed.router]
     if entry.name == "switch":
         top_k = 1
-    site = Site(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared)
+    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared)
     values = _convert({**parsed.options, **options}, entry, spec, COMMON)
     common = {name: values.pop(name) for name in COMMON.options if name in values}
-    stages: Stages = entry.build(site, **values)
+    stages: Stages = entry.build(layer, **values)
     mixer: Mixer | None = None
     if parsed.mixer is not None:
         mixer_entry = _MIXERS[parsed.mixer]
-        mixer = mixer_entry.build(site, **_convert(parsed.mixer_options, mixer_entry, spec))
+        mixer = mixer_entry.build(layer, **_convert(parsed.mixer_options, mixer_entry, spec))
     for name in ("balance", "z_loss"):
         if common.get(name, 0.0) < 0:
             raise ValueError(f"router spec {spec!r}: option {name}={common[name]}: allowed are numbers from 0")
     renormalize = common.get("renormalize")
-    select: Selector = stages.select or TopK(entry.renormalize(site) if renormalize is None else renormalize)
+    select: Selector = stages.select or TopK(entry.renormalize(layer) if renormalize is None else renormalize)
     if common.get("capacity") is not None:
         if common["capacity"] <= 0:
             raise ValueError(f"router spec {spec!r}: option capacity={common['capacity']}: allowed is a number above 0")
@@ -263,7 +263,7 @@ def build_router(
         spec=format_spec(parsed, options) if options else spec.strip(),
         dim=dim,
         num_experts=num_experts,
-        top_k=site.top_k,
+        top_k=layer.top_k,
         balance=common.get("balance", entry.balance),
         z_loss=common.get("z_loss", 0.0),
     )

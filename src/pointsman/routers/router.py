@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
-from pointsman.ops.linear import raised
+from pointsman.ops.linear import upcast
 from pointsman.routers.stages import Mixer, Scores, Selector, Softmax, Stages
 from pointsman.routing import Routing, RoutingContext, check_padding_mask
 
@@ -82,8 +82,8 @@ class Router(nn.Module):
             return self._route(hidden, context)
 
     def _route(self, hidden: Tensor, context: RoutingContext) -> Routing:
-        if self.mix is not None or not getattr(self.score, "raises", False):
-            hidden = raised(hidden)
+        if self.mix is not None or not getattr(self.score, "accepts_half", False):
+            hidden = upcast(hidden)
         logits = self.score(hidden, context)
         unmixed = self.normalize(logits)
         probs, carry, statistics = unmixed, None, {}

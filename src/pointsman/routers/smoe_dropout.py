@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import Site, register_router
+from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
@@ -17,7 +17,7 @@ from pointsman.routing import RoutingContext
 class FrozenLinearScorer(Scorer):
     """z = (W h + b) / t: W ~ N(0, std^2) and b = 0 never train; t is 1, or a learnable scalar that starts at 1."""
 
-    raises = True
+    accepts_half = True
 
     def __init__(self, dim: int, num_experts: int, *, std: float = INIT_STD, learn_temperature: bool = False) -> None:
         super().__init__()
@@ -42,21 +42,21 @@ class FrozenLinearScorer(Scorer):
 
 
 @register_router("smoe-dropout", paper="Chen et al. 2023, arXiv 2303.01610")
-def smoe_dropout(site: Site) -> Stages:
+def smoe_dropout(layer: LayerSpec) -> Stages:
     """SMoE-Dropout: a linear router drawn at random, N(0, 0.02^2), that never trains; trained with a growing k."""
-    return Stages(FrozenLinearScorer(site.dim, site.num_experts))
+    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts))
 
 
 @register_router("frozen-scaled", paper="control: HyperRouter's initial scale without its training")
-def frozen_scaled(site: Site) -> Stages:
+def frozen_scaled(layer: LayerSpec) -> Stages:
     """A frozen linear router with the standard deviation that HyperRouter's weights start at.
 
     std = 0.02^2 sqrt(embed_dim * hyper_dim / 2) with embed_dim = dim and hyper_dim = 256: about 0.072 at dim 256.
     """
-    return Stages(FrozenLinearScorer(site.dim, site.num_experts, std=INIT_STD**2 * math.sqrt(site.dim * 256 / 2)))
+    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts, std=INIT_STD**2 * math.sqrt(layer.dim * 256 / 2)))
 
 
 @register_router("frozen-temperature", paper="control: HyperRouter's learnable scale without its direction")
-def frozen_temperature(site: Site) -> Stages:
+def frozen_temperature(layer: LayerSpec) -> Stages:
     """A frozen linear router N(0, 0.02^2) with one learnable temperature t: z = W h / t, t = exp(parameter), from 1."""
-    return Stages(FrozenLinearScorer(site.dim, site.num_experts, learn_temperature=True))
+    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts, learn_temperature=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.ops.kernels import Kernels
-from pointsman.routing import Carry, RoutingContext
+from pointsman.routing import RouterState, RoutingContext
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Scorer(FrozenStage):
     """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones).
 
     Attributes:
-        raises: whether `forward` takes half precision and raises it (`ops.scoring.linear`); otherwise it gets float32.
-            True only where the class that says so has the `forward`.
+        accepts_half: whether `forward` takes half precision and upcasts it itself (`ops.scoring.linear`). Otherwise it
+            gets float32. A subclass with a `forward` of its own must set it again.
     """
 
     kernels: Kernels | None = None
-    raises = False
+    accepts_half = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__ and "raises" not in cls.__dict__:
-            cls.raises = False
+        if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:
+            cls.accepts_half = False
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         raise NotImplementedError
@@ -130,7 +130,7 @@ class Mixer(FrozenStage):
 
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
-    ) -> tuple[Tensor, Carry | None, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor, RouterState | None, Mapping[str, Tensor]]:
         """Returns the mixed probabilities, the carry, and statistics for `gather`."""
         raise NotImplementedError
 

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.linear import raised
+from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import Site, register_router
+from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import Scorer, Sigmoid, Softmax, Stages
 from pointsman.routing import RoutingContext
 
@@ -24,7 +24,7 @@ class LinearScorer(Scorer):
         jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter); experts see the clean one.
     """
 
-    raises = True
+    accepts_half = True
 
     def __init__(
         self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
@@ -42,7 +42,7 @@ class LinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         if self.training and self.jitter:
-            hidden = raised(hidden)
+            hidden = upcast(hidden)
             hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
         logits = linear(hidden, self.weight, self.bias, self.kernels)
         if self.training and self.noise:
@@ -55,7 +55,7 @@ class LinearScorer(Scorer):
 
 @register_router("smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers")
 def smoe(
-    site: Site, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, noise: float = 0.0
+    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, noise: float = 0.0
 ) -> Stages:
     """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
 
@@ -64,14 +64,15 @@ def smoe(
     noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
     """
     return Stages(
-        LinearScorer(site.dim, site.num_experts, bias=bias, noise=noise), Sigmoid() if gate == "sigmoid" else Softmax()
+        LinearScorer(layer.dim, layer.num_experts, bias=bias, noise=noise),
+        Sigmoid() if gate == "sigmoid" else Softmax(),
     )
 
 
 @register_router("switch", paper="Fedus et al. 2022, arXiv 2101.03961", balance=0.01, renormalize=False)
-def switch(site: Site, *, jitter: float = 0.0) -> Stages:
+def switch(layer: LayerSpec, *, jitter: float = 0.0) -> Stages:
     """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
 
     jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (the paper: 0.01).
     """
-    return Stages(LinearScorer(site.dim, site.num_experts, jitter=jitter))
+    return Stages(LinearScorer(layer.dim, layer.num_experts, jitter=jitter))

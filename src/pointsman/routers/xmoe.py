@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.linear import raised
+from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import Site, register_router
+from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import Normalizer, Scorer, Stages
 from pointsman.routing import RoutingContext
 
@@ -31,7 +31,7 @@ class CosineScorer(Scorer):
         orthogonal: the rows start as those of an orthogonal matrix.
     """
 
-    raises = True
+    accepts_half = True
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CosineScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         if self.projection is None:
-            tokens = raised(hidden)
+            tokens = upcast(hidden)
         else:
             tokens = linear(hidden, self.projection.weight, None, self.kernels)
         experts = self.expert_embeddings.to(tokens.dtype)
@@ -71,7 +71,7 @@ class CosineScorer(Scorer):
     def step_end(self) -> None:
         """|e_i| = expert_norm again; a frozen router stays bit for bit as it is."""
         if self.normalize_experts and self.expert_embeddings.requires_grad:
-            directions = F.normalize(raised(self.expert_embeddings), dim=-1)
+            directions = F.normalize(upcast(self.expert_embeddings), dim=-1)
             self.expert_embeddings.copy_(directions * self.expert_norm)
 
 
@@ -99,15 +99,15 @@ class TemperatureGate(Normalizer):
         return self.gate
 
 
-def _weight_is_the_gate_at_top_1(site: Site) -> bool:
-    return site.top_k > 1
+def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
+    return layer.top_k > 1
 
 
 @register_router(
     "xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=_weight_is_the_gate_at_top_1
 )
 def xmoe(
-    site: Site,
+    layer: LayerSpec,
     *,
     routing_dim: int | Literal["full"] | None = None,
     normalize: bool = True,
@@ -126,12 +126,12 @@ def xmoe(
     tau0: temperature of the balance loss, and the first value of the gate's (none = 0.3 for softmax, 0.07 for sigmoid).
     """
     if routing_dim is None:
-        routing_dim = max(2, site.num_experts // 2)
+        routing_dim = max(2, layer.num_experts // 2)
     tau0 = TAU0[gate] if tau0 is None else tau0
     _check("xmoe", routing_dim=routing_dim, expert_norm=expert_norm, tau0=tau0)
     scorer = CosineScorer(
-        site.dim,
-        site.num_experts,
+        layer.dim,
+        layer.num_experts,
         None if routing_dim == "full" else routing_dim,
         expert_norm=expert_norm,
         normalize_tokens=normalize,
@@ -146,7 +146,7 @@ def xmoe(
     balance=0.01,
     renormalize=_weight_is_the_gate_at_top_1,
 )
-def xmoe_torchscale(site: Site, *, routing_dim: int = 16, expert_norm: float = 1.5) -> Stages:
+def xmoe_torchscale(layer: LayerSpec, *, routing_dim: int = 16, expert_norm: float = 1.5) -> Stages:
     """X-MoE as torchscale, and its many forks, have it; nothing is dropped.
 
     Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
@@ -159,8 +159,8 @@ def xmoe_torchscale(site: Site, *, routing_dim: int = 16, expert_norm: float = 1
     _check("xmoe-torchscale", routing_dim=routing_dim, expert_norm=expert_norm)
     return Stages(
         CosineScorer(
-            site.dim,
-            site.num_experts,
+            layer.dim,
+            layer.num_experts,
             routing_dim,
             expert_norm=expert_norm,
             normalize_tokens=False,

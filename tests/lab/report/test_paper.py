@@ -16,12 +16,12 @@ from pointsman._errors import RunError
 from pointsman.lab.recipes import PRESETS, RECIPES, recipe
 from pointsman.lab.recipes import preset as make_preset
 from pointsman.lab.report import paper, protocol
-from pointsman.lab.report.paper import Beside, canonical, paper_tables
+from pointsman.lab.report.paper import PaperComparison, canonical, paper_tables
 from pointsman.lab.report.published_mutual import PAPERS
 from pointsman.lab.report.runs import read_run
 
 
-def table(paths: list[Path] | Path, paper: str, number: str) -> Beside:
+def table(paths: list[Path] | Path, paper: str, number: str) -> PaperComparison:
     return next(one for one in paper_tables(paths, paper).tables if one.published.number == number)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pointsman import AttentionTrace, RoutingContext, build_router
 from pointsman.ops.relative import RelativeBias
-from pointsman.routers.mutual.token_mixer import Informing
-from pointsman.routing import Carry
+from pointsman.routers.mutual.token_mixer import TokenMixer
+from pointsman.routing import RouterState
 
 B, T, M, DIM, EXPERTS, HEADS, WIDTH = 2, 7, 4, 6, 5, 3, 4
 
@@ -21,9 +21,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
 
 
-def mixer(spec: str) -> Informing:
+def mixer(spec: str) -> TokenMixer:
     mix = build_router(f"smoe+{spec}", dim=DIM, num_experts=EXPERTS).double().mix
-    assert isinstance(mix, Informing)
+    assert isinstance(mix, TokenMixer)
     for name in ("tau", "sigma"):  # what float32 has rounded
         if f"{name}=" in spec:
             getattr(mix, name).fill_(float(spec.split(f"{name}=")[1].split(":")[0]))
@@ -68,7 +68,7 @@ class Case:
         self.real = torch.ones(B, keys, dtype=torch.bool)
         if padded:
             self.real[0, :2], self.real[1, -3:] = False, False
-        carry: Carry = {"probs": self.past_probs, "tokens": self.past_hidden, "real": self.real[:, :past]}
+        carry: RouterState = {"probs": self.past_probs, "tokens": self.past_hidden, "real": self.real[:, :past]}
         self.context = RoutingContext(causal, self.real[:, past:], None, self.trace, carry if memory else None)
 
     @property

@@ -30,12 +30,12 @@ def changed(routing: Routing, change: Callable[[Tensor], Tensor]) -> Routing:
     )
 
 
-class Ears:
+class GateListener:
     """The gates of one model, heard while it runs.
 
     Attributes:
         num_experts: gate -> how many experts it scores.
-        silent: layer -> why its gate says nothing.
+        unsupported: layer -> why its gate says nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class Ears:
         self.kinds: dict[str, Kind] = {gate.name: gate.form.kind for gate in gates}
         self.num_experts = {gate.name: gate.num_experts for gate in gates}
         self.gates = {name: module for name, module, _ in candidates(model)}
-        self.silent: dict[str, str] = {}
+        self.unsupported: dict[str, str] = {}
         self.precision: dict[str, Fluctuation] = {}
         self._rounded: dict[str, tuple[nn.Module, nn.Module] | None] = {}
 
@@ -90,7 +90,7 @@ class Ears:
             try:
                 routing = self.routing(name, gate, output, flat.shape[0])
             except NotAGateError as error:
-                self.silent[layer] = str(error)
+                self.unsupported[layer] = str(error)
                 return
             take(layer, routing, flat)
             if rounding:

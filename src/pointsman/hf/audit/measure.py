@@ -10,7 +10,7 @@ from torch import nn
 
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.listen import Ears
+from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.audit.plan import small_diagnostics, values_of_k
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.run import AuditRun
@@ -58,12 +58,12 @@ def audit(
     _check(
         texts, length=(length, 2), batch_size=(batch_size, 1), max_tokens=(1 if max_tokens is None else max_tokens, 1)
     )
-    ears = Ears(model)
-    if not ears.gates:
+    listener = GateListener(model)
+    if not listener.gates:
         raise ValueError(f"audit: {type(model).__name__} has no gate beside experts: not a mixture of experts we know")
     own, ks, notes = values_of_k(model, top_k)
-    other = None if against is None else _matching(ears, against)
-    run = AuditRun(model, ears, small_diagnostics(model, ears, notes), ks, own, other)
+    other = None if against is None else _matching(listener, against)
+    run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
     batches = text_batches(tokenizer, texts, length=length, batch_size=batch_size, max_tokens=max_tokens)
     sample = Sample(tokenizer, sample_tokens)
     read = 0
@@ -93,12 +93,12 @@ def _check(texts: Iterable[Any], **numbers: tuple[Any, int]) -> None:
         check_whole(f"audit: {name}", value, least)
 
 
-def _matching(ears: Ears, against: nn.Module) -> Ears:
+def _matching(listener: GateListener, against: nn.Module) -> GateListener:
     """The other checkpoint's gates; refused unless class, gates and numbers of experts are those of the model."""
-    other = Ears(against)
+    other = GateListener(against)
     here, there = (
         [type(one.model).__name__, f"{len(one.gates)} gates", f"{sorted(set(one.num_experts.values()))} experts"]
-        for one in (ears, other)
+        for one in (listener, other)
     )
     for mine, its in zip(here, there, strict=True):
         if mine != its:

@@ -8,7 +8,7 @@ from torch import nn
 
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
-from pointsman.hf.audit.listen import Ears
+from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.gates import survey
 from pointsman.hf.top_k import gate_slot, most_experts
 
@@ -49,7 +49,7 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
     return own, checked, list(dict.fromkeys(notes))[:2]
 
 
-def small_diagnostics(model: nn.Module, ears: Ears, notes: list[str]) -> Diagnostics:
+def small_diagnostics(model: nn.Module, listener: GateListener, notes: list[str]) -> Diagnostics:
     """The diagnostics whose state stays small."""
     gates, _ = survey(model)
     kinds = ["entropy", "margin", "load", "co_activation"]
@@ -58,8 +58,8 @@ def small_diagnostics(model: nn.Module, ears: Ears, notes: list[str]) -> Diagnos
     vocabulary = min(int(getattr(getattr(model, "config", None), "vocab_size", 0) or 0), 1 << 16)
     states = {"collapse": 8 * dim * (dim + experts), "specialisation": 4 * vocabulary * experts}
     for kind, size in states.items():
-        if size * len(ears.gates) <= MOST_BYTES:
+        if size * len(listener.gates) <= MOST_BYTES:
             kinds.append(kind)
         else:
-            notes.append(f"{kind} left out: it would take {size * len(ears.gates) / 2**30:.1f} GiB for this model")
+            notes.append(f"{kind} left out: it would take {size * len(listener.gates) / 2**30:.1f} GiB for this model")
     return Diagnostics(*kinds)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Entropy, Fluctuation, Load
 from pointsman.diagnostics.base import number
-from pointsman.hf.audit.listen import Ears, changed
+from pointsman.hf.audit.listen import GateListener, changed
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.text_loss import TextLoss
 from pointsman.hf.text import KINDS, TextBatch, refuse_unknown_tokens
@@ -38,13 +38,13 @@ class AuditRun:
     def __init__(
         self,
         model: nn.Module,
-        ears: Ears,
+        listener: GateListener,
         diagnostics: Diagnostics,
         ks: Sequence[int | None],
         own: int | None,
-        other: Ears | None,
+        other: GateListener | None,
     ) -> None:
-        self.model, self.ears, self.other = model, ears, other
+        self.model, self.listener, self.other = model, listener, other
         self.diagnostics, self.ks, self.own = diagnostics, ks, own
         self.apart = {kind: Diagnostics("entropy", "load") for kind in KINDS if kind != "text"}
         self.losses = {k: TextLoss() for k in ks}
@@ -71,19 +71,19 @@ class AuditRun:
                 continue
             seen: dict[str, Routing] = {}
 
-            def hear(layer: str, routing: Routing, hidden: Tensor, k: int | None = k, seen: Any = seen) -> None:
+            def observe(layer: str, routing: Routing, hidden: Tensor, k: int | None = k, seen: Any = seen) -> None:
                 if layer in seen:
                     return  # a layer that runs twice, such as the decoder's in generation
                 seen[layer] = routing
                 if hidden.shape[0] != batch.ids.numel():
-                    self.ears.silent[layer] = "it sees other tokens than the text's"
+                    self.listener.unsupported[layer] = "it sees other tokens than the text's"
                     return
                 self._layer(layer, routing, hidden, batch, of_kind, k)
                 if kept is not None:
                     sample.take(k == self.own, layer, routing, hidden, kept)
 
             try:
-                with self._at(k), self.ears.listen(hear, of_kind["text"], rounding=k == self.own):
+                with self._at(k), self.listener.listen(observe, of_kind["text"], rounding=k == self.own):
                     self.losses[k].read(self.model, batch)
             except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at a k that is not their own
                 if k == self.own:
@@ -141,7 +141,7 @@ class AuditRun:
 
     def result(self, protocol: dict[str, Any], notes: list[str], sample: Sample) -> AuditResult:
         if not self.experts:
-            reason = next(iter(self.ears.silent.values()), "no gate ran")
+            reason = next(iter(self.listener.unsupported.values()), "no gate ran")
             raise ValueError(f"audit: nothing to see in {type(self.model).__name__}: {reason}")
         found = self.diagnostics.result()
         apart = {kind: one.result() for kind, one in self.apart.items()}
@@ -153,8 +153,8 @@ class AuditRun:
             one["agreement"] = [
                 {"top_k": k, **self.agreement[k][layer].result()} for k in self.ks if layer in self.agreement[k]
             ]
-            if layer in self.ears.precision:
-                one["bfloat16"] = self.ears.precision[layer].result()
+            if layer in self.listener.precision:
+                one["bfloat16"] = self.listener.precision[layer].result()
             if layer in self.fluctuation:
                 one["fluctuation"] = self.fluctuation[layer].result()
             layers[layer] = one
@@ -178,7 +178,7 @@ class AuditRun:
             quality.append({"top_k": k, "loss": loss, "perplexity": perplexity, "tokens": count, "routers": routers})
         if not any(self.losses[k].tokens for k in self.ks):
             notes.append("no loss: the model gives no logits over its vocabulary for each token")
-        silent = [f"{layer}: {reason}" for layer, reason in self.ears.silent.items()]
+        unsupported = [f"{layer}: {reason}" for layer, reason in self.listener.unsupported.items()]
         return AuditResult(
             model=type(self.model).__name__,
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
@@ -188,6 +188,6 @@ class AuditRun:
             layers=finite(layers),
             against=finite({"loss": self.other_loss.mean}) if self.other is not None else None,
             protocol=protocol,
-            notes=[*notes, *self.failed.values(), *silent],
+            notes=[*notes, *self.failed.values(), *unsupported],
             sample=sample,
         )

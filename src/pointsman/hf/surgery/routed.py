@@ -19,7 +19,7 @@ from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.layer import AttachLosses
 from pointsman.routers.stages import Mixer, Scores, Selector
-from pointsman.routing import Carry, Routing, RoutingContext
+from pointsman.routing import RouterState, Routing, RoutingContext
 
 SMALLEST = 1e-30  # a probability below this counts as this: ratios stay finite in float32
 
@@ -97,7 +97,7 @@ class StrengthMixer(Mixer):
         self.causal, self.batch_invariant = mixer.causal, mixer.batch_invariant
         self.needs, self.needs_step_end = mixer.needs, mixer.needs_step_end
 
-    def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> tuple[Tensor, Carry | None, Any]:
+    def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> tuple[Tensor, RouterState | None, Any]:
         mixed, carry, statistics = self.mixer(probs, hidden, context)
         return probs + self.strength().to(probs.dtype) * (mixed - probs), carry, statistics
 

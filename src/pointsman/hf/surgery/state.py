@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pointsman.routing import Carry, Routing, RoutingContext
+from pointsman.routing import RouterState, Routing, RoutingContext
 
 REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
@@ -26,8 +26,8 @@ class ForwardState:
         self.shape: tuple[int, int] | None = None
         self.padding: Tensor | None = None
         self.cache: Any = None
-        self.fresh: dict[int, Carry] = {}
-        self.carries: weakref.WeakKeyDictionary[Any, dict[int, Carry]] = weakref.WeakKeyDictionary()
+        self.fresh: dict[int, RouterState] = {}
+        self.carries: weakref.WeakKeyDictionary[Any, dict[int, RouterState]] = weakref.WeakKeyDictionary()
         self.attention: dict[int, Any] = {}
         self.pending = 0
         self.handles: list[RemovableHandle] = []

@@ -14,7 +14,7 @@ from pointsman.ops.attention import traced_attention
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
-from pointsman.routing import AttentionTrace, Carry, RoutingContext
+from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
 
 class Norm(nn.LayerNorm):
@@ -146,10 +146,10 @@ class FeedForwardLayer(nn.Module):
         return self.moe is not None and "attention" in self.moe.router.needs
 
     def mix(
-        self, hidden: Tensor, around: Surroundings, attention: AttentionTrace | None, past: Carry | None
-    ) -> tuple[Tensor, Carry | None]:
+        self, hidden: Tensor, around: Surroundings, attention: AttentionTrace | None, past: RouterState | None
+    ) -> tuple[Tensor, RouterState | None]:
         """[B, T, dim] -> [B, T, dim], and what the router carries on."""
-        carry: Carry | None = None
+        carry: RouterState | None = None
         norm = self.feed_forward_norm
         inner = norm(hidden) if self.pre_norm and norm is not None else hidden
         if self.moe is not None:
@@ -183,8 +183,8 @@ class TransformerLayer(FeedForwardLayer):
         self.dropout = dropout
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, around: Surroundings, past: Carry | None, trace: bool
-    ) -> tuple[Tensor, Carry | None, AttentionTrace | None]:
+        self, hidden: Tensor, memory: Tensor, around: Surroundings, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, RouterState | None, AttentionTrace | None]:
         """hidden [B, T, dim], memory [B, M, dim] -> hidden, the router's carry, and the attention's trace.
 
         The trace is made only if this layer's router needs it, or if `trace` says that a later one does.

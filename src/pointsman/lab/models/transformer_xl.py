@@ -29,7 +29,7 @@ from pointsman.lab.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
 from pointsman.layer import MoE
 from pointsman.routers.registry import BASELINES, build_router, split_specs
 from pointsman.routers.router import Router
-from pointsman.routing import Carry, check_padding_mask
+from pointsman.routing import RouterState, check_padding_mask
 
 DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
 
@@ -45,7 +45,7 @@ class Memory:
     """
 
     hidden: tuple[Tensor, ...]
-    carries: Mapping[str, Carry] = field(default_factory=dict)
+    carries: Mapping[str, RouterState] = field(default_factory=dict)
     padding: Tensor | None = None
 
     @property
@@ -228,13 +228,13 @@ class TransformerXL(nn.Module):
         )
         hidden = self._drop(embedded)
         kept: list[Tensor] = []
-        carries: dict[str, Carry] = {}
+        carries: dict[str, RouterState] = {}
 
-        def keep(name: str, carry: Carry | None) -> None:
+        def keep(name: str, carry: RouterState | None) -> None:
             if carry is not None:
                 carries[name] = {key: _last(value.detach(), memory_length) for key, value in carry.items()}
 
-        def past(name: str) -> Carry | None:
+        def past(name: str) -> RouterState | None:
             return memory.carries.get(name) if memory.length else None
 
         for index, layer in enumerate(self.layers):

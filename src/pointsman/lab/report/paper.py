@@ -27,7 +27,7 @@ COUNTED_SETTING = "counted from the model"
 
 
 @dataclass(frozen=True)
-class Beside:
+class PaperComparison:
     """A published table with ours: setting -> (line, column) -> figures over seeds."""
 
     published: PublishedTable
@@ -83,7 +83,7 @@ class PaperTables:
     """All tables of a paper with ours beside them."""
 
     paper: Paper
-    tables: Sequence[Beside]
+    tables: Sequence[PaperComparison]
 
     def text(self) -> str:
         """Plain aligned text."""
@@ -157,7 +157,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
     trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
     runs = [run for run in trained if run.done]
     runs += [one for run in runs for one in finetuned(run)]
-    tables = [Beside(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
+    tables = [PaperComparison(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
     return PaperTables(PAPERS[name], tables)
 
 

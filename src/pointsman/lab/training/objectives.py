@@ -17,7 +17,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
-from pointsman.ops.linear import raised
+from pointsman.ops.linear import upcast
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def consistency(alpha: float) -> Objective:
     ) -> Outcome:
         first = model(inputs, None, memory, memory_length=memory_length)
         second = model(inputs, None, memory, memory_length=memory_length)
-        log_p, log_q = (torch.log_softmax(raised(output.logits), -1) for output in (first, second))
+        log_p, log_q = (torch.log_softmax(upcast(output.logits), -1) for output in (first, second))
         loss_p, loss_q = (
             F.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE) for logs in (log_p, log_q)
         )

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from pointsman.routers.mutual.posterior import Posterior, head_entropies
 from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.streaming import block_scores, inform
-from pointsman.routers.mutual.token_mixer import Informing
+from pointsman.routers.mutual.token_mixer import TokenMixer
 from pointsman.routers.mutual.visible import Visible
-from pointsman.routers.registry import Site, register_mixer
+from pointsman.routers.registry import LayerSpec, register_mixer
 from pointsman.routers.stages import Mixer
-from pointsman.routing import AttentionTrace, Carry, RoutingContext
+from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
 RUNNING_SHARE = 0.01  # of one step in the running mean of the heads' entropies, once there have been a hundred
 
 
-class SimilarityInform(Informing):
+class SimilarityInform(TokenMixer):
     """S[i, :] = softmax_j(u_i' W_s u_j / tau) (Definition 1).
 
     Args:
@@ -44,13 +44,13 @@ class SimilarityInform(Informing):
         self.weight = nn.Parameter(torch.eye(dim)) if learned else None
 
     def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Tensor:
         prepare, batched, shared = self._tensors(probs, hidden, context, past)
         return inform(prepare, batched, shared, visible, kernels=self.kernels)[0]
 
     def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Iterator[tuple[slice, int, int, Tensor]]:
         prepare, batched, shared = self._tensors(probs, hidden, context, past)
         for group in visible.groups(len(probs), probs.device):
@@ -68,7 +68,7 @@ class SimilarityInform(Informing):
         return context.attention.output.to(hidden.dtype)
 
     def _tensors(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None
     ) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
         prepare = Similarity(self.source == "unit", self.weight is not None, past is not None)
         before = () if past is None else (past["probs"], past["tokens"])
@@ -79,7 +79,7 @@ class SimilarityInform(Informing):
         return f"source={self.source}, strength={self.strength}, neighbours={self.neighbours_rule}"
 
 
-class AttentionInform(Informing):
+class AttentionInform(TokenMixer):
     """S = A'_h, the posterior of which attended token explains a token's attention output (Definition 2), of one head
     or of all.
 
@@ -114,18 +114,20 @@ class AttentionInform(Informing):
         return min(past, trace.key.shape[2] - trace.query.shape[2])
 
     def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Tensor:
         posterior = self._posterior(probs, context, past, visible)
         head = self._head(context, visible)
         return posterior.all_heads() if head is None else posterior.inform(head)[0]
 
     def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Iterator[tuple[slice, int, int, Tensor]]:
         yield from self._posterior(probs, context, past, visible).weights(self._head(context, visible))
 
-    def _posterior(self, probs: Tensor, context: RoutingContext, past: Carry | None, visible: Visible) -> Posterior:
+    def _posterior(
+        self, probs: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Posterior:
         trace = _trace(context)
         if (trace.query.shape[0], trace.query.shape[2]) != probs.shape[:2]:
             raise ValueError(
@@ -191,7 +193,7 @@ PAPER = "Nguyen et al. 2025, arXiv 2505.00792"
 
 @register_mixer("similarity", paper=PAPER)
 def similarity(
-    site: Site,
+    layer: LayerSpec,
     *,
     source: Literal["unit", "input", "attention"] = "unit",
     tau: float | None = None,
@@ -208,12 +210,14 @@ def similarity(
     neighbours: all tokens, or only those at least as sure of their experts (surer).
     """
     tau = TAU[source] if tau is None else tau
-    return SimilarityInform(site.dim, source=source, tau=tau, learned=learned, strength=strength, neighbours=neighbours)
+    return SimilarityInform(
+        layer.dim, source=source, tau=tau, learned=learned, strength=strength, neighbours=neighbours
+    )
 
 
 @register_mixer("attention", paper=PAPER)
 def attention(
-    site: Site,
+    layer: LayerSpec,
     *,
     sigma: float = 1.0,
     heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",

@@ -11,7 +11,7 @@ from torch import Tensor
 from pointsman.ops.kernels import Kernels
 from pointsman.routers.mutual.visible import Visible
 from pointsman.routers.stages import Mixer
-from pointsman.routing import Carry, RoutingContext
+from pointsman.routing import RouterState, RoutingContext
 
 
 class Neighbours(NamedTuple):
@@ -26,7 +26,7 @@ class Neighbours(NamedTuple):
     effective: Tensor
 
 
-class Informing(Mixer):
+class TokenMixer(Mixer):
     """What both mixers share: the past, padding, who informs whom, and `strength`.
 
     Args:
@@ -48,7 +48,7 @@ class Informing(Mixer):
 
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
-    ) -> tuple[Tensor, Carry | None, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor, RouterState | None, Mapping[str, Tensor]]:
         if not probs.numel():
             return probs, self._carry(probs, hidden, context), {}
         past, visible = self._surroundings(probs, context)
@@ -60,13 +60,13 @@ class Informing(Mixer):
         return mixed, self._carry(probs, hidden, context), self.statistics(context, visible)
 
     def mix(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Tensor:
         """sum_j S[i, j] e_j [B, T, E]; `past` is cut to the keys that `visible` counts."""
         raise NotImplementedError
 
     def rows(
-        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: Carry | None, visible: Visible
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Iterator[tuple[slice, int, int, Tensor]]:
         """(sequences, start, stop, S [n, stop - start, keys seen]) by blocks, without gradients."""
         raise NotImplementedError
@@ -92,7 +92,7 @@ class Informing(Mixer):
             effective[group, start:stop] = torch.special.entr(weights).sum(-1).exp()
         return Neighbours(own, effective)
 
-    def _surroundings(self, probs: Tensor, context: RoutingContext) -> tuple[Carry | None, Visible]:
+    def _surroundings(self, probs: Tensor, context: RoutingContext) -> tuple[RouterState | None, Visible]:
         batch, length, _ = probs.shape
         past = context.past
         if past is not None and past["probs"].shape[0] != batch:
@@ -107,7 +107,7 @@ class Informing(Mixer):
                 sure = entropy(_joined(past, "probs", probs))
         return past, Visible(length, count + length, context.causal, _real(past, context, probs), sure)
 
-    def _carry(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> Carry:
+    def _carry(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> RouterState:
         kept = {
             name: _joined(context.past, name, value) for name, value in self.carried(probs, hidden, context).items()
         }
@@ -119,12 +119,12 @@ class Informing(Mixer):
         return {"probs": probs.detach()}
 
 
-def _joined(past: Carry | None, name: str, now: Tensor) -> Tensor:
+def _joined(past: RouterState | None, name: str, now: Tensor) -> Tensor:
     """Past and present [B, S, ...]."""
     return now if past is None else torch.cat([past[name].to(now.dtype), now], 1)
 
 
-def _real(past: Carry | None, context: RoutingContext, probs: Tensor) -> Tensor | None:
+def _real(past: RouterState | None, context: RoutingContext, probs: Tensor) -> Tensor | None:
     """[B, S] bool, False for padding; None where all are real."""
     before = None if past is None else past.get("real")
     if before is None and context.padding_mask is None:
