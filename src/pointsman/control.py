@@ -1,7 +1,8 @@
-"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing, packing."""
+"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -11,10 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
-from pointsman.experts.cpu import packing
-from pointsman.experts.modules import Experts
 from pointsman.layer import MoE
-from pointsman.ops.kernels import Kernels
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
@@ -143,41 +141,12 @@ def freeze(model: nn.Module, *roles: str) -> None:
 
 
 def pack_experts(model: nn.Module, packed: bool = True) -> int:
-    """Keeps the weights of large experts a second time, as oneDNN multiplies them: faster evaluation on a CPU.
+    """Deprecated: does nothing and returns 0.
 
-    For models that are only evaluated from now on. The copies are made by the next forward without gradients; any
-    optimizer's step drops them, and the evaluation after it makes new ones. Under autocast, which casts the weights at
-    every call, they are not used. Results may differ in the last bits.
-
-    Args:
-        model: any model with MoE layers, or a Hugging Face MoE with `experts_implementation="pointsman"`.
-        packed: False lets go of the copies and makes no more.
-
-    Returns:
-        How many bytes the copies take: as many as the weights that are packed. Matrices of at most 2^19 elements are
-        not, nor types other than float32 and bfloat16, nor float32 where BLAS is the faster.
-
-    Raises:
-        ValueError: there are no experts in it.
+    It cached a copy of large weights in oneDNN's layout. The copy gained nothing on most machines, and a weight that
+    was written in place could leave it out of date.
     """
-    weights: list[tuple[Tensor, int, Kernels | None]] = []
-    for module in model.modules():
-        if isinstance(module, Experts):
-            each = (module.w_in, module.w_gate, module.w_out)
-            weights += [(weight, 1, module.kernels) for weight in each if weight is not None]
-    if _has_huggingface_parts(model):
-        from pointsman.hf.experts import fast_weights
-
-        weights += [(weight, parts, None) for weight, parts in fast_weights(model)]
-    if not weights:
-        raise ValueError(
-            f"pack_experts: {type(model).__name__} has no experts that pointsman computes; a Hugging Face MoE needs "
-            'experts_implementation="pointsman"'
-        )
-    if packed:
-        return sum(packing.pack(*one) for one in weights)
-    for weight, *_ in weights:
-        packing.unpack(weight)
+    warnings.warn("pack_experts does nothing any more: remove the call", DeprecationWarning, stacklevel=2)
     return 0
 
 

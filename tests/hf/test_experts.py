@@ -69,27 +69,3 @@ def test_from_pretrained(tmp_path: object) -> None:
         logits[name] = loaded(ids).logits
     torch.testing.assert_close(logits["pointsman"], logits["eager"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits["pointsman"], logits["grouped_mm"], rtol=1e-4, atol=1e-5)
-
-
-def test_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pointsman import pack_experts
-    from pointsman.experts.cpu import decode, packing
-
-    if not packing.works(torch.bfloat16):
-        pytest.skip("oneDNN packs no weights here")
-    for module in (packing, decode):
-        monkeypatch.setattr(module, "IN_CACHE", 1)
-    model = zoo.tiny_model("mixtral").bfloat16().eval()
-    model.set_experts_implementation("eager")
-    with pytest.raises(ValueError, match='needs experts_implementation="pointsman"'):
-        pack_experts(model)
-    ids = torch.arange(3, 15).reshape(2, 6)
-    model.set_experts_implementation("pointsman")
-    with torch.no_grad():
-        before = model(ids).logits
-        experts = [module for path, module in model.named_modules() if path.endswith(".experts")]
-        size = sum(parameter.nbytes for module in experts for parameter in module.parameters())
-        assert pack_experts(model) == size
-        torch.testing.assert_close(model(ids).logits, before, rtol=2e-2, atol=2e-2)
-    for module in experts:
-        assert len(packing._packs[module.gate_up_proj].matrices) == 2 * module.num_experts

@@ -48,16 +48,6 @@ def activation_of(experts: Any) -> str | None:
     return name
 
 
-def fast_weights(model: nn.Module) -> list[tuple[Tensor, int]]:
-    """The weights of all experts in it that `pointsman.ops` computes, and how many matrices an expert has in each."""
-    weights: list[tuple[Tensor, int]] = []
-    for module in model.modules():
-        chosen = getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME
-        if chosen and hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") and activation_of(module):
-            weights += [(module.gate_up_proj, 2), (module.down_proj, 1)]  # type: ignore[list-item]
-    return weights
-
-
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
     if hidden_states.device.type != "cpu":

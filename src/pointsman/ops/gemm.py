@@ -173,7 +173,7 @@ def _apart(rows: Tensor, experts: int) -> Tensor:
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """rows weight' + bias, rectified if asked: oneDNN's. The weight may be packed (`ops.packing`)."""
+    """rows weight' + bias, rectified if asked: oneDNN's."""
     bias = None if bias is None else bias.contiguous()  # its strides would be ignored
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "relu" if relu else "none", [], "")
     return output

@@ -13,10 +13,9 @@ import torch
 
 from pointsman.cli.main import main
 from pointsman.control import named_routers
-from pointsman.experts.cpu import packing
-from pointsman.lab.benchmark import implementations, report
-from pointsman.lab.benchmark.cases import DECODING, NAMES, A, Case, cases, growth, steps
-from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN, PACKED
+from pointsman.lab.benchmark import report
+from pointsman.lab.benchmark.cases import NAMES, A, Case, cases, growth, steps
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 from pointsman.lab.benchmark.process import Process
 from pointsman.lab.benchmark.run import (
     Benchmark,
@@ -33,7 +32,6 @@ from pointsman.lab.benchmark.run import (
 )
 from pointsman.lab.benchmark.steps import Steps
 from pointsman.lab.benchmark.worker import Worker
-from pointsman.ops.kernels import Kernels
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def test_peers_and_ours_agree_on_the_same_weights() -> None:
 @pytest.mark.slow
 def test_a_case_in_processes_of_their_own(tmp_path: Path) -> None:
     result = run_case(TINY, [], seconds=0.1)
-    assert set(result.times) == set(OWN) - {"limit (reading weights)", "pointsman, packed"}
+    assert set(result.times) == set(OWN) - {"limit (reading weights)"}
     for times in result.times.values():
         assert times.error is None
         assert len(times.total) >= 1
@@ -193,29 +191,6 @@ def test_a_worker_that_fails_is_reported() -> None:
     broken = Result(TINY, {"pointsman": Times(error="out of memory"), "peer": Times([1.0], [1.0]), "limit": Times()})
     assert broken.best_peer() is None
     assert "| out of memory | - |" in report.markdown(Benchmark([broken], {}, {}))
-
-
-@pytest.mark.parametrize("gemm", ["blas", "onednn"])
-def test_what_is_packed(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementations, "measure_kernels", lambda: Kernels(gemm=gemm))
-    large = next(case for case in DECODING if case.name == "decode")
-    assert PACKED in names_for(replace(large, dtype="bfloat16"), [])
-    assert (PACKED in names_for(replace(large, dtype="float32"), [])) == (gemm == "onednn")
-    assert PACKED not in names_for(replace(large, dtype="bfloat16", dim=256, hidden_dim=512), [])
-
-
-def test_packed_weights_are_those_of_the_case() -> None:
-    case = Case("small", 4, 520, 1040, 4, 2, "bfloat16", train=False)
-    worker = Worker(PACKED, case)
-    assert (worker.module.experts.w_in in packing._packs) == packing.works(torch.bfloat16)
-
-
-def test_packed_weights_have_a_line_of_their_own() -> None:
-    large = next(case for case in DECODING if case.name == "decode")
-    seconds = {"pointsman": 4.0, PACKED: 2.5, "peer": 5.0, "limit (reading weights)": 2.0}
-    result = Result(large, {name: Times([time], [time]) for name, time in seconds.items()})
-    text = report.markdown(Benchmark([result], {}, {}))
-    assert f"| {large.label} | 2.00 | peer | 1.25 |\n| {large.label}; packed weights | 1.25 | peer | 2.00 |" in text
 
 
 def test_cases() -> None:

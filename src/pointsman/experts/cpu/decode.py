@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.experts.cpu import packing
 from pointsman.experts.cpu.dispatch import refuse_beyond
 from pointsman.experts.cpu.hidden_units import HiddenUnits, one
-from pointsman.experts.cpu.packing import Packed
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops import dots
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
@@ -141,8 +139,6 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
     if shared:
         rows = hidden.index_select(0, _tensor(chosen.source[place] for place in shared))
         in_columns = decoding.few == "columns" and not small
-        if in_columns and isinstance(first.gemm, Packed):
-            in_columns = not packing.beats_columns(hidden.dtype)
         if not in_columns and _grouped_suits(hidden, p, first, small):
             results.append(_grouped(rows, counts, p, first.activation))
         else:
@@ -222,7 +218,7 @@ def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUn
     """
     _, width, dim = parameters.w_in.shape
     whole = not (width | dim) * hidden.element_size() % 16
-    return whole and (small or not (first.gemm is ONEDNN or isinstance(first.gemm, Packed)))
+    return whole and (small or first.gemm is not ONEDNN)
 
 
 def _grouped(rows: Tensor, counts: list[int], p: ExpertParameters, activation: str) -> Tensor:

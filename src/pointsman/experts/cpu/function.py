@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu import decode, dense, memory, packing, sparse
+from pointsman.experts.cpu import decode, dense, memory, sparse
 from pointsman.experts.cpu.dispatch import Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, refuse_second_derivatives
 from pointsman.experts.reference import ExpertParameters
@@ -34,12 +34,9 @@ class Options:
     def kernels(self) -> Kernels:
         return Kernels.decoded(self.code)
 
-    def hidden_units(self, dtype: torch.dtype, evaluated: ExpertParameters | None = None) -> HiddenUnits:
-        """`evaluated`: the experts, where no backward follows; their weights may be packed."""
+    def hidden_units(self, dtype: torch.dtype) -> HiddenUnits:
         generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
         gemm = choose(self.kernels.gemm, dtype)
-        if evaluated is not None:
-            gemm = packing.products(gemm, evaluated)
         return HiddenUnits(self.activation, self.dropout, gemm, generator)
 
 
@@ -77,7 +74,7 @@ class Work:
     def forward(
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
     ) -> tuple[Tensor, list[Kept]]:
-        first = self.options.hidden_units(hidden.dtype, None if keep else parameters)
+        first = self.options.hidden_units(hidden.dtype)
         if keep:
             first = replace(first, spent=memory.spent(parameters.w_in))
         factors = self._factors(weight, hidden.dtype)
@@ -176,7 +173,7 @@ def evaluate(
     memory.spent(parameters.w_in).clear()
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= decode.MOST and not options.dropout:
-        first, decoding = options.hidden_units(hidden.dtype, parameters), options.kernels.decoding(hidden.dtype)
+        first, decoding = options.hidden_units(hidden.dtype), options.kernels.decoding(hidden.dtype)
         return decode.forward(hidden, weight, expert, parameters, first, decoding)
     return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 

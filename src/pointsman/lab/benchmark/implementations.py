@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.control import pack_experts
-from pointsman.experts.cpu import packing
 from pointsman.lab.benchmark.cases import Case
 from pointsman.layer import MoE
 from pointsman.ops.gemm import choose
@@ -33,13 +31,11 @@ class Implementation:
         build: the layer, and the module that holds its parameters.
         package: what must be installed, or None.
         suits: whether it can do a case in reasonable time and memory.
-        prepare: what is done to that module once it has its dtype and its kernels.
     """
 
     build: Callable[[Case], tuple[Layer, nn.Module]]
     package: str | None = None
     suits: Callable[[Case], bool] = lambda case: True
-    prepare: Callable[[nn.Module], object] = lambda module: None
 
     @property
     def installed(self) -> bool:
@@ -195,15 +191,8 @@ def _pairs_fit(case: Case) -> bool:
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
 
 
-def _packs(case: Case) -> bool:
-    evaluated = case.device == "cpu" and not case.train
-    return evaluated and packing.pays(case.dim * case.hidden_dim, getattr(torch, case.dtype), measure_kernels())
-
-
-PACKED = "pointsman, packed"
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pointsman": Implementation(pointsman),
-    PACKED: Implementation(pointsman, suits=_packs, prepare=pack_experts),
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
@@ -227,5 +216,5 @@ MODULES = (
 )
 """What the peers import on a CPU, where they are installed."""
 LIMITS = ("limit", "limit (reading weights)")
-OWN = ("pointsman", PACKED, "dense, stock torch", *LIMITS)
+OWN = ("pointsman", "dense, stock torch", *LIMITS)
 """What is always measured; the others are peers."""

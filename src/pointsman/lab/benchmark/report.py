@@ -14,7 +14,7 @@ import torch
 from pointsman import __version__
 from pointsman._files import write_whole
 from pointsman.lab.benchmark.cases import Case
-from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, PACKED
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.lab.benchmark.run import Benchmark, Result, StepResult, Times
 from pointsman.ops.kernels import measure_kernels
 
@@ -70,11 +70,9 @@ def markdown(benchmark: Benchmark) -> str:
     if benchmark.results:
         lines += ["## Summary", "", "| case | over the limit | best peer | speed over it |", "|---|---|---|---|"]
     for result in benchmark.results:
-        for name, label in (("pointsman", result.case.label), (PACKED, f"{result.case.label}; packed weights")):
-            if name in result.times:
-                best = result.best_peer(name)
-                peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
-                lines.append(f"| {label} | {_ratio(result.times[name], result)} | {peer} |")
+        best = result.best_peer()
+        peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
+        lines.append(f"| {result.case.label} | {_ratio(result.times['pointsman'], result)} | {peer} |")
     for dtype, share in benchmark.router.items():
         lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
     for result in benchmark.results:

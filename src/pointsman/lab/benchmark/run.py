@@ -59,9 +59,9 @@ class Result:
     def peers(self) -> dict[str, Times]:
         return {name: times for name, times in self.times.items() if name not in OWN and times.total}
 
-    def best_peer(self, name: str = "pointsman") -> tuple[str, float] | None:
+    def best_peer(self) -> tuple[str, float] | None:
         """The best peer, and its time over that of ours; None without a peer or a time of ours."""
-        ours = self.times[name]
+        ours = self.times["pointsman"]
         ratios = {name: times.ratio(ours) for name, times in self.peers().items()} if ours.total else {}
         return min(ratios.items(), key=lambda pair: pair[1], default=None)
 

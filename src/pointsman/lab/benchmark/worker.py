@@ -44,7 +44,6 @@ class Worker:
         self.module.train(case.train)
         if kernels is not None:
             use_kernels(self.module, kernels)
-        IMPLEMENTATIONS[name].prepare(self.module)
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
         generator = torch.Generator(self.case.device).manual_seed(seed)
