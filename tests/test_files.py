@@ -11,7 +11,7 @@ import pytest
 
 from pointsman import _files as module
 from pointsman._errors import RunError
-from pointsman._files import alone, read_json, read_whole_json, write_whole
+from pointsman._files import alone, find, read_json, read_whole_json, within, write_whole
 
 
 def test_write_whole_keeps_the_old_text_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +64,50 @@ def test_a_disk_without_locks_is_worked_on(tmp_path: Path, monkeypatch: pytest.M
     with alone(tmp_path):
         worked = True
     assert worked
+
+
+def test_nothing_is_opened_through_a_link_and_nothing_is_truncated(tmp_path: Path) -> None:
+    mine, run = tmp_path / "mine.txt", tmp_path / "run"
+    mine.write_text("{}")
+    run.mkdir()
+    for name in (module.LOCK, "config.json"):
+        (run / name).symlink_to(mine)
+    with pytest.raises(RunError, match=r"\.lock: a link"), alone(run):
+        pass
+    with pytest.raises(RunError, match=r"config\.json: a link"):
+        read_json(run / "config.json")
+    write_whole(run / "config.json", '{"a": 1}')  # takes the link's place
+    assert mine.read_text() == "{}"
+    assert read_json(run / "config.json") == {"a": 1}
+    (run / "pipe.json").symlink_to("config.json") if sys.platform == "win32" else module.os.mkfifo(run / "pipe.json")
+    with pytest.raises(RunError, match=r"pipe\.json: "):
+        read_json(run / "pipe.json")
+
+
+def test_a_lock_keeps_the_content_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / module.LOCK).write_text("somebody's")
+    with alone(tmp_path):
+        pass
+    assert (tmp_path / module.LOCK).read_text() == "somebody's"
+
+
+def test_what_is_written_aside_goes_through_no_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("kept")
+    (tmp_path / f".page.html.writing-{module.os.getpid()}").symlink_to(mine)
+    write_whole(tmp_path / "page.html", "new")
+    assert (mine.read_text(), (tmp_path / "page.html").read_text()) == ("kept", "new")
+
+
+def test_folders_below_a_root_stay_in_it(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (elsewhere / "seed-0").mkdir(parents=True)
+    (run / "inside").mkdir(parents=True)
+    (run / "runs").symlink_to(elsewhere)
+    (run / "alias").symlink_to("inside")
+    (tmp_path / "linked").symlink_to(run)
+    for call in (lambda: within(run, "runs", "seed-0"), lambda: find(run, "*/seed-0"), lambda: within(run, "..", "x")):
+        with pytest.raises(RunError, match=r"a link leads out of "):
+            call()
+    assert within(run, "alias", "new") == run / "alias" / "new"
+    assert within(tmp_path / "linked", "inside") == tmp_path / "linked" / "inside"  # the way to a root is the user's

@@ -1,11 +1,16 @@
-"""Files written whole or not at all, one process at a time, and JSON read back; what the disk refuses is one line."""
+"""Files written whole or not at all, one process at a time, and JSON read back; what the disk refuses is one line.
+
+A run directory may come from somebody else. Its folders are entered through `within` and `find`, its files opened
+through `open_own`: none of them follows a link that leads out, and nothing is truncated.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +19,92 @@ from pointsman._errors import RunError
 LOCK = ".lock"
 
 
+def within(root: Path, *names: str) -> Path:
+    """`root/names`; links on the way to `root` are the user's own, those below must stay in it.
+
+    Raises:
+        RunError: a link below `root` leads out of it.
+    """
+    place = root.joinpath(*names)
+    if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(root)):
+        raise RunError(f"{place}: a link leads out of {root}: nothing is read or written through it")
+    return place
+
+
+def find(root: Path, pattern: str) -> list[Path]:
+    """What `root.glob(pattern)` finds, in order.
+
+    Raises:
+        RunError: a link leads out of `root`.
+    """
+    return [within(root, str(place.relative_to(root))) for place in sorted(root.glob(pattern))]
+
+
+def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of an ordinary file of a run directory, opened with `flags` (O_TRUNC is not among them).
+
+    Raises:
+        RunError: it is a link, a folder, a device or a pipe.
+        OSError: it is missing, or the system refuses it.
+    """
+    assert not flags & getattr(os, "O_TRUNC", 0)
+    if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
+        raise RunError(f"{file}: a link; files of a run directory are not opened through links")
+    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(file, flags | extra, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunError(f"{file}: no ordinary file")
+    return descriptor
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file of a run directory; raises as `open_own` does."""
+    with open(open_own(file), "rb") as opened:
+        return opened.read()
+
+
+def read_text(file: Path, errors: str = "strict") -> str:
+    """The same as UTF-8 text."""
+    return read_bytes(file).decode("utf-8", errors)
+
+
 def write_synced(file: Path, content: bytes) -> None:
-    """Writes a file and waits until the disk has it."""
-    with file.open("wb") as opened:
+    """Writes a new file, or one that `replacing` made, and waits until the disk has it."""
+    with open(open_own(file, os.O_WRONLY | os.O_CREAT), "wb") as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def write_whole(file: Path, text: str) -> Path:
-    """Replaces a file's content at once: readers see the old text or the new one, also after a power cut."""
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """An empty new file beside `file`, which takes its place at the end: readers see the old content or the new one.
+
+    Raises:
+        RunError: what the disk refuses; the old content is untouched.
+    """
     with disk_errors(file, f"{file.name} was not written"):
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_name(f".{file.name}.writing-{os.getpid()}")
+        with suppress(FileNotFoundError):
+            aside.unlink()
+        os.close(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         try:
-            write_synced(aside, text.encode())
+            yield aside
+            with open(open_own(aside), "rb") as written:
+                os.fsync(written.fileno())
             aside.replace(file)
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
         sync_folder(file.parent)
+
+
+def write_whole(file: Path, content: str | bytes) -> Path:
+    """Replaces a file's content at once, also at a power cut; raises as `replacing` does."""
+    with replacing(file) as aside:
+        write_synced(aside, content.encode() if isinstance(content, str) else content)
     return file
 
 
@@ -70,9 +141,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
         RunError: it cannot be read, or holds no JSON object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_text(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except RunError:
+        raise
     except (OSError, ValueError) as error:
         raise RunError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
@@ -93,7 +166,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Holds a folder, which is made if need be, against a second process (not on Windows, nor on a disk without locks).
 
     Raises:
-        RunError: another process holds it.
+        RunError: another process holds it, or its lock file is not its own.
     """
     try:
         import fcntl
@@ -102,8 +175,8 @@ def alone(folder: Path) -> Iterator[None]:
         return
     with disk_errors(folder, "nothing was begun"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
-    with lock:
+        descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    with open(descriptor, "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -30,11 +30,11 @@ def run(arguments: Sequence[str]) -> int:
     import safetensors
     import safetensors.torch
 
-    from pointsman._files import disk_errors, write_whole
+    from pointsman._files import replacing, within, write_whole
     from pointsman.control import materialize, named_routers
     from pointsman.lab.training.run import load_run
 
-    out = values.out or values.run / "export"
+    out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
     saved = load_run(values.run, note=lambda message: print(message, file=sys.stderr))
     config = saved.config
@@ -42,15 +42,11 @@ def run(arguments: Sequence[str]) -> int:
         materialize(saved.model)
         specs = "|".join(router.spec for _, router in named_routers(saved.model))
         config = config.with_overrides({"model.router": specs})
-    with disk_errors(out, "the weights were not written"):
-        out.mkdir(parents=True, exist_ok=True)
-        aside = out / "model.safetensors.part"
+    with replacing(out / "model.safetensors") as aside:
         try:
             metadata = {"format": "pt", "step": str(saved.step)}
             safetensors.torch.save_model(saved.model, str(aside), metadata=metadata)
-            aside.replace(out / "model.safetensors")
         except safetensors.SafetensorError as error:
-            aside.unlink(missing_ok=True)
             raise RunError(f"{out}: the weights were not written: {error}") from None
     write_whole(out / "config.json", config.to_json())
     write_whole(out / "vocabulary.json", saved.vocabulary.to_json())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
+from pointsman._files import within
 from pointsman.cli.options import (
     Parser,
     aligned,
@@ -189,7 +190,7 @@ def run(arguments: Sequence[str]) -> int:
         for place, (settings, seed) in enumerate(todo, 1):
             out = finetuned_path(values.run, settings, seed)
             if values.out:
-                out = values.out if len(todo) == 1 else values.out / settings.variant / f"seed-{seed}"
+                out = values.out if len(todo) == 1 else within(values.out, settings.variant, f"seed-{seed}")
             display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"
             try:
                 result = finetune(

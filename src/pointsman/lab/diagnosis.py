@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import within
 from pointsman.control import named_routers
 from pointsman.diagnostics.consistency import consistency_over_training
 from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
@@ -200,13 +201,13 @@ def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
     """The run's earlier whole checkpoints, oldest first, evenly spaced."""
     from pointsman.lab.training.checkpoint import CheckpointError, steps_of
 
-    steps = sorted(step for step in steps_of(run.path / "checkpoints") if step < run.step)
+    steps = sorted(step for step in steps_of(within(run.path, "checkpoints")) if step < run.step)
     if len(steps) > settings.history:
         steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, settings.history)]
     models: dict[str, nn.Module] = {}
     for step in steps[: settings.history]:
         try:
-            models[f"step-{step}"] = _open(run.path / "checkpoints" / f"step-{step}", settings.device).model
+            models[f"step-{step}"] = _open(within(run.path, "checkpoints") / f"step-{step}", settings.device).model
         except CheckpointError:
             continue
     return models

@@ -281,3 +281,23 @@ def test_settings_that_do_not_fit_leave_nothing_behind(run: Path, task: str, tmp
     with pytest.raises(RunError, match="did you mean 'router'"):
         finetune(run, Finetuning(task, steps=1, freeze=("rooter",), settings=FAST), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("link", ["finetune", "finetune/VARIANT/seed-0/.lock", "checkpoints", "config.json"])
+def test_a_run_of_somebody_else_opens_nothing_through_its_links(
+    run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], link: str
+) -> None:
+    copy, mine = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(run, copy)
+    place = copy / link.replace("VARIANT", Finetuning(task).variant)
+    if place.suffix == ".json" or place.name == ".lock":
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        mine.write_text("mine")
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+        mine.mkdir()
+    place.symlink_to(mine)
+    assert main(["finetune", str(copy), "--task", task, "--steps", "1", "--device", "cpu"]) == 2
+    assert "a link" in capsys.readouterr().err
+    assert mine.read_text() == "mine" if mine.is_file() else not list(mine.iterdir())

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pointsman import __version__
-from pointsman._files import write_whole
+from pointsman._files import replacing, write_whole
 from pointsman.lab.benchmark.cases import Case
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.lab.benchmark.run import Benchmark, Result, StepResult, Times
@@ -205,6 +205,7 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
         axis.set_yscale("log")
         axis.set_xlabel(name)
         axis.set_ylabel("ms (dashed: limit)")
-    figure.savefig(path, metadata={"Date": None})
+    with replacing(path) as aside:
+        figure.savefig(aside, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     return path

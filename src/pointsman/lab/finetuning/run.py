@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from pointsman._errors import RunError
+from pointsman._files import read_json, within
 from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.tasks import Task, find_task, load_task
 from pointsman.lab.finetuning.settings import Finetuning
@@ -53,7 +53,7 @@ def _data_folder() -> Path | None:
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
     """Where a fine-tuning of a run goes unless it is told otherwise: RUN/finetune/VARIANT/seed-S."""
-    return Path(run) / "finetune" / settings.variant / f"seed-{seed}"
+    return within(Path(run), "finetune", settings.variant, f"seed-{seed}")
 
 
 def finetune(
@@ -189,7 +189,7 @@ def is_finetuned(path: Path | str) -> bool:
 def _identity(run: Path, step: int) -> dict[str, Any]:
     """Which weights: the checkpoint and its checksum."""
     folder = RunDirectory(run).checkpoints / f"step-{step}"
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(folder / "manifest.json") or {}
     return {"checkpoint": folder.name, "sha256": manifest["files"]["model.safetensors"]["sha256"]}
 
 

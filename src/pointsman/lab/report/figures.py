@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import replacing, within
 from pointsman.lab.report import series
 from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer, short_layer
 from pointsman.lab.report.runs import Comparison, page_path, read
@@ -42,7 +43,7 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
 
     comparison = read(path)
     table = ComparisonTable.of(comparison)
-    folder = page_path(out, comparison).parent / "figures"
+    folder = within(page_path(out, comparison).parent, "figures")
     written = []
     with matplotlib.rc_context(STYLE):
         for name, figure in drawn(comparison, table).items():
@@ -168,12 +169,6 @@ def _heat(heat: Mapping[str, Any]) -> Any:
 
 def _save(figure: Any, path: Path, ending: str) -> Path:
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[ending]
-    aside = path.with_name(f".{path.name}")
-    save: Callable[..., None] = figure.savefig
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(aside, format=ending, metadata=metadata)
-        aside.replace(path)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
+    with replacing(path) as aside:
+        figure.savefig(aside, format=ending, metadata=metadata)
     return path

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import write_whole
+from pointsman._files import find, write_whole
 from pointsman.lab.report.formats import NONE, aligned, markdown_line
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.report.published import Column, Line, Paper, PublishedTable
@@ -232,7 +232,7 @@ def belongs(run: Run, line: Line) -> bool:
 
 def finetuned(run: Run) -> list[Run]:
     """The finished fine-tunings of a pre-trained run; their seeds tell pre-training and fine-tuning apart."""
-    found = [read_run(file.parent) for file in sorted(run.path.glob(f"finetune/*/seed-*/{FINETUNE}"))]
+    found = [read_run(file.parent) for file in find(run.path, f"finetune/*/seed-*/{FINETUNE}")]
     return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import read_json
+from pointsman._files import find, open_own, read_json
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, one at a time; a last line that a killed run left unfinished is passed over."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with open(open_own(path), encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
@@ -161,7 +161,7 @@ def read_comparison(path: Path) -> Comparison:
         raise RunError(f"{path}: neither a run directory (config.json) nor a comparison (comparison.json)")
     routers, seeds = [label(spec) for spec in plan.get("routers", ())], [int(seed) for seed in plan.get("seeds", ())]
     runs: dict[tuple[str, int], Run] = {}
-    for config in sorted(path.glob("runs/*/seed-*/config.json")):
+    for config in find(path, "runs/*/seed-*/config.json"):
         run = read_run(config.parent)
         if run.router in routers and run.seed in seeds:
             runs[run.router, run.seed] = run

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import write_whole
+from pointsman._files import within, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.collapse import RepresentationCollapse
@@ -67,7 +67,7 @@ def collect_samples(
     middle = top_k[len(top_k) // 2]
     history: list[dict[str, Any]] = []
     before: dict[str, Seen] = {}
-    for step in sorted(steps_of(path / "checkpoints")):
+    for step in sorted(steps_of(within(path, "checkpoints"))):
         if step < run.step:
             now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
             history.append(changes(step, now, before))

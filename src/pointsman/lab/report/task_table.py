@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pointsman._files import find
 from pointsman.lab.report import formats
 from pointsman.lab.report.formats import NONE
 from pointsman.lab.report.published_mutual import PAPERS
@@ -55,9 +57,9 @@ def published_for(task: str) -> list[Published]:
 def variants(comparison: Comparison) -> list[str]:
     """The tasks that runs were fine-tuned on, each with what differs from the defaults, as their folders are called."""
     found = {
-        folder.parents[1].name
+        config.parent.parent.name
         for run in comparison.runs.values()
-        for folder in run.path.glob("finetune/*/seed-*/config.json")
+        for config in find(run.path, "finetune/*/seed-*/config.json")
     }
     return sorted(found)
 
@@ -74,7 +76,7 @@ def finetunings(comparison: Comparison, variant: str) -> list[Run]:
         tuned
         for router in comparison.routers
         for run in comparison.of(router)
-        for config in sorted((run.path / "finetune" / variant).glob("seed-*/config.json"))
+        for config in find(run.path, f"finetune/{glob.escape(variant)}/seed-*/config.json")
         if (tuned := read_run(config.parent)).seed % REPEAT == run.seed or not several
     ]
 

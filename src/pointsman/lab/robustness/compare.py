@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_whole_json, write_whole
+from pointsman._files import find, read_whole_json, write_whole
 from pointsman.lab.finetuning.run import load_finetuned
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
@@ -92,9 +93,9 @@ def comparison_under_attack(
 
 def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
     """The fine-tunings of these runs on this task."""
-    found = [file.parent for run in runs for file in sorted((run / "finetune" / variant).glob("seed-*/finetune.json"))]
+    found = [file.parent for run in runs for file in find(run, f"finetune/{glob.escape(variant)}/seed-*/finetune.json")]
     if not found:
-        known = {folder.name for run in runs for folder in run.glob("finetune/*")}
+        known = {folder.name for run in runs for folder in find(run, "finetune/*")}
         if not known:
             raise RunError(f"task {variant!r}: no run was fine-tuned yet; `pointsman compare --task` does it")
         raise RunError(f"task {variant!r}: no run was fine-tuned on it: {did_you_mean(variant, known)}")

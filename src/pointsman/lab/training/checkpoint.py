@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, read_json, sync_folder, write_synced
+from pointsman._files import disk_errors, open_own, read_json, sync_folder, within, write_synced
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -122,15 +122,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it is damaged, cut off or no checkpoint of this library; names it and says why.
     """
     match = _STEP.fullmatch(path.name)
-    if match is None or not path.is_dir():
+    if match is None or path.is_symlink() or not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: a folder called step-N is one")
     step = int(match[1])
     manifest = _json(path, MANIFEST)
     if manifest.get("format") != FORMAT or manifest.get("step") != step or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"checkpoint {path} is foreign: its {MANIFEST} is not of format {FORMAT} and step {step}")
     for name, expected in manifest["files"].items():
+        if "/" in name or "\\" in name:
+            raise CheckpointError(f"checkpoint {path} is foreign: its {MANIFEST} names {name!r}")
         file = path / name
-        if not file.is_file():
+        if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
         try:
             size = file.stat().st_size
@@ -138,7 +140,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"checkpoint {path} is damaged: {name} has {size:,} bytes, not {expected['bytes']:,} (cut off?)"
                 )
-            with file.open("rb") as opened:
+            with open(open_own(file), "rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"checkpoint {path}: {name} cannot be read: {error.strerror or error}") from None
@@ -197,7 +199,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         CheckpointError: it cannot be read.
     """
     try:
-        with safetensors.safe_open(file, framework="pt") as opened:
+        with safetensors.safe_open(within(file.parent, file.name), framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata() or {}
         aliases = json.loads(metadata.get(_ALIASES, "{}"))

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from pointsman._errors import RunError, Stopped, did_you_mean
-from pointsman._files import LOCK, alone, read_json, write_whole
+from pointsman._files import LOCK, alone, read_json, within, write_whole
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import BatchStream, Corpus, EvalStream
 from pointsman.lab.models import TransformerXL
@@ -72,7 +72,7 @@ def slug(spec: str) -> str:
 
 def run_path(out: Path, router: str, seed: int) -> Path:
     """The run directory of one row and seed."""
-    return out / "runs" / slug(router) / f"seed-{seed}"
+    return within(out, "runs", slug(router), f"seed-{seed}")
 
 
 def saved_runs(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, read_whole_json, write_whole
+from pointsman._files import disk_errors, open_own, read_text, read_whole_json, within, write_whole
 from pointsman.lab.data import Corpus, Vocabulary, load_corpus
 from pointsman.lab.data.download import Progress as DownloadProgress
 from pointsman.lab.training.checkpoint import steps_of
@@ -35,7 +35,7 @@ class RunDirectory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.checkpoints = self.path / CHECKPOINTS
+        self.checkpoints = within(self.path, CHECKPOINTS)
 
     @property
     def exists(self) -> bool:
@@ -49,7 +49,7 @@ class RunDirectory:
         """
         file = self.path / CONFIG
         try:
-            return RunConfig.from_json(file.read_text(encoding="utf-8"), str(file))
+            return RunConfig.from_json(read_text(file), str(file))
         except (FileNotFoundError, NotADirectoryError):
             if (self.path / "comparison.json").is_file():
                 runs = self.path / "runs" / "ROUTER" / "seed-S"
@@ -107,9 +107,11 @@ class RunDirectory:
         """What the run's token ids stand for."""
         file = self.path / VOCABULARY
         try:
-            return Vocabulary.from_json(file.read_text(encoding="utf-8"))
+            text = read_text(file)
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+        try:
+            return Vocabulary.from_json(text)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{file} is damaged: {error}") from None
 
@@ -126,7 +128,7 @@ class Metrics:
         self.rows = [json.loads(line) for line in kept]
         self._file = file
         write_whole(file, "".join(line + "\n" for line in kept))
-        self._opened = file.open("a", encoding="utf-8")
+        self._opened = os.fdopen(open_own(file, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):
@@ -151,7 +153,7 @@ class Metrics:
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics file."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(file, errors="replace").splitlines()
     except FileNotFoundError:
         return []
     rows = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pointsman._files import alone, write_whole
+from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus
 from pointsman.lab.evaluation.language_model import Stopped
 from pointsman.lab.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint
@@ -148,7 +148,7 @@ class _Run:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.metrics = Metrics(directory.path / METRICS, state.step)
-        self.board = Board(directory.path / TENSORBOARD, state.step) if self.config.tensorboard else None
+        self.board = Board(within(directory.path, TENSORBOARD), state.step) if self.config.tensorboard else None
         self.saved = state.step if state.step else -1
         self.times = Times()
 
