@@ -283,6 +283,14 @@ def test_settings_that_do_not_fit_leave_nothing_behind(run: Path, task: str, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_out_may_be_of_few_parts(
+    run: Path, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", str(run), "--task", task, "--steps", "1", "--out", "ft", "--device", "cpu"]) == 0
+    assert "k=4" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("link", ["finetune", "finetune/VARIANT/seed-0/.lock", "checkpoints", "config.json"])
 def test_a_run_of_somebody_else_opens_nothing_through_its_links(
     run: Path, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], link: str

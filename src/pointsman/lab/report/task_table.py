@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import io
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,7 +237,7 @@ def consistency(
         for row in () if record["protocol"].get("from_scratch") else record["results"]:
             if row.get("top_k") == ROUTING_TOP_K and is_of(row, attack):
                 for layer, values in row.get("routers", {}).items():
-                    loads = groups.setdefault(path.parents[2], {}).setdefault(layer, [])
+                    loads = groups.setdefault(pretrained_of(path), {}).setdefault(layer, [])
                     loads.append([share or 0.0 for share in values["load"]])
     every = [loads for layers in groups.values() for loads in layers.values()]
     if all(len(loads) < 2 for loads in every):
@@ -248,6 +249,15 @@ def consistency(
     ]
     values = [value for value in found if value is not None]
     return statistics.fmean(values) if values else None
+
+
+def pretrained_of(path: Path) -> Path:
+    """The folder that tells of which pre-trained run a fine-tuning is: RUN of RUN/finetune/VARIANT/seed-S.
+
+    With `finetune RUN --out`, which is given one pre-trained run, its own folder of fine-tunings.
+    """
+    parents = list(Path(os.path.abspath(path)).parents)
+    return parents[min(2, len(parents) - 1)]
 
 
 def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
