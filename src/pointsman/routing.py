@@ -57,6 +57,7 @@ class AttentionTrace:
             else: what an output projection keeps anyway, so that nobody has to keep `output`.
         each_head: queries, keys and values again, as a tuple of H tensors [B, T or S, D] each, if gradients of few
             heads are cheaper through these than through the whole.
+        causal: whether each query saw only itself and earlier keys, also where the router's context is not causal.
     """
 
     query: Tensor
@@ -68,6 +69,7 @@ class AttentionTrace:
     bias: Callable[[int, int], Tensor] | None = None
     side_by_side: Tensor | None = None
     each_head: tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True)

@@ -149,3 +149,21 @@ def test_scalars_are_bounded():
 def test_every_must_be_a_whole_number(model, every):
     with pytest.raises(ValueError, match="every="):
         RoutingMonitor(model, every=every)
+
+
+@pytest.mark.parametrize(("k", "collapsed"), [(1, True), (4, True), (5, False), (7, False)])
+def test_collapse_is_judged_by_k(k, collapsed, caplog):
+    """All tokens agree on their k experts: a collapse while most experts are idle, no surprise at k = 7 of 8."""
+    torch.manual_seed(0)
+    model = TwoLayers("smoe:renormalize=false", num_experts=8, top_k=k)
+    with torch.no_grad():
+        model.second.router.score.bias.copy_(100.0 - torch.arange(8.0) * 10)
+    monitor = RoutingMonitor(model, every=1, seed=3)
+    with caplog.at_level(logging.WARNING, logger="pointsman.routing"), monitor.observe(1):
+        model(torch.randn(4, 64, 8))
+        rows = monitor.rows()
+    found = [row for row in rows if row["kind"] == "warning" and "collapsed" in row["message"]]
+    assert bool([row for row in found if row["layer"] == "second"]) == collapsed
+    assert (
+        "router smoe:renormalize=false, seed 3, step 1, layer second: routing has collapsed" in caplog.text
+    ) == collapsed

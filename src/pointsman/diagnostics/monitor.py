@@ -76,18 +76,24 @@ class RoutingMonitor:
     100), with `tokens` tokens, and `dead` how many experts got none of them; `entropy` (nats, before mixing) and
     `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None where there is no value.
 
-    An expert that got nothing in a window, and a layer whose effective number of experts exp(H(load)) comes close to
-    k, are warned of by name: through the logger `pointsman.routing`, and as rows
-    `{"kind": "warning", "step", "layer", "experts", "message"}`; the same warning again only after twice as many steps.
+    Two things are warned of by name: an expert that got no token in a window, and a collapsed layer. A layer has
+    collapsed if its effective number of experts exp(H(load)) is close to k, so that nearly all tokens share the same k
+    experts. This is judged only while k is at most E/2: with a larger k any two tokens share most of their experts.
+    Warnings go to the logger `pointsman.routing`, with router and seed, and into rows
+    `{"kind": "warning", "step", "layer", "experts", "message"}`; the same warning comes again only after twice as many
+    steps.
 
     Args:
         model: any model with MoE layers.
         every: N.
+        seed: of the run, for the warnings; None: they name none.
     """
 
-    def __init__(self, model: nn.Module, every: int = 100) -> None:
+    def __init__(self, model: nn.Module, every: int = 100, seed: int | None = None) -> None:
         check_whole("RoutingMonitor: every", every)
         self.every = every
+        self.seed = seed
+        self._specs = {name: router.spec for name, router in named_routers(model)}
         self._model = model
         self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}
         self._batches = 0
@@ -150,7 +156,8 @@ class RoutingMonitor:
             what = f"{_names(dead)} of {experts} got no token"
             found.append(("dead", dead, f"{what} in {self._batches} batches"))
         spare = experts - window.k
-        if spare > 0 and total >= ENOUGH * experts and (summary["effective"] - window.k) / spare < COLLAPSED:
+        few = 2 * window.k <= experts and total >= ENOUGH * experts
+        if few and (summary["effective"] - window.k) / spare < COLLAPSED:
             top = sorted(window.assigned.topk(window.k).indices.tolist())
             taken = float(window.assigned[top].sum()) / total
             message = f"routing has collapsed: {_names(top)} took {taken:.0%} of all assignments"
@@ -160,7 +167,8 @@ class RoutingMonitor:
             if self._step < self._next_warning.get((name, kind), 0):
                 continue
             self._next_warning[name, kind] = 2 * self._step
-            logger.warning("step %d, layer %s: %s", self._step, name, message)
+            run = self._specs[name] if self.seed is None else f"{self._specs[name]}, seed {self.seed}"
+            logger.warning("router %s, step %d, layer %s: %s", run, self._step, name, message)
             rows.append({"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message})
         return rows
 

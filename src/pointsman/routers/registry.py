@@ -75,7 +75,12 @@ _MIXERS: dict[str, Entry] = {}
 
 
 def _common(
-    *, balance: float = 0.0, z_loss: float = 0.0, capacity: float | None = None, renormalize: bool | None = None
+    *,
+    balance: float = 0.0,
+    z_loss: float = 0.0,
+    capacity: float | None = None,
+    renormalize: bool | None = None,
+    lr_scale: float = 1.0,
 ) -> None:
     """The options of every router.
 
@@ -83,6 +88,7 @@ def _common(
     z_loss: weight of the mean squared log-sum-exp of the logits.
     capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
     renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
+    lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
     """
 
 
@@ -250,6 +256,8 @@ def build_router(
     for name in ("balance", "z_loss"):
         if common.get(name, 0.0) < 0:
             raise ValueError(f"router spec {spec!r}: option {name}={common[name]}: allowed are numbers from 0")
+    if not common.get("lr_scale", 1.0) > 0:
+        raise ValueError(f"router spec {spec!r}: option lr_scale={common['lr_scale']}: allowed are numbers above 0")
     renormalize = common.get("renormalize")
     select: Selector = stages.select or TopK(entry.renormalize(layer) if renormalize is None else renormalize)
     if common.get("capacity") is not None:
@@ -266,6 +274,7 @@ def build_router(
         top_k=layer.top_k,
         balance=common.get("balance", entry.balance),
         z_loss=common.get("z_loss", 0.0),
+        lr_scale=common.get("lr_scale", 1.0),
     )
 
 

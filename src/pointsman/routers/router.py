@@ -25,6 +25,7 @@ class Router(nn.Module):
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
+        lr_scale: factor of the learning rate for the router's parameters, for training loops that read it.
         causal, batch_invariant, stochastic, needs, objective: the router's contract.
     """
 
@@ -42,6 +43,7 @@ class Router(nn.Module):
         top_k: int,
         balance: float = 0.0,
         z_loss: float = 0.0,
+        lr_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.score = stages.score
@@ -54,6 +56,7 @@ class Router(nn.Module):
         self.top_k = check_top_k(top_k, num_experts)
         self.balance = balance
         self.z_loss = z_loss
+        self.lr_scale = lr_scale
         self.balance_temperature = stages.balance_temperature
         self.objective = stages.objective
         self.objective_weight = stages.objective_weight

@@ -487,3 +487,20 @@ def test_padding_in_half_precision():
     expected = model(text(), padding_mask=mask).logits
     got = model.half()(text(), padding_mask=mask).logits.float()
     torch.testing.assert_close(got[mask], expected[mask], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("mixer", "open_eyed"), [("similarity", True), ("uniform", True), ("attention", False)])
+def test_allow_non_causal_shows_mixers_the_whole_segment(mixer, open_eyed):
+    """Similarity then sees later tokens; the attention's posterior what the attention saw, which stays causal."""
+    tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 20
+    for allowed in (False, True):
+        model = build(router=f"smoe+{mixer}", allow_non_causal=allowed).eval()
+        with torch.no_grad(), record_routing(model) as records:
+            model(tokens)
+            first = {name: routing.probs.view(2, 9, -1)[:, :-1] for name, routing in records.items()}
+            model(changed)
+            second = {name: routing.probs.view(2, 9, -1)[:, :-1] for name, routing in records.items()}
+        same = [torch.allclose(first[name], second[name], atol=1e-6) for name in first]
+        assert same == [not (allowed and open_eyed)] * len(first)

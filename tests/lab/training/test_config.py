@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pointsman.lab.training.config import RunConfig, default_top_k, differing_settings
+from pointsman._errors import RunError
+from pointsman.lab.training.config import DERIVED, RunConfig, default_top_k, differing_settings
 from pointsman.lab.training.config import settings as all_settings
 
 Settings = Callable[..., RunConfig]
@@ -49,7 +50,7 @@ def test_overrides_are_read_as_their_type(settings: Settings) -> None:
 def test_every_setting_but_the_derived_ones_can_be_set(settings: Settings) -> None:
     config = settings()
     own = {each.name for each in fields(config)} - {"model"}
-    of_model = {f"model.{each.name}" for each in fields(config.model)} - {"model.vocab_size", "model.seed"}
+    of_model = {f"model.{each.name}" for each in fields(config.model)} - set(DERIVED)
     assert set(all_settings()) == own | of_model
 
 
@@ -132,3 +133,14 @@ def test_k_values_of_the_evaluation_follow_the_number_of_experts(settings: Setti
     assert default_top_k(6) == (1, 2, 4, 6)
     assert default_top_k(1) == (1,)
     assert settings(**{"model.num_experts": 6}).eval_top_k == (1, 2, 4, 6)
+
+
+@pytest.mark.parametrize(("train_top_k", "first"), [("1", 1), ("2", 2), ("2:N", 2), ("N/2:N", 2), ("N", 4)])
+def test_the_model_starts_with_the_first_k_of_training(
+    settings: Callable[..., RunConfig], train_top_k: str, first: int
+) -> None:
+    config = settings(train_top_k=train_top_k)
+    assert config.model.top_k == first
+    assert RunConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(RunError, match=r"'model.top_k' cannot be set: it is the first k of train_top_k"):
+        config.with_overrides({"model.top_k": 3})

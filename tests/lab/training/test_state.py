@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pointsman.lab.data import Corpus
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.optimizer import optimizer_tensors, restore_optimizer
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
 
@@ -148,3 +149,43 @@ def test_bfloat16(settings: Settings, corpus: Corpus) -> None:
     assert loss == pytest.approx(full, rel=0.02)
     assert half.train_step()["loss"] < loss
     assert all(weight.dtype == torch.float32 for weight in half.model.parameters())
+
+
+@pytest.mark.parametrize("router", ["xmoe", "xmoe-torchscale", "switch"])
+def test_trained_at_k_1_the_weight_is_the_gate_and_the_router_trains(
+    settings: Settings, corpus: Corpus, router: str
+) -> None:
+    one = state(settings(f"{router}:balance=0", train_top_k="1"), corpus)
+    before = {name: value.clone() for name, value in one.parameters.items() if ".router." in name}
+    assert not one.model.layers[0].moe.router.select.renormalize
+    one.train_step()
+    assert before
+    assert not any(torch.equal(value, one.parameters[name]) for name, value in before.items())
+
+
+def test_a_router_trains_at_a_rate_of_its_own_and_nothing_else_does(settings: Settings, corpus: Corpus) -> None:
+    plain, scaled = (state(settings(spec), corpus) for spec in ("hyperrouter", "hyperrouter:lr_scale=0.25"))
+    started = {name: value.clone() for name, value in plain.parameters.items()}
+    for one in (plain, scaled):
+        one.train_step()
+    for name, start in started.items():
+        moved, other = plain.parameters[name] - start, scaled.parameters[name] - start
+        if ".router." in name:
+            torch.testing.assert_close(other, 0.25 * moved, rtol=1e-3, atol=1e-9)
+        else:
+            assert torch.equal(other, moved)
+    assert [group["lr_scale"] for group in scaled.optimizer.param_groups] == [1.0, 0.25]
+
+
+def test_a_checkpoint_keeps_each_rate_with_its_parameters(settings: Settings, corpus: Corpus) -> None:
+    whole, first, second = (state(settings("smoe:lr_scale=4"), corpus) for _ in range(3))
+    for one, count in ((whole, 4), (first, 2)):
+        for _ in range(count):
+            one.train_step()
+    second.model.load_state_dict(first.model.state_dict())
+    saved = optimizer_tensors(first.optimizer, first.parameters)
+    restore_optimizer(second.optimizer, second.parameters, {name: value.clone() for name, value in saved.items()})
+    second.memories, second.step = first.memories, first.step
+    for _ in range(2):
+        second.train_step()
+    assert all(torch.equal(value, second.parameters[name]) for name, value in whole.parameters.items())

@@ -98,9 +98,11 @@ class Case:
             scores.append(score * self.scale if self.informs(b, i, j, surer) else score.new_tensor(-torch.inf))
         return torch.softmax(torch.stack(scores), 0)
 
+    factor = HEADS
+
     def gaussian(self, b: int, h: int, i: int, j: int, sigma: float) -> Tensor:
         """N(u_i | W_h v_j, sigma^2 I)."""
-        mean = HEADS * self.value[b, h, j] @ self.out_weight[h]
+        mean = self.factor * self.value[b, h, j] @ self.out_weight[h]
         distance = (self.output[b, i] - mean).square().sum()
         return torch.exp(-distance / (2 * sigma**2)) / (2 * math.pi * sigma**2) ** (DIM / 2)
 
@@ -206,7 +208,9 @@ def test_attention_is_the_papers(heads: str, causal: bool, memory: bool, padded:
     assert set(carry) == {"probs", "real"}
 
 
-@pytest.mark.parametrize("spec", ["similarity", "similarity:source=input:tau=3", "attention", "attention:heads=all"])
+@pytest.mark.parametrize(
+    "spec", ["similarity", "similarity:source=input:tau=3", "attention", "attention:heads=all", "uniform"]
+)
 def test_rows_sum_to_one_and_neighbours_are_those_of_the_explicit_matrix(spec: str) -> None:
     case = Case(True, True, True, "relative")
     mix = mixer(spec)
@@ -349,3 +353,36 @@ def test_defaults_and_state_dict() -> None:
         "tau",
         "weight",
     }
+
+
+@pytest.mark.parametrize("heads", ["lowest-entropy", "all"])
+def test_attention_without_the_factor_and_with_a_relative_sigma(heads: str) -> None:
+    case = Case(True, True, False, "relative", side_by_side=True)
+    case.factor = 1
+    mix = mixer(f"attention:factor=one:relative=true:heads={heads}")
+    sigma = math.sqrt(DIM)
+    torch.testing.assert_close(mix.sigma, torch.tensor(sigma, dtype=torch.float64), rtol=1e-6, atol=0)
+    mix.sigma.fill_(sigma)  # what float32 has rounded
+    got, _, _ = mix(case.probs, case.hidden, case.context)
+    leaves = [case.probs, case.query, case.key, case.value, case.out_weight, case.heads_out, *case.relative]
+    assert_same(got, attention(case, sigma, None if heads == "all" else [0] * B, False), leaves)
+
+
+@pytest.mark.parametrize(("causal", "memory", "padded"), CASES)
+def test_the_controls_are_a_mean_and_the_similarities_of_the_next_sequence(
+    causal: bool, memory: bool, padded: bool
+) -> None:
+    case = Case(causal, memory, padded)
+    past = case.everyone.shape[1] - T
+    expected = torch.stack([
+        torch.stack([case.everyone[b, j] for j in range(past + T) if case.informs(b, i, j, False)]).mean(0)
+        for b in range(B) for i in range(T)
+    ]).view(B, T, EXPERTS)  # fmt: skip
+    got, _, _ = mixer("uniform")(case.probs, case.hidden, case.context)
+    assert_same(got, expected, [case.probs])
+    u = torch.cat([case.past_hidden, case.hidden], 1)
+    u = (u / u.square().sum(-1, keepdim=True).sqrt() * case.real[..., None]).roll(-1, 0)
+    got, carry, _ = mixer("shuffled")(case.probs, case.hidden, case.context)
+    identity = torch.eye(DIM, dtype=torch.float64)
+    assert_same(got, similarity(case, u, identity, 0.1), [case.probs, case.hidden])
+    assert torch.equal(carry["tokens"][:, past:], case.hidden.detach())

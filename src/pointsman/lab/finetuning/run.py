@@ -66,7 +66,7 @@ def finetune(
     device: str = "cpu",
     kernels: Kernels | None = None,
     progress: Progress | None = None,
-    monitor: Callable[[nn.Module, int], Monitor] | None = None,
+    monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
 ) -> TrainResult:
     """Fine-tunes a pre-trained run on a task and evaluates it; an interrupted fine-tuning goes on where it was.

@@ -58,6 +58,7 @@ class Surroundings:
         key_mask: [B, S] bool, True for a real token; None where all are real.
         padding_mask: the same of the T new tokens.
         token_ids: [B, T].
+        causal: whether routers keep to earlier tokens.
     """
 
     positions: Tensor
@@ -66,6 +67,7 @@ class Surroundings:
     key_mask: Tensor | None = None
     padding_mask: Tensor | None = None
     token_ids: Tensor | None = None
+    causal: bool = True
 
 
 class RelativeAttention(nn.Module):
@@ -121,7 +123,9 @@ class RelativeAttention(nn.Module):
         content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
         bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
         out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
-        return output, AttentionTrace(query, key, value, out_weight, output, scale, bias, side_by_side, each_head)
+        return output, AttentionTrace(
+            query, key, value, out_weight, output, scale, bias, side_by_side, each_head, causal=True
+        )
 
 
 class FeedForwardLayer(nn.Module):
@@ -154,7 +158,7 @@ class FeedForwardLayer(nn.Module):
         inner = norm(hidden) if self.pre_norm and norm is not None else hidden
         if self.moe is not None:
             context = RoutingContext(
-                causal=True,
+                causal=around.causal,
                 padding_mask=around.padding_mask,
                 token_ids=around.token_ids,
                 attention=attention if self.needs_attention else None,

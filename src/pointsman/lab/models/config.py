@@ -72,7 +72,8 @@ class TransformerXLConfig:
         seed: of the initial weights.
         init_std: standard deviation of the initial weights outside routers; norms' weights are 1 plus such numbers.
         checkpoint_activations: layers compute their activations anew in backward.
-        allow_non_causal: take routers that look at later tokens.
+        allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
+            the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
     """
 
     vocab_size: int

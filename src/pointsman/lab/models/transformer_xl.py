@@ -225,6 +225,7 @@ class TransformerXL(nn.Module):
             key_mask,
             padding_mask,
             tokens,
+            causal=not self.config.allow_non_causal,
         )
         hidden = self._drop(embedded)
         kept: list[Tensor] = []

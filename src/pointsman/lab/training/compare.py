@@ -23,7 +23,7 @@ from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import BatchStream, Corpus, EvalStream
 from pointsman.lab.models import TransformerXL
 from pointsman.lab.training.checkpoint import steps_of
-from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig
+from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.progress import Interrupted, Progress, Stop
 from pointsman.lab.training.record import still_right
@@ -33,6 +33,7 @@ from pointsman.routers.registry import split_specs
 
 FORMAT = 1
 PLAN = "comparison.json"
+ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
 """Settings that may change between two calls, but not between the rows of a table."""
 
@@ -61,7 +62,9 @@ class Plan:
         """Everything but routers and seeds, as JSON."""
         values = self.base.to_dict()
         values.pop("seed")
-        model = {key: value for key, value in values["model"].items() if key not in ("router", "seed", "vocab_size")}
+        model = {
+            key: value for key, value in values["model"].items() if key not in ("router", "seed", "vocab_size", "top_k")
+        }
         return {**values, "model": model}
 
 
@@ -124,7 +127,7 @@ def merged(plan: Plan, out: Path) -> Plan:
         if out.exists() and any(entry.name != LOCK for entry in out.iterdir()):
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
-    ours, theirs = _flat(plan.settings()), _flat(before["settings"])
+    ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / PLAN))
     keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
     differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
@@ -249,9 +252,10 @@ def _check_models(plan: Plan, corpus: Corpus) -> None:
             TransformerXL(replace(plan.config(router, 0).model, vocab_size=corpus.vocabulary.size))
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    values = {key: value for key, value in settings.items() if key != "model"}
-    return {**values, **{f"model.{key}": value for key, value in settings.get("model", {}).items()}}
+def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Settings that an earlier version wrote, as this one would: what is new since then has its default."""
+    model = {**settings.get("model", {}), "router": "smoe", "vocab_size": ANY_VOCABULARY}
+    return Plan(RunConfig.from_dict({**settings, "model": model}, str(file)), (), ()).settings()
 
 
 def ordered_seeds(count: int) -> Sequence[int]:

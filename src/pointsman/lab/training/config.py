@@ -19,7 +19,11 @@ from pointsman.routers.registry import split_specs
 
 FORMAT = 1
 
-DERIVED = {"model.vocab_size": "it is the vocabulary of the data", "model.seed": "set seed"}
+DERIVED = {
+    "model.vocab_size": "it is the vocabulary of the data",
+    "model.seed": "set seed",
+    "model.top_k": "it is the first k of train_top_k",
+}
 """Settings that follow from others."""
 
 NO_EFFECT_ON_TRAINING = frozenset(
@@ -50,7 +54,7 @@ class RunConfig:
 
     Attributes:
         model: the model's shape and router. Its `vocab_size` is that of the data once the run starts, its `seed` the
-            run's.
+            run's, its `top_k` the first k of `train_top_k`.
         data: a corpus, as `--data` names it.
         steps: optimizer steps.
         seed: of initial weights, dropout and routing noise.
@@ -113,7 +117,6 @@ class RunConfig:
     preset: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", replace(self.model, seed=self.seed))
         for name in _POSITIVE:
             _at_least(name, getattr(self, name), 1)
         for name in _NOT_NEGATIVE:
@@ -139,7 +142,7 @@ class RunConfig:
         if len(set(self.eval_top_k)) != len(self.eval_top_k):
             raise RunError(f"eval_top_k={','.join(map(str, self.eval_top_k))}: a k is given twice")
         split_specs(self.model.router)
-        _ = self.top_k_schedule
+        object.__setattr__(self, "model", replace(self.model, seed=self.seed, top_k=self.top_k_schedule.low))
 
     @property
     def top_k_schedule(self) -> TopKSchedule:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.control import named_routers
 from pointsman.lab.training.config import RunConfig
 
 
@@ -32,21 +34,41 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def build_adam(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
+def lr_scales(model: nn.Module) -> dict[int, float]:
+    """id -> factor of the learning rate, of every parameter of a router that has a rate of its own."""
+    scaled = [router for _, router in named_routers(model) if router.lr_scale != 1]
+    return {id(parameter): router.lr_scale for router in scaled for parameter in router.parameters()}
+
+
+def build_adam(
+    config: RunConfig, parameters: Mapping[str, nn.Parameter], scales: Mapping[int, float] = MappingProxyType({})
+) -> torch.optim.Adam:
     """Adam over these parameters, fused: one pass over each weight.
+
+    Args:
+        scales: what `lr_scales` gives. Parameters of one factor are a group, whose "lr_scale" it is.
 
     Raises:
         RunError: there are none.
     """
     if not parameters:
         raise RunError("nothing in the model trains")
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters.values():
+        groups.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
     return torch.optim.Adam(
-        list(parameters.values()),
+        [{"params": group, "lr_scale": scale} for scale, group in groups.items()],
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Adam, rate: float) -> None:
+    """Sets each group's rate: this one times the group's factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
 
 
 def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -67,7 +89,10 @@ def restore_optimizer(
         RunError: tensors that do not fit the parameters.
     """
     state: dict[int, dict[str, Tensor]] = {}
-    order = {name: index for index, name in enumerate(parameters)}
+    places = {
+        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
+    }
+    order = {name: places[id(parameter)] for name, parameter in parameters.items()}
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition(".")
         if name not in order or (tensor.dim() and tensor.shape != parameters[name].shape):

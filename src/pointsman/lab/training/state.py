@@ -24,8 +24,10 @@ from pointsman.lab.training.optimizer import (
     clip_gradient,
     gradient_norm,
     learning_rate,
+    lr_scales,
     optimizer_tensors,
     restore_optimizer,
+    set_learning_rate,
     trainable,
 )
 from pointsman.lab.training.progress import Diverged, Monitor
@@ -59,7 +61,7 @@ class TrainingState:
             parts.model, parts.stream, parts.objective, parts.tokens,
         )  # fmt: skip
         self.parameters = trainable(self.model)
-        self.optimizer = build_adam(config, self.parameters)
+        self.optimizer = build_adam(config, self.parameters, lr_scales(self.model))
         self.schedule = config.top_k_schedule
         self.sparse = any(True for _ in named_routers(self.model))
         self.memories: list[Memory | None] = [None] * config.accumulation
@@ -81,8 +83,7 @@ class TrainingState:
         if self.sparse:
             set_top_k(self.model, k)
         rate = learning_rate(config, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         if self.stream.is_epoch_start(step):
             self.memories = [None] * config.accumulation
         self.model.train()

@@ -64,7 +64,7 @@ def train(
     work: Work | None = None,
     kernels: Kernels | None = None,
     progress: Progress | None = None,
-    monitor: Callable[[nn.Module, int], Monitor] | None = None,
+    monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
 ) -> TrainResult:
     """Trains and evaluates the run that `config` describes, in the run directory `out`.
@@ -78,7 +78,7 @@ def train(
         work: what is learned, if it is another thing than predicting the next token of `config.data`.
         kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
         progress: a display.
-        monitor: makes what looks at the routing on the way, from the model and a number of steps
+        monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
             (`diagnostics.RoutingMonitor`).
         stop: asks the run to save and end.
 
@@ -92,7 +92,7 @@ def train(
     work = work or LanguageModelling(corpus or open_corpus(config.data))
     config = work.prepared(config)
     state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
-    watch = monitor(state.model, config.observe_every) if monitor and state.sparse else None
+    watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
     directory.check(config, resume=resume)  # before a lock file is left in somebody else's folder
     with alone(directory.path):
         return _trained(state, directory, watch, kernels, progress, stop, resume=resume)

@@ -6,6 +6,7 @@ router: `smoe+similarity`, `xmoe+attention`. In a causal context j <= i, over th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -85,6 +86,8 @@ class AttentionInform(TokenMixer):
 
     Args:
         sigma: standard deviation of the Gaussians.
+        factor: "heads" = W_h is H times the head's block of the output projection, as the paper's definition of
+            attention has it; "one" = the block itself.
         heads: "lowest-entropy" = the head whose attention has the lowest mean entropy so far: a running mean per head,
             updated in `step_end` (head 0 before the first), so that no token looks ahead; "lowest-entropy-sequence" =
             the lowest mean entropy in this segment of this sequence, which looks ahead; "all" = every head by its
@@ -93,11 +96,11 @@ class AttentionInform(TokenMixer):
 
     needs = frozenset({"attention"})
 
-    def __init__(self, *, sigma: float, heads: str, strength: float, neighbours: str) -> None:
+    def __init__(self, *, sigma: float, heads: str, strength: float, neighbours: str, factor: str = "heads") -> None:
         super().__init__(strength, neighbours)
         if sigma <= 0:
             raise ValueError(f"attention: option sigma={sigma}: allowed are numbers above 0")
-        self.heads = heads
+        self.heads, self.factor = heads, factor
         self.causal = heads != "lowest-entropy-sequence"
         self.needs_step_end = heads == "lowest-entropy"
         self.sigma: Tensor
@@ -108,6 +111,9 @@ class AttentionInform(TokenMixer):
             self.register_buffer("head_entropy", torch.zeros(0))
             self.register_buffer("head_steps", torch.zeros((), dtype=torch.int64))
         self._gathered: tuple[Tensor, Tensor] | None = None
+
+    def sees_earlier(self, context: RoutingContext) -> bool:
+        return context.causal or _trace(context).causal
 
     def keys(self, context: RoutingContext, past: int) -> int:
         trace = _trace(context)
@@ -134,7 +140,9 @@ class AttentionInform(TokenMixer):
                 f"RoutingContext.attention is of {trace.query.shape[0]} x {trace.query.shape[2]} tokens, "
                 f"the hidden states of {probs.shape[0]} x {probs.shape[1]}"
             )
-        return Posterior(trace, probs, None if past is None else past["probs"], self.sigma, visible, self.kernels)
+        before = None if past is None else past["probs"]
+        factor = 1.0 if self.factor == "one" else None
+        return Posterior(trace, probs, before, self.sigma, visible, self.kernels, factor)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
         """[1] or [B], or None for all of them."""
@@ -179,7 +187,7 @@ class AttentionInform(TokenMixer):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, strength={self.strength}, neighbours={self.neighbours_rule}"
+        return f"heads={self.heads}, factor={self.factor}, strength={self.strength}, neighbours={self.neighbours_rule}"
 
 
 def _trace(context: RoutingContext) -> AttentionTrace:
@@ -220,16 +228,22 @@ def attention(
     layer: LayerSpec,
     *,
     sigma: float = 1.0,
+    relative: bool = False,
+    factor: Literal["heads", "one"] = "heads",
     heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
     strength: float = 1.0,
     neighbours: Literal["all", "surer"] = "all",
 ) -> Mixer:
-    """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | W_O v_j, sigma^2 I), u its output.
+    """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
 
     sigma: standard deviation of the Gaussians.
+    relative: sigma counts in units of sqrt(dim), the length of a vector whose coordinates are 1.
+    factor: c is the number of heads, as the paper defines it (heads), or 1 (one).
     heads: the head of lowest mean attention entropy over training so far (lowest-entropy) or in this sequence, which
         looks ahead (lowest-entropy-sequence); or every head, by its posterior (all).
     strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
     neighbours: all tokens, or only those at least as sure of their experts (surer).
     """
-    return AttentionInform(sigma=sigma, heads=heads, strength=strength, neighbours=neighbours)
+    if relative:
+        sigma *= math.sqrt(layer.dim)
+    return AttentionInform(sigma=sigma, heads=heads, strength=strength, neighbours=neighbours, factor=factor)

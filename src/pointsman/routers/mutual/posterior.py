@@ -2,7 +2,8 @@
 
     A'_h[i, j] ~ A_h[i, j] N(u_i | W_h v_j, sigma^2 I),   H'[i, h] ~ sum_j A_h[i, j] N(u_i | W_h v_j, sigma^2 I)
 
-with W_h = H times the head's block of the output projection. In logarithms, without what is the same for all j:
+with W_h = c times the head's block of the output projection (the paper: c = H). In logarithms, without what is the same
+for all j:
 
     a_ij + (W_h' u_i) . v_j / sigma^2 - v_j' (W_h' W_h) v_j / (2 sigma^2)
 
@@ -90,6 +91,7 @@ class Posterior:
         probs: [B, T, E], the expert scores of the queries' own tokens.
         past: [B, S - T, E] of the tokens before them, or None.
         sigma: standard deviation of the Gaussians, 0-dim.
+        factor: c; None: H.
         kernels: as of `inform`.
     """
 
@@ -101,8 +103,10 @@ class Posterior:
         sigma: Tensor,
         visible: Visible,
         kernels: Kernels | None = None,
+        factor: float | None = None,
     ) -> None:
         self.kernels = kernels
+        self.factor = trace.query.shape[1] if factor is None else factor
         self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
         relative = isinstance(trace.bias, RelativeBias) and visible.causal
         self.opaque = trace.bias is not None and not relative
@@ -172,7 +176,7 @@ class Posterior:
             batched, rest, prepare = [query, key], relative, _PreparePrior(trace.scale, bool(relative))
         else:
             weight = trace.out_weight.to(self.probs.dtype)
-            own = weight.index_select(0, head) * len(weight)  # W_h', [1 or B, D, dim]
+            own = weight.index_select(0, head) * self.factor  # W_h', [1 or B, D, dim]
             precision = self.sigma.to(self.probs.dtype).square().reciprocal()
             output, explain = trace.output, own
             if trace.side_by_side is not None:  # by way of the heads' outputs, so that u itself is not kept

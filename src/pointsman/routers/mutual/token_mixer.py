@@ -75,6 +75,10 @@ class TokenMixer(Mixer):
         """What `gather` is to get."""
         return {}
 
+    def sees_earlier(self, context: RoutingContext) -> bool:
+        """Whether only earlier tokens inform a token."""
+        return context.causal
+
     def keys(self, context: RoutingContext, past: int) -> int:
         """How many of the past tokens can inform."""
         return past
@@ -105,7 +109,7 @@ class TokenMixer(Mixer):
         if self.neighbours_rule == "surer":
             with torch.no_grad():
                 sure = entropy(_joined(past, "probs", probs))
-        return past, Visible(length, count + length, context.causal, _real(past, context, probs), sure)
+        return past, Visible(length, count + length, self.sees_earlier(context), _real(past, context, probs), sure)
 
     def _carry(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> RouterState:
         kept = {
