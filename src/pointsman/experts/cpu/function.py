@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu import decode, dense, memory, sparse
+from pointsman.experts.cpu import decode, dense, sparse
 from pointsman.experts.cpu.dispatch import Plan, Sharing, Slots, plan, slots_of_pairs, slots_of_tokens
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, refuse_second_derivatives
+from pointsman.experts.cpu.memory import empty_gradient
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.gemm import IN_CACHE, choose
 from pointsman.ops.kernels import Kernels
@@ -75,8 +76,6 @@ class Work:
         self, hidden: Tensor, weight: Tensor, parameters: ExpertParameters, keep: bool
     ) -> tuple[Tensor, list[Kept]]:
         first = self.options.hidden_units(hidden.dtype)
-        if keep:
-            first = replace(first, spent=memory.spent(parameters.w_in))
         factors = self._factors(weight, hidden.dtype)
         hidden = hidden.detach()  # embedding_bag does more for what requires gradients
         if self.plan is None:
@@ -169,8 +168,7 @@ def apply(
 def evaluate(
     hidden: Tensor, weight: Tensor, assignments: Assignments, parameters: ExpertParameters, options: Options
 ) -> Tensor:
-    """`apply` where no backward follows. Lets go of hidden units that a backward before it has left."""
-    memory.spent(parameters.w_in).clear()
+    """`apply` where no backward follows."""
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= decode.MOST and not options.dropout:
         first, decoding = options.hidden_units(hidden.dtype), options.kernels.decoding(hidden.dtype)
@@ -186,7 +184,7 @@ class _Experts(torch.autograd.Function):
         parameters = ExpertParameters(*tensors)  # type: ignore[arg-type]
         work = Work(hidden, assignments, parameters, options)
         output, kept = work.forward(hidden, weight, parameters, keep=True)
-        ctx.work, ctx.owner = work, memory.owner(parameters.w_in)
+        ctx.work = work
         ctx.width = len(kept[0]) if kept else 1
         ctx.save_for_backward(hidden, weight, *tensors, *(tensor for item in kept for tensor in item))
         return output
@@ -200,10 +198,9 @@ class _Experts(torch.autograd.Function):
         hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
         gradients = Gradients(
             *(
-                memory.empty_gradient(tensor) if needed and tensor is not None else None
+                empty_gradient(tensor) if needed and tensor is not None else None
                 for tensor, needed in zip(parameters, wanted, strict=True)
             )
         )
         pair = ctx.work.backward(gradient, hidden, weight, parameters, kept, gradients, hidden_wanted, weight_wanted)
-        memory.spend(ctx.owner, flat)
         return *pair, None, None, *gradients

@@ -7,7 +7,7 @@ dropout h = mask act(u) / (1 - p). The expert returns W_out h + b_out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,16 +61,12 @@ class HiddenUnits:
     """The first half of every expert of one call: how hidden units come about, and how their gradient goes back.
 
     Forward and backward must visit the experts in the same order: one generator draws all dropout masks.
-
-    Attributes:
-        spent: what an earlier call kept; `forward` lets go of the last one for each that it makes (`recycling`).
     """
 
     activation: str
     dropout: float
     gemm: Gemm
     generator: torch.Generator | None
-    spent: list[Tensor] = field(default_factory=list)
 
     def of(self, experts: int) -> HiddenUnits:
         """The same for so many experts at once."""
@@ -78,7 +74,6 @@ class HiddenUnits:
 
     def forward(self, rows: Tensor, expert: ExpertParameters) -> tuple[Tensor, Kept]:
         """Hidden units [n, hidden], and what is to be kept."""
-        self._let_go()
         if expert.w_gate is None and self.activation == "relu":
             units = self.gemm.linear(rows, expert.w_in, expert.b_in, relu=True)
             self._drop(units)
@@ -88,7 +83,6 @@ class HiddenUnits:
             units = ACTIVATIONS[self.activation](up)
             self._drop(units)
             return units, (up,)
-        self._let_go()
         gate = self.gemm.linear(rows, expert.w_gate, expert.b_gate)
         units = ACTIVATIONS[self.activation](gate).mul_(up)
         self._drop(units)
@@ -116,10 +110,6 @@ class HiddenUnits:
             return derivative(gradient, kept[0]), None
         through_gate = derivative(gradient * kept[0], kept[1])
         return gradient.mul_(again.activated), through_gate
-
-    def _let_go(self) -> None:
-        if self.spent:
-            self.spent.pop()
 
     def _holds_units(self, kept: Kept) -> bool:
         return len(kept) == 1 and self.activation == "relu"

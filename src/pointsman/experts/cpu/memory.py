@@ -1,149 +1,62 @@
-"""Memory that is used again, step after step.
+"""Weight gradients in freed buffers: a large gradient takes the memory of an earlier gradient of the same parameter.
 
-Fresh memory costs a page fault every 4 KB: for large experts as much as the matrix products themselves. Therefore
-
-- a weight gradient lies in the storage of an earlier gradient of the same parameter;
-- the rows of all experts, which do not outlive a call, lie in storage that all layers share;
-- the hidden units that backward has used are let go of in the next forward, each just before its successor is
-  allocated, so that the allocator has a block for it and never so much free that it gives memory back.
-
-Storage is used again once nothing else refers to it: no tensor, no view, no Python storage object. Where this cannot be
-told for certain, memory is fresh. What is kept is kept for a parameter (or for what it is a view of; a copy that
-autocast has made lives too short), and gone with it. At the start of backward all of it is in use; what an optimizer
-needs at its step comes on top.
-
-A parameter that has weak references cannot take part in `torch.utils.swap_tensors`: `forget()` before.
+glibc gives large freed blocks back to the system, and a fresh page costs a fault every 4 KB: with large experts a third
+of a training step. Nothing is reused while anything refers to it: each buffer is a NumPy array that torch holds for as
+long as the gradient's storage lives, be it through a view, a NumPy array or a DLPack capsule; when torch releases it,
+a finalizer puts its block back.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-LEAST = 1 << 25  # bytes; glibc maps larger blocks anew each time, and has smaller ones at hand
+SMALLEST = 1 << 20
+"""Bytes; smaller gradients are left to the allocator, which keeps such blocks."""
+_KEPT = 2  # freed blocks of a parameter: two gradients are there when a second backward adds to the first
+_ALIGNMENT = 64  # bytes, torch's own
 
-# caches: no result depends on them
-_lock = threading.Lock()
-_storages: Any = WeakTensorKeyDictionary()  # parameter -> storages of its gradients
-_rows: Any = WeakTensorKeyDictionary()  # parameter -> storages of rows, for every parameter's
-_spent: Any = WeakTensorKeyDictionary()  # parameter -> hidden units, the last first
+Block = np.ndarray[Any, np.dtype[np.uint8]]
+_freed: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Block]] = weakref.WeakKeyDictionary()
+"""A parameter's storage -> the blocks of its freed gradients; they go with the parameter. No result depends on them."""
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """`torch.empty_like(parameter)`, in recycled storage if `parameter` is a contiguous leaf."""
-    if not (_COUNTS_HOLDERS and parameter.is_leaf and parameter.is_contiguous()):
+    """`torch.empty_like(parameter)`, in the memory of a freed gradient if the parameter is a large contiguous leaf."""
+    size = parameter.nbytes
+    if size < SMALLEST or not parameter.is_leaf or not parameter.is_contiguous():
         return torch.empty_like(parameter)
-    with _lock:
-        storages: list[torch.UntypedStorage] = _storages.setdefault(parameter, [])
-        free = [_free(storages, index) for index in range(len(storages))]
-        of_size = [
-            index for index, is_free in enumerate(free) if is_free and storages[index].nbytes() == parameter.nbytes
-        ]
-        # one more than is asked for: a step of several backwards needs two in turns
-        storages[:] = [storages[i] for i, is_free in enumerate(free) if not is_free or i in of_size[:2]]
-        if of_size:
-            index = sum(not is_free for is_free in free[: of_size[0]])  # where the first of them is now
-        else:
-            index = len(storages)
-            storages.append(_storage(parameter.nbytes))
-        return _tensor(storages[index], parameter.dtype, parameter.shape, parameter.stride())
-
-
-def owner(parameter: Tensor) -> Tensor:
-    """What lives as long as this parameter's memory."""
-    return parameter if parameter._base is None else parameter._base
-
-
-def empty_rows(parameter: Tensor, rows: int, width: int) -> Tensor:
-    """`torch.empty(rows, width)` in the dtype of `parameter`, in recycled storage if it is large."""
-    nbytes = rows * width * parameter.element_size()
-    if not _COUNTS_HOLDERS or nbytes < LEAST:
-        return parameter.new_empty(rows, width)
-    with _lock:
-        for storages in _rows.values():
-            for index in range(len(storages)):
-                if _free(storages, index) and storages[index].nbytes() >= nbytes:
-                    return _tensor(storages[index], parameter.dtype, (rows, width), (width, 1))
-        for storages in _rows.values():  # they are too small
-            storages[:] = [storages[index] for index in range(len(storages)) if not _free(storages, index)]
-        storages = _rows.setdefault(owner(parameter), [])
-        storages.append(_storage(nbytes + nbytes // 8))  # pages that are not written to are not there
-        return _tensor(storages[-1], parameter.dtype, (rows, width), (width, 1))
-
-
-def spend(parameter: Tensor, units: Sequence[Tensor]) -> None:
-    """Keeps what backward has used, in the order in which forward made it."""
-    with _lock:
-        _spent[parameter] = list(reversed(units))
-
-
-def spent(parameter: Tensor) -> list[Tensor]:
-    """What was kept last for `parameter`, or else for another, the first at the end: to be let go of one by one.
-
-    Another's, so that layers which recompute their forward in backward hold one layer's units between them.
-    """
-    if not _spent:
-        return []
-    with _lock, suppress(KeyError):  # the last parameter may have gone meanwhile
-        own: list[Tensor] = _spent.pop(owner(parameter), None) or _spent.popitem()[1]
-        return own
-    return []
+    freed = _freed.setdefault(parameter.untyped_storage(), [])
+    block = _taken(freed, size + _ALIGNMENT)
+    start = -block.ctypes.data % _ALIGNMENT
+    buffer = block[start : start + size]
+    finalizer = weakref.finalize(buffer, _put_back, freed, block)
+    finalizer.atexit = False
+    gradient = torch.empty(0, dtype=parameter.dtype, device="cpu")
+    return gradient.set_(torch.from_numpy(buffer).untyped_storage(), 0, parameter.shape, parameter.stride())
 
 
 def forget() -> None:
-    """Lets go of everything that is kept."""
-    with _lock:
-        for kept in (_storages, _rows, _spent):
-            kept.clear()
+    """Releases all freed buffers."""
+    for freed in list(_freed.values()):
+        freed.clear()
 
 
-def _storage(nbytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+def _taken(freed: list[Block], size: int) -> Block:
+    while freed:
+        try:
+            block = freed.pop()
+        except IndexError:  # another thread was faster
+            break
+        if block.nbytes == size:
+            return block
+    return np.empty(size, np.uint8)
 
 
-def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
-
-
-def _free(storages: list[torch.UntypedStorage], index: int) -> bool:
-    return (
-        _python_holders(storages, index) == _NO_HOLDERS
-        and _tensor_holders(storages[index]) == 1
-        and not storages[index].is_shared()
-    )
-
-
-def _python_holders(storages: list[torch.UntypedStorage], index: int) -> int:
-    return sys.getrefcount(storages[index])
-
-
-def _tensor_holders(storage: torch.UntypedStorage) -> int:
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
-
-
-def _counts_holders() -> bool:
-    """Whether the count of a storage's holders, which is not public, exists and tells one holder from two."""
-    storage = _storage(4)
-    try:
-        alone = _tensor_holders(storage)
-        tensor = torch.empty(0, device="cpu").set_(storage, 0, (1,), (1,))
-        view = tensor.view(1).detach()
-        held = _tensor_holders(storage)
-        del tensor
-        by_view = _tensor_holders(storage)
-        del view
-        return (alone, held, by_view, _tensor_holders(storage)) == (1, 3, 2, 1)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
-_NO_HOLDERS = _python_holders([_storage(4)], 0)
-_COUNTS_HOLDERS = _counts_holders()
+def _put_back(freed: list[Block], block: Block) -> None:
+    if len(freed) < _KEPT:
+        freed.append(block)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pointsman.experts.cpu.dispatch import Part, Plan
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, divisible
-from pointsman.experts.cpu.memory import empty_rows
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
 
@@ -36,7 +35,7 @@ def forward(
         first: the experts' first half.
         keep: whether backward will follow.
     """
-    rows = empty_rows(parameters.w_in, plan.total, hidden.shape[1])
+    rows = hidden.new_empty(plan.total, hidden.shape[1])
     kept: list[Kept] = []
     for part, tensors, results in zip(plan.parts, _experts(plan, parameters), plan.split(rows), strict=True):
         if not part.size:
@@ -68,7 +67,7 @@ def backward(
     rests: Sequence[Tensor | None] = [None] * len(plan.parts)
     if rest is not None:
         rests = plan.split(rest.new_ones(plan.total, 1).index_copy_(0, plan.position, rest[:, None]))
-    hidden_rows = empty_rows(parameters.w_in, plan.total, hidden.shape[1]) if hidden_wanted else None
+    hidden_rows = hidden.new_empty(plan.total, hidden.shape[1]) if hidden_wanted else None
     of_hidden = [None] * len(plan.parts) if hidden_rows is None else plan.split(hidden_rows)
     of_weight = [weight[:0]]
     saved = iter(kept)
