@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pointsman.control import (
+        add_losses,
         freeze,
         losses,
         materialize,
@@ -27,6 +28,7 @@ __all__ = [
     "Router",
     "Routing",
     "RoutingContext",
+    "add_losses",
     "build_router",
     "build_routers",
     "freeze",

@@ -162,16 +162,51 @@ def track_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Removable
     return optimizer.register_step_post_hook(lambda *_: step_end(model))
 
 
+def add_losses(loss: Tensor, model: nn.Module) -> Tensor:
+    """The loss with the routers' own losses (balance, z-loss, …) added: for a training loop of your own.
+
+        output = model(inputs)
+        loss = pointsman.add_losses(criterion(output, targets), model)
+        scaler.scale(loss / accumulation).backward()
+
+    What scales the loss afterwards scales them alike. Each training forward's losses are added once, those of several
+    forwards since the last call together; under `torch.compile` those of each layer's last run. Without gradients
+    (`torch.no_grad`) and of a model in evaluation mode the loss comes back as it is.
+
+    Args:
+        loss: a scalar, before any scaling.
+        model: the model whose forward made it, wrapped or not; its MoE layers have `attach_losses=False`.
+
+    Raises:
+        ValueError: no MoE layer, a layer that attaches its losses itself, or forwards without gradients.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers:
+        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
+    for name, layer in layers:
+        if layer.attach_losses:
+            raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it with attach_losses=False")
+    if torch.is_grad_enabled():
+        for _, layer in layers:
+            for value in layer.take_losses():
+                loss = loss + value.to(loss.device)
+    return loss
+
+
 def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The last values of the attached losses: layer name -> loss name -> weighted scalar."""
+    """The last values of the routers' losses: layer name -> loss name -> weighted scalar, detached."""
     return {name: dict(module.last_losses) for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Scales the attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor)."""
+    """Scales the attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor).
+
+    `add_losses` needs no such call.
+    """
     for module in model.modules():
         if isinstance(module, MoE):
             module.loss_scale.copy_(torch.as_tensor(scale))
+            module.know_scale()
 
 
 def materialize(model: nn.Module) -> nn.Module:

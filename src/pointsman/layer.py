@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +34,9 @@ class MoE(nn.Module):
         dropout: dropout of the experts' hidden units.
         experts: "ffn", or "base": three residual sublayers as one expert, the output containing the input
             (`BaseExperts`, X-MoE's sparse layer).
-        attach_losses: whether the router's losses are added by autograd to whatever the output enters, so that no
-            training loop can forget them. In evaluation, too, wherever gradients are on: without them for saliency.
+        attach_losses: True: autograd adds the router's losses to whatever the output enters, so that no training loop
+            can forget them; in evaluation, too, wherever gradients are on. Their scale is `loss_scale`, whatever the
+            loop does to its own loss. False: `pointsman.add_losses` adds them, or nobody does.
     """
 
     role = "moe"
@@ -70,6 +74,10 @@ class MoE(nn.Module):
         self.loss_scale: Tensor
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
         self.last_losses: dict[str, Tensor] = {}
+        self._kept: list[ref[Kept]] = []
+        self._compiled: Kept | None = None
+        self._without_gradients = False
+        self._scale_is_known = False
 
     @property
     def contains_input(self) -> bool:
@@ -103,13 +111,81 @@ class MoE(nn.Module):
         return output.view(hidden.shape), routing
 
     def _attach(self, output: Tensor, routing: Routing) -> Tensor:
-        losses = routing.losses if self.attach_losses else {}
-        self.last_losses = {name: value.detach() for name, value in losses.items()}
-        if not (losses or routing.statistics) or not torch.is_grad_enabled() or not output.requires_grad:
+        self.last_losses = {name: value.detach() for name, value in routing.losses.items()}
+        losses = list(routing.losses.values())
+        kept = None
+        if not self.attach_losses:
+            kept = self._keep(losses) if losses and self.training else None
+            losses = []
+        elif losses and self.training and not self._scale_is_known and not torch.compiler.is_compiling():
+            self._warn_of_scale(output)
+        if not (losses or routing.statistics or kept) or not torch.is_grad_enabled() or not output.requires_grad:
             return output
         gather = self.router.gather if self.training and routing.statistics else None
-        attached: Tensor = AttachLosses.apply(output, self.loss_scale, gather, routing.statistics, *losses.values())  # type: ignore[no-untyped-call]
+        attached: Tensor = AttachLosses.apply(output, self.loss_scale, gather, routing.statistics, kept, *losses)  # type: ignore[no-untyped-call]
         return attached
+
+    def _keep(self, losses: Sequence[Tensor]) -> Kept | None:
+        """Keeps the losses of a training forward for `take_losses`, no longer than autograd keeps the forward."""
+        if not torch.is_grad_enabled():
+            self._without_gradients = True
+            return None
+        kept = Kept(losses)
+        if torch.compiler.is_compiling():
+            self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
+            return None
+        self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
+        return kept
+
+    def take_losses(self) -> list[Tensor]:
+        """The live losses of the training forwards since the last call, with `attach_losses=False`; each once.
+
+        Raises:
+            ValueError: there were such forwards, all without gradients.
+        """
+        found = [kept for one in self._kept if (kept := one()) is not None]
+        if self._compiled is not None:
+            found.append(self._compiled)
+        if self.training and self._without_gradients and not found:
+            raise ValueError(
+                "add_losses: the last training forward was without gradients, and so are its losses; activation "
+                "checkpointing needs use_reentrant=False"
+            )
+        self._kept, self._compiled, self._without_gradients = [], None, False
+        losses = [loss for kept in found for loss in kept.losses]
+        for kept in found:
+            kept.losses = ()
+        return losses
+
+    def know_scale(self) -> None:
+        """`loss_scale` was set by somebody who knows how the main loss is scaled: no warning about it."""
+        self._scale_is_known = True
+
+    def _warn_of_scale(self, output: Tensor) -> None:
+        """Warns once where the main loss is scaled by somebody who does not know of the attached losses."""
+        kind = output.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            why = "autocast in float16 goes with a loss scaler, which does not scale"
+        elif (state := sys.modules.get("accelerate.state")) and state.GradientState().num_steps > 1:
+            why = "accelerate divides the loss by its accumulation steps, but not"
+        else:
+            return
+        self._scale_is_known = True
+        warnings.warn(
+            f"{why} the losses that MoE layers attach to their outputs: build the layers with attach_losses=False and "
+            "write loss = pointsman.add_losses(loss, model), or call pointsman.set_loss_scale",
+            stacklevel=5,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
+
+
+class Kept:
+    """The live losses of one forward, for `add_losses`. The forward's graph holds them, the layer a weak reference."""
+
+    def __init__(self, losses: Sequence[Tensor]) -> None:
+        self.losses = losses
 
 
 class AttachLosses(torch.autograd.Function):
@@ -126,9 +202,10 @@ class AttachLosses(torch.autograd.Function):
         scale: Tensor,
         gather: Callable[[Mapping[str, Tensor]], None] | None,
         statistics: Mapping[str, Tensor],
+        kept: Kept | None,
         *losses: Tensor,
     ) -> Tensor:
-        ctx.scale, ctx.gather, ctx.statistics = scale, gather, statistics
+        ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
         ctx.dtypes = [loss.dtype for loss in losses]
         return output.detach()
 
@@ -136,4 +213,4 @@ class AttachLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gather is not None:
             ctx.gather(ctx.statistics)
-        return (grads[0], None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))
+        return (grads[0], None, None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))

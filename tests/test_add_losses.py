@@ -1,0 +1,152 @@
+"""`add_losses`: live values, once each, scaled with the main loss; and the warning where attached ones are not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pointsman
+from pointsman import MoE
+
+ROUTER = "smoe:balance=0.1:z_loss=0.01"
+
+
+class Model(nn.Module):
+    """Two MoE layers, or one that is used twice."""
+
+    def __init__(self, *, attach: bool = False, shared: bool = False, recompute: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = MoE(8, 16, 4, router=ROUTER, attach_losses=attach)
+        self.second = self.first if shared else MoE(8, 16, 4, router=ROUTER, attach_losses=attach)
+        self.recompute = recompute
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            if self.recompute is None:
+                hidden = hidden + layer(hidden)
+            else:
+                hidden = hidden + checkpoint(layer, hidden, use_reentrant=self.recompute)
+        return hidden
+
+
+def data() -> Tensor:
+    return torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def attached(**how: bool) -> list[Tensor]:
+    model = Model(attach=True, **how)
+    model(data()).square().mean().backward()
+    return gradients(model)
+
+
+def test_they_equal_attached_losses_and_show_in_the_value() -> None:
+    model = Model()
+    main = model(data()).square().mean()
+    whole = pointsman.add_losses(main, model)
+    values = [value for layer in pointsman.losses(model).values() for value in layer.values()]
+    assert len(values) == 4
+    torch.testing.assert_close(whole, main + sum(values))
+    whole.backward()
+    torch.testing.assert_close(gradients(model), attached())
+    assert pointsman.add_losses(main, model) is main  # each once
+
+
+@pytest.mark.parametrize("how", [{"shared": True}, {"recompute": False}])
+def test_layers_used_twice_and_layers_done_again(how: dict[str, bool]) -> None:
+    model = Model(**how)
+    for _ in range(2):
+        model.zero_grad()
+        pointsman.add_losses(model(data()).square().mean(), model).backward()
+        torch.testing.assert_close(gradients(model), attached(**how))
+
+
+def test_several_forwards_count_together_and_forgotten_ones_do_not() -> None:
+    model = Model()
+    model(data())  # its graph is gone: nothing to add
+    gc.collect()
+    (model(data()).square().mean() + model(data()).square().mean()).backward()
+    once = [grad / 2 for grad in gradients(model)]
+    model.zero_grad()
+    loss = pointsman.add_losses(model(data()).square().mean() + model(data()).square().mean(), model)
+    loss.backward()
+    both = [grad / 2 for grad in gradients(model)]
+    torch.testing.assert_close(both, attached())
+    assert not torch.allclose(once[0], both[0])
+
+
+def test_the_whole_is_scaled_alike() -> None:
+    model = Model()
+    for _ in range(4):
+        (pointsman.add_losses(model(data()).square().mean(), model) * 65536 / 4).backward()
+    torch.testing.assert_close([grad / 65536 for grad in gradients(model)], attached())
+
+
+def test_without_gradients_and_in_evaluation_the_loss_is_as_it_was() -> None:
+    model = Model()
+    with torch.no_grad():
+        loss = model(data()).square().mean()
+        assert pointsman.add_losses(loss, model) is loss
+    model.eval()
+    loss = model(data()).square().mean()
+    assert pointsman.add_losses(loss, model) is loss
+
+
+def test_compiled() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        model.zero_grad()
+        pointsman.add_losses(compiled(data()).square().mean(), compiled).backward()
+        torch.testing.assert_close(gradients(model), attached())
+    for _ in range(3):
+        compiled(data())  # nobody adds them: nothing piles up, nothing is compiled again
+    assert len(model.first.take_losses()) == 2
+
+
+def test_models_that_hold_live_losses_are_copied_and_pickled() -> None:
+    model = Model()
+    output = model(data())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss = output.sum()
+        assert pointsman.add_losses(loss, other) is loss
+    assert pointsman.add_losses(output.sum(), model).item() > output.sum().item()
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    loss = torch.zeros(())
+    with pytest.raises(ValueError, match="Linear has no MoE layer"):
+        pointsman.add_losses(loss, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="layer 'first' attaches its losses"):
+        pointsman.add_losses(loss, Model(attach=True))
+    model, hidden = Model(recompute=True), data().requires_grad_()
+    loss = model(hidden).square().mean()
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        pointsman.add_losses(loss, model)
+
+
+def test_attached_losses_warn_once_under_a_scaler_whose_factor_nobody_told() -> None:
+    model = Model(attach=True)
+    with torch.autocast("cpu", torch.float16), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(data())
+        model(data())
+    assert all("pointsman.add_losses" in str(one.message) for one in caught)
+    assert len(caught) == 2  # one a layer
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.float16):
+        warnings.simplefilter("error")
+        told, added = Model(attach=True), Model()
+        pointsman.set_loss_scale(told, 65536.0)
+        for quiet in (told, added, Model(attach=True).eval()):
+            quiet(data())
