@@ -13,7 +13,7 @@ import pointsman
 
 LIBRARY = (
     "_errors", "_files", "_values", "routing", "auxiliary", "ops", "experts", "routers", "layer", "control",
-    "diagnostics", "hf",
+    "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
     "models", "data", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark",

@@ -1,0 +1,141 @@
+"""The contract of a router inside a layer: gradients, losses, checkpointing, records. One function a promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pointsman.control import losses, materialize, record_routing, set_loss_scale, set_top_k, step_end
+from pointsman.layer import MoE
+from pointsman.routing import Routing, RoutingContext
+from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, route
+
+
+def gradients(case: Case) -> None:
+    """Every trainable parameter of the router and the input get a finite gradient; buffers get none."""
+    layer, k = case.layer(top_k=min(3, case.num_experts)), min(3, case.num_experts)
+    set_top_k(layer, k)
+    hidden = case.hidden().requires_grad_()
+    torch.manual_seed(3)
+    layer(hidden, context_for(layer.router, hidden)).square().mean().backward()
+    expect(hidden.grad is not None and bool(torch.isfinite(hidden.grad).all()), "the input's gradient")
+    for name, parameter in layer.router.named_parameters():
+        expect(parameter.grad is not None, f"{name}: no gradient")
+        assert parameter.grad is not None
+        expect(bool(torch.isfinite(parameter.grad).all()), f"{name}: a gradient that is not finite")
+        if name != "score.bias":  # a common shift cancels
+            expect(bool(parameter.grad.any()), f"{name}: the gradient is 0")
+    layer.requires_grad_(True)
+    for name, buffer in layer.router.named_buffers():
+        expect(not buffer.requires_grad, f"the buffer {name} can be trained")
+
+
+def activation_checkpointing(case: Case) -> None:
+    """Activation checkpointing changes no output, gradient or state."""
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        layer, hidden = case.layer(dropout=0.1), case.hidden().requires_grad_()
+        torch.manual_seed(3)
+        context = context_for(layer.router, hidden.detach())
+        output = checkpoint(layer, hidden, context, use_reentrant=False) if checkpointed else layer(hidden, context)
+        output.square().sum().backward()
+        step_end(layer)
+        assert hidden.grad is not None
+        trained = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        return [output, hidden.grad, *trained, *layer.router.buffers()]
+
+    for plain, again in zip(run(False), run(True), strict=True):
+        expect_close(plain, again, "with and without checkpointing")
+
+
+def attached_losses(case: Case) -> None:
+    """The balance loss is above 0 and reaches the router's gradients through the layer's output, scaled."""
+    layer = case.layer()
+    layer.router.balance = 0.5
+    hidden = case.hidden()
+    context = context_for(layer.router, hidden)
+    layer.requires_grad_(False)
+    for parameter in layer.router.parameters():
+        parameter.requires_grad_(True)
+    output = layer(hidden.clone().requires_grad_(), context)
+    expect(float(losses(layer)[""]["balance"]) > 0, "the balance loss is 0")
+    set_loss_scale(layer, 0.0)
+    (output.sum() * 0).backward()
+    for name, parameter in layer.router.named_parameters():
+        expect(parameter.grad is None or not parameter.grad.any(), f"{name}: a gradient, with the loss scaled by 0")
+    expect(float(layer.loss_scale) == 0, "set_loss_scale has no effect")
+
+
+def in_place_work_after_the_layer(case: Case) -> None:
+    """Work in place on the layer's output changes no gradient."""
+    layer, hidden = case.layer(), case.hidden()
+    layer.router.balance = 0.5
+    found: list[list[Tensor | None]] = []
+    for in_place in (False, True):
+        layer.zero_grad()
+        torch.manual_seed(3)
+        output = layer(hidden, context_for(layer.router, hidden))
+        (output.add_(hidden) if in_place else output + hidden).square().sum().backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in layer.parameters()])
+    for left, right in zip(*found, strict=True):
+        same = left is right if left is None or right is None else torch.equal(left, right)
+        expect(same, "a gradient differs")
+
+
+def hooks_on_the_experts(case: Case) -> None:
+    """Forward and backward hooks on the experts see their output, which nothing changes later."""
+
+    def doubled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        return 2 * output.tanh()  # which keeps its result for backward
+
+    layer, hidden = case.layer(), case.hidden().requires_grad_()
+    calls: list[object] = []
+    layer.router.balance = 0.5
+    layer.experts.register_forward_hook(doubled)
+    layer.experts.register_full_backward_hook(lambda module, inputs, outputs: calls.append(outputs))
+    layer(hidden, context_for(layer.router, hidden)).square().sum().backward()
+    expect(len(calls) == 1, f"the backward hook ran {len(calls)} times")
+    expect(all(parameter.grad is not None for parameter in layer.experts.parameters()), "an expert without gradient")
+
+
+def records(case: Case) -> None:
+    """record_routing keeps the last routing of each layer, detached, or hands each on to a callback."""
+    model, hidden = nn.ModuleDict({"block": case.layer()}), case.hidden()
+    block = model["block"]
+    assert isinstance(block, MoE)
+    context = context_for(block.router, hidden)
+    with record_routing(model) as recorded:
+        block(hidden, context)
+    expect(list(recorded) == ["block"], f"recorded: {list(recorded)}")
+    expect(not recorded["block"].weights.requires_grad, "recorded weights are not detached")
+    seen: list[tuple[str, Any]] = []
+
+    def callback(name: str, routing: Routing, given: RoutingContext | None) -> None:
+        seen.append((name, given))
+
+    with record_routing(model, callback):
+        block(hidden, context)
+    block(hidden, context)
+    expect(seen == [("block", context)], f"the callback saw {len(seen)} forwards instead of 1")
+
+
+def materialized(case: Case) -> None:
+    """materialize keeps logits and experts, or refuses with the layer's name and changes nothing."""
+    model, hidden = nn.ModuleDict({"block": case.layer()}).eval(), case.hidden()
+    block = model["block"]
+    assert isinstance(block, MoE)
+    router = block.router
+    before = route(router, hidden)
+    try:
+        materialize(model)
+    except ValueError as refusal:
+        expect("block" in str(refusal), f"the refusal must name the layer, got {str(refusal)!r}")
+        expect(router.spec == case.spec, f"refused, but the spec is {router.spec!r}")
+        expect_equal(route(router, hidden).logits, before.logits, "refused, but the logits changed")
+        return
+    after = route(router, hidden)
+    expect_close(after.logits, before.logits, "logits", atol=1e-6, rtol=1e-5)
+    expect_equal(after.experts, before.experts, "experts")

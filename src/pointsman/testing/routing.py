@@ -1,0 +1,272 @@
+"""The contract of a router on its own: what a Routing holds, precision, flags, padding, state. One function a promise.
+
+Each check takes a `Case` and raises AssertionError; the first line of its docstring is the promise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+
+import torch
+
+from pointsman.control import set_top_k
+from pointsman.routers.router import Router
+from pointsman.routers.select import Capacity
+from pointsman.routers.stages import Softmax
+from pointsman.routing import RoutingContext
+from pointsman.testing.case import (
+    Case,
+    context_for,
+    expect,
+    expect_close,
+    expect_equal,
+    expect_refusal,
+    route,
+    segment,
+)
+
+
+def drops(router: Router) -> bool:
+    """Whether tokens may lose experts to a limit of capacity."""
+    return isinstance(router.select, Capacity)
+
+
+def sums_to_one(router: Router) -> bool:
+    """Whether the probabilities of a token are a distribution."""
+    return isinstance(router.normalize, Softmax) or getattr(router.normalize, "gate", "") == "softmax"
+
+
+def shapes_and_sums(case: Case) -> None:
+    """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice."""
+    router, tokens = case.router().eval(), case.batch * case.length
+    for k in range(1, case.num_experts + 1):
+        set_top_k(router, k)
+        routing = route(router, case.hidden())
+        for name, width in (("experts", k), ("weights", k), ("probs", case.num_experts), ("logits", case.num_experts)):
+            shape = list(getattr(routing, name).shape)
+            expect(shape == [tokens, width], f"k={k}: {name} must be {[tokens, width]}, got {shape}")
+        expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
+        least, most = int(routing.experts.min()), int(routing.experts.max())
+        expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
+        expect(least >= (-1 if drops(router) else 0), f"k={k}: expert {least}")
+        for row in routing.experts:
+            chosen = row[row >= 0]
+            expect(chosen.unique().numel() == chosen.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")
+        expect(bool((routing.probs >= 0).all()), f"k={k}: a probability below 0")
+        if sums_to_one(router):
+            expect_close(routing.probs.sum(-1), torch.ones(tokens), f"k={k}: the sum of probs")
+        if getattr(router.select, "renormalize", False) and not drops(router):
+            expect_close(routing.weights.sum(-1), torch.ones(tokens), f"k={k}: the sum of renormalised weights")
+
+
+def k_of_all_experts(case: Case) -> None:
+    """With k = E every token goes to every expert."""
+    router = case.router(top_k=case.num_experts).eval()
+    set_top_k(router, case.num_experts)
+    if drops(router):
+        return
+    experts = route(router, case.hidden()).experts.sort(-1).values
+    expect_equal(experts, torch.arange(case.num_experts).expand_as(experts), "an expert is missing")
+
+
+def precision(case: Case) -> None:
+    """Logits, probs and weights are float32 for bf16, half and float32, and float64 for float64."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        router = case.router().to(dtype).eval()
+        routing = route(router, case.hidden().to(dtype))
+        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        for name in ("logits", "probs", "weights"):
+            found = getattr(routing, name).dtype
+            expect(found == expected, f"a router in {dtype}: {name} must be {expected}, got {found}")
+        if dtype in (torch.bfloat16, torch.float16):
+            for name, buffer in router.named_buffers():
+                kept = not buffer.is_floating_point() or buffer.dtype == torch.float32
+                expect(kept, f"a router in {dtype}: the buffer {name} must stay float32, got {buffer.dtype}")
+
+
+def half_precision_input(case: Case) -> None:
+    """bf16 and half hidden states give the logits and the gradients of the same values in float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        router = case.router()
+        torch.manual_seed(0)
+        low = torch.randn(2, 150, case.dim).to(dtype).requires_grad_()
+        high = low.detach().float().requires_grad_()
+        context = context_for(router, high.detach())
+        results = []
+        for hidden in (low, high):
+            torch.manual_seed(3)
+            logits = router(hidden, context).logits
+            wanted = [hidden, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
+            gradient = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+            gradients = torch.autograd.grad(logits, wanted, gradient, allow_unused=True) if logits.requires_grad else ()
+            results.append([logits.detach(), *gradients])
+        for one, other in zip(*results, strict=True):
+            expect((one is None) == (other is None), f"{dtype}: a gradient that only one of the two has")
+            if one is not None and other is not None:
+                rtol = 1e-2 if one.dtype == dtype else 1e-5
+                expect_close(one, other.to(one.dtype), f"{dtype}", rtol=rtol, atol=1e-4)
+
+
+def autocast(case: Case) -> None:
+    """Autocast changes neither experts nor weights."""
+    router, hidden = case.router().eval(), case.hidden()
+    context = context_for(router, hidden)
+    torch.manual_seed(3)
+    plain = router(hidden, context)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = router(hidden, context)
+    expect_equal(plain.experts, cast.experts, "experts under autocast")
+    expect_equal(plain.weights, cast.weights, "weights under autocast")
+
+
+def odd_sizes(case: Case) -> None:
+    """One token, one sequence, no token and no sequence are routed."""
+    for batch, length in ((1, 1), (1, 7), (5, 1), (2, 33), (2, 0), (0, 5)):
+        router = case.router()
+        shape = list(route(router, torch.randn(batch, length, case.dim)).experts.shape)
+        wanted = [batch * length, router.top_k]
+        expect(shape == wanted, f"{batch} sequences of {length} tokens: experts must be {wanted}, got {shape}")
+
+
+def one_sequence(case: Case) -> None:
+    """[tokens, dim] is routed as one sequence [1, tokens, dim]."""
+    router, hidden = case.router().eval(), case.hidden()
+    if "attention" in router.needs or "token_ids" in router.needs:  # which have a batch dimension
+        return
+    torch.manual_seed(3)
+    flat = router(hidden[0])
+    expect_equal(flat.experts, route(router, hidden[:1]).experts, "experts")
+
+
+def causal_flag(case: Case) -> None:
+    """`causal` is true exactly if a change at token t changes no routing before t."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic:
+        return
+    before, changed = route(router, hidden), False
+    torch.manual_seed(0)
+    for t in range(1, case.length):
+        other = hidden.clone()
+        other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
+        after = route(router, other)
+        for name in ("experts", "weights", "probs", "logits"):
+            left = getattr(before, name).view(case.batch, case.length, -1)[:, :t]
+            right = getattr(after, name).view(case.batch, case.length, -1)[:, :t]
+            same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
+            expect(same or not router.causal, f"declared causal, but {name} before token {t} changed with token {t}")
+            changed = changed or not same
+    expect(changed or router.causal, "declared not causal, but no earlier token changed")
+
+
+def segments(case: Case) -> None:
+    """A causal router routes a token at a time, or in segments with the state carried over, as the whole sequence."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic or not router.causal or drops(router):
+        return
+    context = context_for(router, hidden)
+    whole = router(hidden, context)
+    for cuts in (range(case.length + 1), (0, 4, 5, case.length)):
+        past = None
+        for start, stop in pairwise(cuts):
+            attention = None if context.attention is None else segment(context.attention, start, stop)
+            ids = None if context.token_ids is None else context.token_ids[:, start:stop]
+            part = router(hidden[:, start:stop], RoutingContext(attention=attention, token_ids=ids, past=past))
+            for name in ("probs", "logits"):
+                expected = getattr(whole, name).view(case.batch, case.length, -1)[:, start:stop].flatten(0, 1)
+                what = f"{name} of tokens {start} to {stop - 1}, routed after the earlier ones"
+                expect_close(getattr(part, name), expected, what, atol=1e-6, rtol=1e-5)
+            past = part.carry
+
+
+def batch_invariant_flag(case: Case) -> None:
+    """`batch_invariant` is true exactly if other sequences of the batch change nothing."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic:
+        return
+    other = hidden.clone()
+    torch.manual_seed(0)
+    other[1:] = 3 * torch.randn(case.batch - 1, case.length, case.dim)
+    left, right = route(router, hidden), route(router, other)
+    changed = [
+        name
+        for name in ("experts", "weights", "probs")
+        if not torch.allclose(getattr(left, name)[: case.length], getattr(right, name)[: case.length], 1.3e-6, 1e-5)
+    ]
+    if router.batch_invariant:
+        expect(not changed, f"declared batch invariant, but another sequence changed {', '.join(changed)}")
+    else:
+        expect(bool(changed), "declared not batch invariant, but no other sequence changed anything")
+
+
+def stochastic_flag(case: Case) -> None:
+    """`stochastic` is true exactly if two seeds give two routings."""
+    router, hidden = case.router().eval(), case.hidden()
+    same = torch.equal(route(router, hidden, seed=3).experts, route(router, hidden, seed=4).experts)
+    expect(
+        same != router.stochastic,
+        "declared stochastic, but two seeds agree" if same else "declared not stochastic, but two seeds differ",
+    )
+
+
+def padding(case: Case) -> None:
+    """Padding has expert -1 and weight 0, and changes no other token's routing and no loss."""
+    router, hidden = case.router(), case.hidden()
+    if router.stochastic:
+        return
+    router.balance, router.z_loss = 0.01, 0.001
+    mask = torch.ones(case.batch, case.length, dtype=torch.bool)
+    mask[0, 8:] = False
+    mask[2, 5:] = False
+    torch.manual_seed(0)
+    other = torch.where(mask[..., None], hidden, 5 * torch.randn_like(hidden))
+    left, right = route(router, hidden, padding_mask=mask), route(router, other, padding_mask=mask)
+    real = mask.reshape(-1)
+    expect(bool((left.experts[~real] == -1).all()), "a padding token has an expert")
+    expect(bool((left.weights[~real] == 0).all()), "a padding token has a weight")
+    expect_equal(left.experts, right.experts, "experts after padding changed")
+    expect_close(left.weights, right.weights, "weights after padding changed")
+    for name in left.losses:
+        expect_close(left.losses[name], right.losses[name], f"the loss {name!r} after padding changed")
+    if router.batch_invariant:
+        alone = route(router, hidden[:1, :8])
+        expect_close(left.weights[:8], alone.weights, "weights of a sequence with padding and without")
+
+
+def state_dict(case: Case) -> None:
+    """A router with the state_dict of another routes as that one does."""
+    router, hidden = case.router().eval(), case.hidden()
+    other = case.router().eval()
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand_like(tensor))
+        route(other, hidden)  # fills whatever it caches
+        other.load_state_dict(router.state_dict())
+        left, right = route(router, hidden), route(other, hidden)
+    expect_equal(left.experts, right.experts, "experts")
+    expect_equal(left.weights, right.weights, "weights")
+
+
+def compiles(case: Case) -> None:
+    """torch.compile changes no routing."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic:
+        return
+    context = context_for(router, hidden)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():  # the compiler's own, where it breaks the graph
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        compiled = torch.compile(router, backend="aot_eager")(hidden, context)
+    plain = router(hidden, context)
+    expect_equal(plain.experts, compiled.experts, "experts")
+    expect_close(plain.weights, compiled.weights, "weights")
+
+
+def bad_input(case: Case) -> None:
+    """Hidden states of another width, and k outside 1 to E, are refused with the allowed values."""
+    router, allowed = case.router(), f"from 1 to {case.num_experts}"
+    expect_refusal(lambda: router(torch.randn(2, 3, case.dim + 1)), str(case.dim), f"width {case.dim + 1}")
+    for k in (0, case.num_experts + 1, 2.0):
+        expect_refusal(lambda k=k: set_top_k(router, k), allowed, f"k={k}")  # type: ignore[misc]
