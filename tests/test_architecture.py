@@ -16,7 +16,7 @@ LIBRARY = (
     "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
-    "models", "data", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark",
+    "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark",
     "diagnosis",
 )  # fmt: skip
 ROOF = ("cli", "__main__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
@@ -41,6 +42,13 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(one) for one in get_args(kind))
     return {bool: "true or false", int: "a whole number", float: "a number", type(None): "none"}.get(kind, str(kind))
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a finite float; None for everything else, nan, infinities and booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def check_whole(where: str, value: object, least: int = 1) -> None:

@@ -10,7 +10,7 @@ from pointsman.diagnostics import RoutingMonitor
 from pointsman.diagnostics.summary import summary
 from pointsman.lab.diagnosis import Settings, diagnose_path
 from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.training.compare import run_path
+from pointsman.lab.runs.paths import run_path
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.run import load_run
 from pointsman.lab.training.trainer import train

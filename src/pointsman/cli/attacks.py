@@ -47,9 +47,8 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     """
     from pointsman.lab.finetuning.run import is_finetuned
     from pointsman.lab.report.attack_table import attack_tables
-    from pointsman.lab.report.runs import read_comparison
     from pointsman.lab.robustness import comparison_under_attack
-    from pointsman.lab.training.compare import read_plan
+    from pointsman.lab.runs.comparison import read_comparison, read_plan
 
     with Display() as display, stop_on_signals() as stop:
         try:

@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         return run_attacks(values, device)
     from pointsman._files import write_whole
     from pointsman.lab.evaluation.language_model import Stopped as NothingSaved
-    from pointsman.lab.training.compare import slug
+    from pointsman.lab.runs.paths import slug
     from pointsman.lab.training.record import eval_protocol
     from pointsman.lab.training.run import load_run
 

@@ -26,7 +26,7 @@ from pointsman.cli.progress import Display, stop_on_signals
 
 if TYPE_CHECKING:
     from pointsman.lab.finetuning import Finetuning
-    from pointsman.lab.report.runs import Run
+    from pointsman.lab.runs.record import RunRecord
 
 EPILOG = """examples:
   pointsman finetune runs/hyper --task sst2
@@ -174,7 +174,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.lab.finetuning import finetune
     from pointsman.lab.finetuning.run import finetuned_path, open_task
-    from pointsman.lab.report.runs import read_run
+    from pointsman.lab.runs.record import read_run
     from pointsman.lab.training.progress import Interrupted
 
     changes: dict[str, Any] = dict(overrides(values.set))
@@ -185,7 +185,7 @@ def run(arguments: Sequence[str]) -> int:
     variants = settings_of(values, values.task, values.steps, values.epochs, changes)
     task = open_task(values.task)
     todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RunRecord]] = {}
     with Display() as display, stop_on_signals() as stop:
         for place, (settings, seed) in enumerate(todo, 1):
             out = finetuned_path(values.run, settings, seed)
@@ -206,7 +206,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def accuracy_table(found: Mapping[str, Sequence[Run]], split: str) -> str:
+def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
     """Accuracy in percent at every k, mean and deviation over seeds; how far the routing moved; whether seeds agree."""
     from pointsman.lab.report.task_table import ROUTING_KEYS, routing_of
 

@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     device = choose_device(values.device)
     from pointsman.cli.evaluate import table
     from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman.lab.training.compare import slug
+    from pointsman.lab.runs.paths import slug
     from pointsman.lab.training.trainer import train
 
     if values.recipe:

@@ -199,7 +199,7 @@ def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
 
 def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
     """The run's earlier whole checkpoints, oldest first, evenly spaced."""
-    from pointsman.lab.training.checkpoint import CheckpointError, steps_of
+    from pointsman.lab.runs.checkpoints import CheckpointError, steps_of
 
     steps = sorted(step for step in steps_of(within(run.path, "checkpoints")) if step < run.step)
     if len(steps) > settings.history:
@@ -214,7 +214,7 @@ def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
 
 
 def _over_training(runs: Sequence[Run]) -> dict[str, Any]:
-    from pointsman.lab.training.run_directory import RunDirectory
+    from pointsman.lab.runs.directory import RunDirectory
 
     return dict(consistency_over_training([RunDirectory(run.path).metrics("routing") for run in runs]))
 
@@ -226,7 +226,8 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 
 
 def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
-    from pointsman.lab.training.compare import read_plan, run_path
+    from pointsman.lab.runs.comparison import read_plan
+    from pointsman.lab.runs.paths import run_path
     from pointsman.routers.registry import is_baseline
 
     plan = read_plan(path) or {}
@@ -257,7 +258,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import refuse_unknown_tokens
-    from pointsman.lab.training.run_directory import open_corpus
+    from pointsman.lab.data import open_corpus
 
     if settings.changes:
         raise RunError(

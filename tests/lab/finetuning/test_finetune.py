@@ -13,12 +13,13 @@ from pointsman.cli.main import main
 from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
 from pointsman.lab.finetuning.run import finetuned_path
 from pointsman.lab.recipes import preset
-from pointsman.lab.report.runs import read_run
 from pointsman.lab.report.task_table import routing_of
-from pointsman.lab.training.checkpoint import last_checkpoint
+from pointsman.lab.runs.checkpoints import last_checkpoint
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.record import read_run
+from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.run import load_run
-from pointsman.lab.training.run_directory import RunDirectory
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
 
@@ -26,7 +27,7 @@ FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
 def weights(path: Path) -> dict[str, torch.Tensor]:
     checkpoint = last_checkpoint(path / "checkpoints", print)
     assert checkpoint is not None
-    return checkpoint.tensors("model")
+    return checkpoint_tensors(checkpoint, "model")
 
 
 class Notes:

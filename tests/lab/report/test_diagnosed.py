@@ -11,7 +11,7 @@ from tests.lab.report.test_page import Page
 
 from pointsman.lab.report import write_report
 from pointsman.lab.report.diagnosed import diagnosis_table, history_of
-from pointsman.lab.report.runs import read_comparison
+from pointsman.lab.runs.comparison import read_comparison
 
 
 def layer(collapse: float | None, moved: float | None = None) -> dict[str, Any]:

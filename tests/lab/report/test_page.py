@@ -15,8 +15,8 @@ from tests.lab.report.fixtures import write_attacks, write_comparison, write_fin
 from pointsman._errors import RunError
 from pointsman.lab.report import write_report
 from pointsman.lab.report.protocol import command, pairing
-from pointsman.lab.report.runs import read_comparison
 from pointsman.lab.report.series import binned, over_seeds
+from pointsman.lab.runs.comparison import read_comparison
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
 

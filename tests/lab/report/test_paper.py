@@ -18,7 +18,7 @@ from pointsman.lab.recipes import preset as make_preset
 from pointsman.lab.report import paper, protocol
 from pointsman.lab.report.paper import PaperComparison, canonical, paper_tables
 from pointsman.lab.report.published_mutual import PAPERS
-from pointsman.lab.report.runs import read_run
+from pointsman.lab.runs.record import read_run
 
 
 def table(paths: list[Path] | Path, paper: str, number: str) -> PaperComparison:

@@ -15,11 +15,12 @@ from tests.lab.report.fixtures import write_comparison
 from tests.lab.report.test_page import Page
 
 from pointsman._errors import RunError
+from pointsman.diagnostics.samples import Seen, most_taken, pack
 from pointsman.lab.data.vocabulary import Vocabulary
 from pointsman.lab.report import inside, write_report
 from pointsman.lab.report.embedding import embed, pca
-from pointsman.lab.report.runs import read_comparison
-from pointsman.lab.report.samples import Seen, collect_all, collect_samples, display_tokens, most_taken, pack
+from pointsman.lab.report.samples import collect_all, collect_samples, display_tokens
+from pointsman.lab.runs.comparison import read_comparison
 from pointsman.routing import Routing
 
 

@@ -161,7 +161,8 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
-    from pointsman.lab.report.runs import gather, read_run
+    from pointsman.lab.runs.comparison import gather
+    from pointsman.lab.runs.record import read_run
 
     runs = [read_run(write_run(tmp_path / name, "smoe", 0)) for name in ("a", "b")]
     with pytest.raises(RunError, match="two runs with router 'smoe' and seed 0"):
@@ -170,7 +171,7 @@ def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
 
 def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:
     from pointsman.lab.report.attack_table import AttackTable
-    from pointsman.lab.report.runs import read_comparison
+    from pointsman.lab.runs.comparison import read_comparison
 
     comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
     row = {"split": "test", "metric": "bits_per_character", "tokens": 9}

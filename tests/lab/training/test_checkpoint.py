@@ -19,15 +19,15 @@ from pointsman._errors import RunError
 from pointsman._files import alone
 from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.training import checkpoint as module
-from pointsman.lab.training.checkpoint import (
+from pointsman.lab.runs import checkpoints as module
+from pointsman.lab.runs.checkpoints import (
     CheckpointError,
     last_checkpoint,
     open_checkpoint,
     steps_of,
     whole_checkpoint,
-    write_checkpoint,
 )
+from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.trainer import train
@@ -49,7 +49,7 @@ def test_tensors_and_state_come_back(tmp_path: Path) -> None:
     found = open_checkpoint(path)
     assert (path.name, found.step, found.state) == ("step-12", 12, {"note": "x"})
     for name, tensors in some().items():
-        read = found.tensors(name)
+        read = checkpoint_tensors(found, name)
         assert read.keys() == tensors.keys()
         for key, tensor in tensors.items():
             assert torch.equal(read[key], tensor)
@@ -216,7 +216,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
     assert ("begins at step 0" if all_of_them else "goes on after step 6") in after.notes[-1]
     one, two = (open_checkpoint(tmp_path / name / "checkpoints" / "step-8") for name in ("unbroken", "broken"))
     for file in ("model", "trainer"):
-        first, second = one.tensors(file), two.tensors(file)
+        first, second = checkpoint_tensors(one, file), checkpoint_tensors(two, file)
         assert first.keys() == second.keys()
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 

@@ -20,7 +20,8 @@ from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
 from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.training.checkpoint import open_checkpoint, write_checkpoint
+from pointsman.lab.runs.checkpoints import open_checkpoint
+from pointsman.lab.training.checkpoint import write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.graph import WARM_UP, Passed, cuda_recorder
 from pointsman.lab.training.objectives import objective_of

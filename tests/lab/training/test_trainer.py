@@ -18,11 +18,12 @@ from torch import Tensor
 
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import Corpus
-from pointsman.lab.training.checkpoint import open_checkpoint, steps_of
+from pointsman.lab.runs.checkpoints import open_checkpoint, steps_of
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.progress import Diverged, Interrupted
 from pointsman.lab.training.run import load_run
-from pointsman.lab.training.run_directory import RunDirectory
 from pointsman.lab.training.trainer import TrainResult, train
 from pointsman.ops.kernels import Kernels
 
@@ -65,7 +66,7 @@ def run(corpus: Corpus, tmp_path: Path) -> Callable[..., TrainResult]:
 
 def tensors(out: Path, step: int) -> dict[str, Tensor]:
     checkpoint = open_checkpoint(out / "checkpoints" / f"step-{step}")
-    return {**checkpoint.tensors("model"), **checkpoint.tensors("trainer")}
+    return {**checkpoint_tensors(checkpoint, "model"), **checkpoint_tensors(checkpoint, "trainer")}
 
 
 def rows(out: Path, *kinds: str) -> list[dict[str, Any]]:

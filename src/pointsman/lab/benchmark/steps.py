@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from pointsman.lab.data import open_corpus
 from pointsman.lab.recipes import preset
 from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.run_directory import open_corpus
 from pointsman.lab.training.state import TrainingState
 from pointsman.ops.kernels import use_kernels
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from pointsman.lab.data.catalog import SPLITS, DataSpec, list_corpora, parse_data
 
 if TYPE_CHECKING:
-    from pointsman.lab.data.corpus import Corpus, load_corpus
+    from pointsman.lab.data.corpus import Corpus, load_corpus, open_corpus
     from pointsman.lab.data.streams import IGNORE, BatchStream, EvalStream
     from pointsman.lab.data.vocabulary import Vocabulary
 
 _HOMES = {
     "Corpus": "corpus",
     "load_corpus": "corpus",
+    "open_corpus": "corpus",
     "IGNORE": "streams",
     "BatchStream": "streams",
     "EvalStream": "streams",
@@ -34,6 +35,7 @@ __all__ = [
     "Vocabulary",
     "list_corpora",
     "load_corpus",
+    "open_corpus",
     "parse_data",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,12 @@ class Corpus:
         if name not in self._arrays:
             raise self._source.no_part(name)
         return self._arrays[name]
+
+
+def open_corpus(spec: str, *, vocabulary: Vocabulary | None = None, progress: Progress | None = None) -> Corpus:
+    """`load_corpus` with the folder that POINTSMAN_DATA names."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    return load_corpus(spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, progress=progress)
 
 
 def load_corpus(

@@ -10,7 +10,9 @@ from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman.lab.finetuning.settings import Finetuning
-from pointsman.lab.training.compare import Watcher, read_plan, run_path, saved_runs
+from pointsman.lab.runs.comparison import read_plan, saved_runs
+from pointsman.lab.runs.paths import run_path
+from pointsman.lab.training.compare import Watcher
 from pointsman.lab.training.progress import Interrupted, Progress, Stop
 from pointsman.ops.kernels import Kernels
 

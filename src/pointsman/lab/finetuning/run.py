@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 from pointsman._errors import RunError
-from pointsman._files import read_json, within
 from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.tasks import Task, find_task, load_task
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.finetuning.work import FineTuningWork
 from pointsman.lab.models.classifier import Classifier
-from pointsman.lab.training.checkpoint import whole_checkpoint
+from pointsman.lab.runs import paths
+from pointsman.lab.runs.checkpoints import checksums, whole_checkpoint
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.paths import EVALUATION
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.progress import Monitor, Progress, Quiet, Stop
 from pointsman.lab.training.run import load_run
-from pointsman.lab.training.run_directory import EVALUATION, RunDirectory
 from pointsman.lab.training.state import load_weights
 from pointsman.lab.training.trainer import TrainResult, train
 from pointsman.ops.kernels import Kernels, use_kernels
@@ -53,7 +54,7 @@ def _data_folder() -> Path | None:
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
     """Where a fine-tuning of a run goes unless it is told otherwise: RUN/finetune/VARIANT/seed-S."""
-    return within(Path(run), "finetune", settings.variant, f"seed-{seed}")
+    return paths.finetuned_path(run, settings.variant, seed)
 
 
 def finetune(
@@ -169,7 +170,7 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
         RunError: it is no fine-tuned run, or it has no whole checkpoint.
     """
     directory = RunDirectory(path)
-    config = directory.config()
+    config = directory.config(RunConfig)
     about = directory.read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
@@ -189,8 +190,7 @@ def is_finetuned(path: Path | str) -> bool:
 def _identity(run: Path, step: int) -> dict[str, Any]:
     """Which weights: the checkpoint and its checksum."""
     folder = RunDirectory(run).checkpoints / f"step-{step}"
-    manifest = read_json(folder / "manifest.json") or {}
-    return {"checkpoint": folder.name, "sha256": manifest["files"]["model.safetensors"]["sha256"]}
+    return {"checkpoint": folder.name, "sha256": checksums(folder)["model.safetensors"]}
 
 
 def _claim(directory: RunDirectory, about: dict[str, Any]) -> None:

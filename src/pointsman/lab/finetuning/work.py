@@ -20,7 +20,7 @@ from pointsman.lab.finetuning.routing import change_from
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import Memory
-from pointsman.lab.training.checkpoint import CheckpointError
+from pointsman.lab.runs.checkpoints import CheckpointError
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
 from pointsman.lab.training.record import evaluated_k

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman._values import finite
 from pointsman.lab.report import formats
 from pointsman.lab.report.formats import NONE
-from pointsman.lab.report.runs import Comparison, Run, number, read_object
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.report.task_table import consistency, finetunings, is_of, variants
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import RunRecord, read_object
 
 if TYPE_CHECKING:
     from pointsman.lab.robustness.attacks import Attack
@@ -66,7 +68,7 @@ class AttackTable:
     protocol: str
 
     @classmethod
-    def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[Run, Mapping[str, Any]]]) -> AttackTable:
+    def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> AttackTable:
         """The tables of these runs' records (what `robustness` gave for each)."""
         rows = [row for _, record in runs for row in record["results"]]
         split = next((str(row["split"]) for row in rows if "split" in row), "test")
@@ -78,7 +80,9 @@ class AttackTable:
             found = {}
             for run, record in runs:
                 kept = [one for row in record["results"] if (one := pick(row))]
-                found[run.router, run.seed] = Run(run.path, run.router, run.seed, {}, evaluation={"results": kept})
+                found[run.router, run.seed] = RunRecord(
+                    run.path, run.router, run.seed, {}, evaluation={"results": kept}
+                )
             part = Comparison(comparison.path, {}, routers, seeds, found)
             return Condition(words, rate, unmarked, ComparisonTable.of(part, split=split))
 
@@ -159,7 +163,7 @@ class AttackTable:
 
 def attack_tables(comparison: Comparison) -> list[AttackTable]:
     """The tables of all attacks whose records lie in the comparison's runs, or in fine-tunings of them."""
-    found: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
+    found: dict[str, list[tuple[RunRecord, Mapping[str, Any]]]] = {}
     places = [("", run) for router in comparison.routers for run in comparison.of(router)]
     places += [(f"-{variant}", run) for variant in variants(comparison) for run in finetunings(comparison, variant)]
     for suffix, run in places:
@@ -207,12 +211,12 @@ def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> d
         for record in records:
             for change in record["routing"]:
                 if change["attack"] == attack.to_dict():
-                    values = [number(layer.get("top1")) for layer in change["layers"].values()]
+                    values = [finite(layer.get("top1")) for layer in change["layers"].values()]
                     found.setdefault(attack.rate, []).extend(value for value in values if value is not None)
     return {rate: statistics.fmean(values) for rate, values in found.items() if values}
 
 
-def _agreed(runs: Sequence[tuple[Run, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
+def _agreed(runs: Sequence[tuple[RunRecord, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
     """Rate (0 = clean) -> consistency of the loads between fine-tunings of one run."""
     records = [(run.path, record) for run, record in runs]
     found = {0.0: consistency(records)} | {one.rate: consistency(records, one.to_dict()) for one in attacks}

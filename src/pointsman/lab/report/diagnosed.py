@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman._values import finite
 from pointsman.lab.report.formats import NONE
-from pointsman.lab.report.runs import Comparison, number, read_object
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import read_object
 
 Found = Mapping[str, Any]
 
@@ -32,7 +34,7 @@ def diagnosis_table(comparison: Comparison) -> dict[str, Any]:
         found = diagnosis_of(comparison, router)
         for name, layer in found.get("layers", {}).items():
             moved = _last_fluctuation(found, name)
-            consistency = number((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
+            consistency = finite((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
             figures = [cell(layer) for _, cell in COLUMNS]
             figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
             rows.append([router, name, *figures])
@@ -54,7 +56,7 @@ def _last_fluctuation(found: Found, layer: str) -> float | None:
 
 
 def _top1(entry: Found, layer: str) -> float | None:
-    return number((entry["layers"].get(layer, {}).get("fluctuation") or {}).get("top1"))
+    return finite((entry["layers"].get(layer, {}).get("fluctuation") or {}).get("top1"))
 
 
 def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
@@ -72,7 +74,7 @@ def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
         if step.isdigit():
             values = {
                 name: {
-                    "collapse": number((layer.get("collapse") or {}).get("value")),
+                    "collapse": finite((layer.get("collapse") or {}).get("value")),
                     "top1": _top1(entries[place - 1], name) if place else None,
                 }
                 for name, layer in layers.items()

@@ -9,9 +9,10 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import replacing, within
 from pointsman.lab.report import series
+from pointsman.lab.report.formats import page_path
 from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer, short_layer
-from pointsman.lab.report.runs import Comparison, page_path, read
 from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.runs.comparison import Comparison, read
 
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#857600")

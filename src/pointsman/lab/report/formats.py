@@ -12,8 +12,16 @@ from pointsman._files import write_whole
 
 if TYPE_CHECKING:
     from pointsman.lab.report.tables import ComparisonTable
+    from pointsman.lab.runs.comparison import Comparison
 
 NONE = "-"
+
+
+def page_path(out: Path | None, comparison: Comparison) -> Path:
+    """Where the page goes: `out` itself if it is called .html, else `report.html` in it, or in the directory."""
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        return out
+    return (out or comparison.path) / "report.html"
 
 
 class Printed(Protocol):

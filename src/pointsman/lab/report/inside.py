@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from pointsman._values import finite
 from pointsman.lab.report.diagnosed import diagnosis_of, history_of
-from pointsman.lab.report.runs import Comparison, Run, number
 from pointsman.lab.report.series import Curve, binned, last_step, over_seeds, significant
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import RunRecord
 
 COLUMNS = 60
 EXPLORER_BYTES = 1_400_000
@@ -54,11 +56,11 @@ def layer_names(comparison: Comparison) -> list[str]:
     return list(names)
 
 
-def rows_by_layer(run: Run) -> Rows:
+def rows_by_layer(run: RunRecord) -> Rows:
     """The routing rows of a run by layer, in file order."""
     rows: Rows = {}
     for row in run.metrics("routing"):
-        if isinstance(row.get("layer"), str) and number(row.get("step")) is not None:
+        if isinstance(row.get("layer"), str) and finite(row.get("step")) is not None:
             rows.setdefault(row["layer"], []).append(row)
     return rows
 
@@ -74,7 +76,7 @@ def over_training(
             curves = []
             for run in comparison.of(router):
                 found = rows[run.router, run.seed].get(layer, [])
-                pairs = [(float(row["step"]), value) for row in found if (value := number(row.get(name))) is not None]
+                pairs = [(float(row["step"]), value) for row in found if (value := finite(row.get(name))) is not None]
                 if pairs:
                     curves.append(binned(pairs, last, COLUMNS))
             if curves:
@@ -111,7 +113,7 @@ def load_heat(
 def _heat(loads: Mapping[float, Sequence[Any]], last: float) -> dict[str, Any]:
     experts = len(next(iter(loads.values())))
     columns = COLUMNS if experts <= 32 else COLUMNS // 2
-    tables = [binned([(s, number(load[e]) or 0.0) for s, load in loads.items()], last, columns) for e in range(experts)]
+    tables = [binned([(s, finite(load[e]) or 0.0) for s, load in loads.items()], last, columns) for e in range(experts)]
     matrix = np.array([list(table.values()) for table in tables])
     quantised = np.clip(np.rint(85 * matrix * experts), 0, 255).astype(np.uint8)
     return {"experts": experts, "steps": list(tables[0]), "load": base64.b64encode(quantised.tobytes()).decode()}
@@ -126,7 +128,7 @@ def entropy_by_layer(comparison: Comparison) -> list[dict[str, Any]]:
         for run in comparison.of(router):
             results = run.results()
             layers = results[max(results)].get("routers") or {} if results else {}
-            values = {places[name]: number(layer.get("entropy")) for name, layer in layers.items()}
+            values = {places[name]: finite(layer.get("entropy")) for name, layer in layers.items()}
             curves.append({float(place): value for place, value in values.items() if value is not None})
         points = over_seeds([curve for curve in curves if curve])
         if points:
@@ -143,7 +145,7 @@ def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History
         points = [
             [float(places[name]), significant(value)]
             for name, layer in layers.items()
-            if name in places and (value := number(layer.get("top1"))) is not None
+            if name in places and (value := finite(layer.get("top1"))) is not None
         ]
         if points:
             series.append({"name": router, "points": sorted(points)})
@@ -158,7 +160,7 @@ def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[s
             points = [
                 [float(one["step"]), significant(value)]
                 for one in history
-                if (value := number(one["layers"].get(layer, {}).get("collapse"))) is not None
+                if (value := finite(one["layers"].get(layer, {}).get("collapse"))) is not None
             ]
             if points:
                 of.setdefault(layer, []).append({"name": router, "points": points})

@@ -14,10 +14,10 @@ from pointsman._errors import RunError
 from pointsman._files import write_whole
 from pointsman.lab.report import protocol, series, transfer
 from pointsman.lab.report.diagnosed import diagnosis_table
-from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.formats import NONE, page_path
 from pointsman.lab.report.inside import inside, short_layer
-from pointsman.lab.report.runs import Comparison, page_path, read
 from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.runs.comparison import Comparison, read
 
 if TYPE_CHECKING:
     from pointsman.lab.report.paper import PaperTables

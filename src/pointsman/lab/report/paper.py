@@ -13,13 +13,15 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, write_whole
+from pointsman._values import finite
 from pointsman.lab.report.formats import NONE, aligned, markdown_line
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.report.published import Column, Line, Paper, PublishedTable
 from pointsman.lab.report.published_mutual import PAPERS
-from pointsman.lab.report.runs import Run, number, read_comparison, read_object, read_run
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import Cell
+from pointsman.lab.runs.comparison import read_comparison
+from pointsman.lab.runs.record import RunRecord, read_object, read_run
 
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 FINETUNE = "finetune.json"
@@ -161,7 +163,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
     return PaperTables(PAPERS[name], tables)
 
 
-def measured(table: PublishedTable, runs: Sequence[Run]) -> dict[str, dict[tuple[int, int], Cell]]:
+def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
     """Ours by setting: every run that belongs into a cell, over seeds."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     for run in runs:
@@ -175,14 +177,14 @@ def measured(table: PublishedTable, runs: Sequence[Run]) -> dict[str, dict[tuple
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
 
 
-def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float | None:
+def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
     """This run's figure for this cell, if it is the same data, split, k and quantity."""
     wanted = column.task if column.task is not None else table.data
     if not wanted or column.quantity in (*COUNTED, "none"):
         return None
     rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
     rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
-    by_k = {int(k): row for row in reversed(rows) if (k := number(row.get("top_k"))) is not None}
+    by_k = {int(k): row for row in reversed(rows) if (k := finite(row.get("top_k"))) is not None}
     if not by_k:
         return None
     row = by_k.get(column.top_k or line.top_k or max(by_k))
@@ -191,14 +193,14 @@ def figure(run: Run, table: PublishedTable, line: Line, column: Column) -> float
     if column.quantity == "entropy":
         layers = list((row.get("routers") or {}).values())
         place = column.layer or 0
-        return number(layers[place].get("entropy")) if place < len(layers) else None
+        return finite(layers[place].get("entropy")) if place < len(layers) else None
     if column.quantity == "exact_match":
-        return number(row.get("exact_match"))
+        return finite(row.get("exact_match"))
     same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
-    return number(row.get("value")) if same else None
+    return finite(row.get("value")) if same else None
 
 
-def rows_about(run: Run, wanted: str) -> list[Mapping[str, Any]]:
+def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
     """Results on this corpus or task: of evaluation.json, then of what `pointsman evaluate` wrote beside it."""
     found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
     for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
@@ -214,12 +216,12 @@ def _is_papers_attack(row: Mapping[str, Any]) -> bool:
     return isinstance(attack, dict) and attack.get("kind") == "word" and attack.get("rate") == 0.025
 
 
-def dataset(run: Run) -> str:
+def dataset(run: RunRecord) -> str:
     """What a run is about: its corpus or task, without options and folders."""
     return Path(str(run.config.get("data", ""))).name.partition(":")[0]
 
 
-def belongs(run: Run, line: Line) -> bool:
+def belongs(run: RunRecord, line: Line) -> bool:
     """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
     if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
         return False
@@ -227,16 +229,16 @@ def belongs(run: Run, line: Line) -> bool:
     if not about:
         return line.balance is None and not line.frozen
     frozen = "router" in (about.get("freeze") or ())
-    return not about.get("from_scratch") and frozen == line.frozen and number(about.get("balance")) == line.balance
+    return not about.get("from_scratch") and frozen == line.frozen and finite(about.get("balance")) == line.balance
 
 
-def finetuned(run: Run) -> list[Run]:
+def finetuned(run: RunRecord) -> list[RunRecord]:
     """The finished fine-tunings of a pre-trained run; their seeds tell pre-training and fine-tuning apart."""
     found = [read_run(file.parent) for file in find(run.path, f"finetune/*/seed-*/{FINETUNE}")]
     return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
 
 
-def setting(run: Run, table: PublishedTable) -> str:
+def setting(run: RunRecord, table: PublishedTable) -> str:
     """Preset and steps, and whether they are the paper's."""
     preset, steps = str(run.config.get("preset") or "own settings"), run.steps
     if (run.path / FINETUNE).is_file():
@@ -247,7 +249,7 @@ def setting(run: Run, table: PublishedTable) -> str:
     return f"{told} (not the paper's setting)"
 
 
-def _is_plainly(run: Run, preset: str) -> bool:
+def _is_plainly(run: RunRecord, preset: str) -> bool:
     """Whether a run's settings are the preset's or recipe's, but for its router, seed, data, and how it was judged."""
     from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING
 

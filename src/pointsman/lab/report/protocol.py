@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from pointsman._values import written
-from pointsman.lab.report.runs import Comparison, Run, number
+from pointsman._values import finite, written
 from pointsman.lab.report.series import BINS
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import RunRecord
 
 _COMPARE_FLAGS = (
     "data", "task", "preset", "steps", "top_k", "train_top_k", "k_schedule", "eval_tokens",
@@ -82,7 +83,7 @@ def command(comparison: Comparison) -> str:
     return shlex.join([*words, "--seeds", str(len(comparison.seeds)), "--out", comparison.path.name])
 
 
-def _train_command(run: Run) -> str:
+def _train_command(run: RunRecord) -> str:
     """`pointsman train` with whatever its preset or recipe has otherwise."""
     from pointsman.lab.recipes import RECIPES
 
@@ -117,7 +118,7 @@ def findings(comparison: Comparison) -> list[str]:
 
 def lines(comparison: Comparison) -> list[str]:
     """The evaluation protocol, one line for each group of runs that share it."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for run in comparison.runs.values():
         if run.done:
             groups.setdefault(_protocol_line(run), []).append(run)
@@ -126,12 +127,12 @@ def lines(comparison: Comparison) -> list[str]:
     return [f"{', '.join(f'{run.router} (seed {run.seed})' for run in runs)}: {line}" for line, runs in groups.items()]
 
 
-def _protocol_line(run: Run) -> str:
+def _protocol_line(run: RunRecord) -> str:
     found = run.evaluation.get("protocol")
     parts = [f"{_words(name)}: {_plain(value)}" for name, value in found.items()] if isinstance(found, dict) else []
     if "checkpoint" in run.evaluation:
         parts.append(f"weights: {run.evaluation['checkpoint']}")
-    tokens = {int(value) for row in run.results().values() if (value := number(row.get("tokens"))) is not None}
+    tokens = {int(value) for row in run.results().values() if (value := finite(row.get("tokens"))) is not None}
     if tokens and not (isinstance(found, dict) and "tokens" in found):
         parts.append(f"tokens: {', '.join(f'{token:,}' for token in sorted(tokens))}")
     return "; ".join(parts)
@@ -179,7 +180,7 @@ _APART = ("format", "command", "findings")  # of a run's settings: not shown amo
 _PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
 
 
-def _protocol_key(run: Run) -> str:
+def _protocol_key(run: RunRecord) -> str:
     found = run.evaluation.get("protocol")
     return str(sorted(found.items()) if isinstance(found, dict) else found)
 

@@ -24,8 +24,8 @@ from pointsman.lab.data.vocabulary import END_OF_LINE, Vocabulary
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
-from pointsman.lab.report.runs import Comparison
-from pointsman.lab.training.checkpoint import steps_of
+from pointsman.lab.runs.checkpoints import steps_of
+from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.training.run import load_run
 from pointsman.routers.registry import is_baseline
 from pointsman.routing import Routing, RoutingContext

@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from pointsman.lab.report.runs import Comparison, Run, number
+from pointsman._values import finite
 from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import RunRecord
 
 BINS = 160
 Point = list[float]
@@ -94,7 +96,7 @@ def loss(comparison: Comparison, *, bits: bool) -> dict[str, Any]:
     """Training loss of every router against the step."""
     last, name = last_step(comparison), "bits" if bits else "loss"
 
-    def curve(run: Run) -> Curve:
+    def curve(run: RunRecord) -> Curve:
         return binned(_pairs(run.metrics("train"), name), last)
 
     return {"label": "loss (bits)" if bits else "loss (nats)", "series": _per_router(comparison, curve)}
@@ -107,7 +109,7 @@ def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
     for key, run in comparison.runs.items():
         rows: dict[int, dict[float, float]] = {}
         for row in run.metrics("valid"):
-            k, step, value = number(row.get("top_k")), number(row.get("step")), number(row.get("value"))
+            k, step, value = finite(row.get("top_k")), finite(row.get("step")), finite(row.get("value"))
             if k is not None and step is not None and value is not None:
                 rows.setdefault(int(k), {})[step] = value * scale
         for k, values in rows.items():
@@ -117,7 +119,7 @@ def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
     return {"choices": [[str(k), str(k)] for k in ks], "first": str(ks[-1]) if ks else None, "of": of}
 
 
-def _per_router(comparison: Comparison, curve: Callable[[Run], Curve]) -> list[dict[str, Any]]:
+def _per_router(comparison: Comparison, curve: Callable[[RunRecord], Curve]) -> list[dict[str, Any]]:
     series = []
     for router in comparison.routers:
         curves = [found for run in comparison.of(router) if (found := curve(run))]
@@ -128,8 +130,8 @@ def _per_router(comparison: Comparison, curve: Callable[[Run], Curve]) -> list[d
 
 def _pairs(rows: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[float, float]]:
     for row in rows:
-        step, value = number(row.get("step")), number(row.get(name))
-        if value is None and name == "bits" and (nats := number(row.get("loss"))) is not None:
+        step, value = finite(row.get("step")), finite(row.get(name))
+        if value is None and name == "bits" and (nats := finite(row.get("loss"))) is not None:
             value = nats / math.log(2)
         if step is not None and value is not None:
             yield step, value

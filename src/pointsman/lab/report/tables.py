@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._values import finite
 from pointsman.lab.report import formats
 from pointsman.lab.report.formats import NONE
 from pointsman.lab.report.metrics import Metric, metric
-from pointsman.lab.report.runs import Comparison, Run, number, read_comparison
+from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.record import RunRecord
 
 # 0.975 quantiles of Student's t for 1 … 30 degrees of freedom; beyond, the normal's is close enough.
 _T975 = (
@@ -229,9 +231,9 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
     quality: dict[int, dict[int, float]] = {}
     for run in done:
         for k, result in run.results(split).items():
-            if (value := number(result.get("value"))) is not None:
+            if (value := finite(result.get("value"))) is not None:
                 quality.setdefault(k, {})[run.seed] = value
-    parameters = [value for run in done if (value := number(run.evaluation.get("router_parameters"))) is not None]
+    parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
     has_router = router.split(":")[0] not in ("dense", "dense-dropout")
     return Row(
         router=router,
@@ -239,18 +241,18 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         entropy=Cell({run.seed: value for run in done if (value := mean_entropy(run, split)) is not None}),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
         step_seconds=Cell(
-            {run.seed: value for run in done if (value := number(run.evaluation.get("step_seconds"))) is not None}
+            {run.seed: value for run in done if (value := finite(run.evaluation.get("step_seconds"))) is not None}
         ),
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
     )
 
 
-def mean_entropy(run: Run, split: str = "test") -> float | None:
+def mean_entropy(run: RunRecord, split: str = "test") -> float | None:
     """Entropy of the router's distribution at the largest k, nats, mean over layers; None where there is none."""
     results = run.results(split)
     if not results:
         return None
     layers = results[max(results)].get("routers") or {}
-    values = [value for layer in layers.values() if (value := number(layer.get("entropy"))) is not None]
+    values = [value for layer in layers.values() if (value := finite(layer.get("entropy"))) is not None]
     return statistics.fmean(values) if values else None

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._files import find
+from pointsman._values import finite
 from pointsman.lab.report import formats
 from pointsman.lab.report.formats import NONE
 from pointsman.lab.report.published_mutual import PAPERS
-from pointsman.lab.report.runs import Comparison, Run, number, read_comparison, read_run
 from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.record import RunRecord, read_run
 
 FROM_SCRATCH = ",from-scratch"
 """How the variant of a control ends: the same model, fresh weights."""
@@ -65,7 +67,7 @@ def variants(comparison: Comparison) -> list[str]:
     return sorted(found)
 
 
-def finetunings(comparison: Comparison, variant: str) -> list[Run]:
+def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
     """Fine-tunings of the comparison's runs, labelled with their routers.
 
     Where there are several pre-training seeds: those that `compare --task` makes, whose seeds are s + 1000 j.
@@ -203,7 +205,7 @@ class TaskTable:
         return [["router", *ROUTING_KEYS], *rows] if rows else []
 
 
-def routing_of(runs: Sequence[Run]) -> dict[str, float | None]:
+def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
     """What fine-tuning did to the routing of one router.
 
     Returns:
@@ -214,7 +216,7 @@ def routing_of(runs: Sequence[Run]) -> dict[str, float | None]:
     for run in runs:
         for layer in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values():
             for key, values in changes.items():
-                if (value := number(layer.get(key))) is not None:
+                if (value := finite(layer.get(key))) is not None:
                     values.append(value)
     agreed = consistency([(run.path, run.evaluation) for run in runs if run.done])
     found = {key: statistics.fmean(values) if values else None for key, values in changes.items()}

@@ -9,9 +9,9 @@ from pointsman.lab.report import series
 from pointsman.lab.report.attack_table import CONSISTENCY, AttackTable, attack_tables
 from pointsman.lab.report.attack_table import ROUTING as ATTACKED_ROUTING
 from pointsman.lab.report.metrics import Metric
-from pointsman.lab.report.runs import Comparison
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.report.task_table import FROM_SCRATCH, PUBLISHED, ROUTING, ROUTING_KEYS, TaskTable, variants
+from pointsman.lab.runs.comparison import Comparison
 
 TASKS_SHOWN = {"tuned": "from the pre-trained run", "scratch": "from scratch"}
 

@@ -13,7 +13,8 @@ from pointsman._files import find, read_whole_json, write_whole
 from pointsman.lab.finetuning.run import load_finetuned
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
-from pointsman.lab.training.compare import read_plan, run_path, saved_runs, slug
+from pointsman.lab.runs.comparison import read_plan, saved_runs
+from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.progress import Progress
 from pointsman.lab.training.record import eval_protocol
 from pointsman.lab.training.run import load_run

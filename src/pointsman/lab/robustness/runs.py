@@ -22,7 +22,7 @@ from pointsman.lab.robustness.attacked import (
 )
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.text_attack import recipe_attack
-from pointsman.lab.training.compare import slug
+from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.record import eval_protocol
 from pointsman.lab.training.run import Run
 from pointsman.lab.training.state import autocast

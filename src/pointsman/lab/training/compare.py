@@ -7,8 +7,6 @@ trained for all routers before the next.
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,22 +15,21 @@ from typing import Any, Protocol
 
 import torch
 
-from pointsman._errors import RunError, Stopped, did_you_mean
-from pointsman._files import LOCK, alone, read_json, within, write_whole
+from pointsman._errors import RunError, Stopped
+from pointsman._files import LOCK, alone
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.data import BatchStream, Corpus, EvalStream
+from pointsman.lab.data import BatchStream, Corpus, EvalStream, open_corpus
 from pointsman.lab.models import TransformerXL
-from pointsman.lab.training.checkpoint import steps_of
+from pointsman.lab.runs.comparison import read_plan, write_plan
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.progress import Interrupted, Progress, Stop
 from pointsman.lab.training.record import still_right
-from pointsman.lab.training.run_directory import CHECKPOINTS, EVALUATION, RunDirectory, open_corpus
 from pointsman.lab.training.trainer import train
 from pointsman.routers.registry import split_specs
 
-FORMAT = 1
-PLAN = "comparison.json"
 ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
 """Settings that may change between two calls, but not between the rows of a table."""
@@ -68,54 +65,6 @@ class Plan:
         return {**values, "model": model}
 
 
-def slug(spec: str) -> str:
-    """A spec as a folder name: letters, digits, '-', '_', '.', '=', '+'; ':' becomes ',', '|' becomes '~'."""
-    return re.sub(r"[^A-Za-z0-9_.=+,~-]", "_", spec.replace(":", ",").replace("|", "~"))
-
-
-def run_path(out: Path, router: str, seed: int) -> Path:
-    """The run directory of one row and seed."""
-    return within(out, "runs", slug(router), f"seed-{seed}")
-
-
-def saved_runs(
-    out: Path, plan: Mapping[str, Any], note: Callable[[str], None], routers: Sequence[str] | None = None
-) -> list[tuple[str, int]]:
-    """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
-
-    Args:
-        note: told, in one line, of those that have not.
-        routers: only these rows.
-
-    Raises:
-        RunError: the comparison has no such row, or no run has saved weights.
-    """
-    for router in routers or ():
-        if router not in plan["routers"]:
-            raise RunError(f"{out} has no row {router!r}: {did_you_mean(router, plan['routers'])}")
-    wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
-    found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
-    if not found:
-        raise RunError(f"{out}: no run has a checkpoint")
-    if len(found) < len(wanted):
-        without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
-        note(f"passed over, without a checkpoint: {without}")
-    return found
-
-
-def read_plan(out: Path) -> Mapping[str, Any] | None:
-    """What `comparison.json` holds; None without one.
-
-    Raises:
-        RunError: it is damaged, or of another format.
-    """
-    file = out / PLAN
-    values = read_json(file)
-    if values is not None and values.get("format") != FORMAT:
-        raise RunError(f"{file}: not a comparison of format {FORMAT}")
-    return values
-
-
 def merged(plan: Plan, out: Path) -> Plan:
     """The plan together with what the directory holds already: rows and seeds are added, never taken away.
 
@@ -127,7 +76,7 @@ def merged(plan: Plan, out: Path) -> Plan:
         if out.exists() and any(entry.name != LOCK for entry in out.iterdir()):
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
-    ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / PLAN))
+    ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / COMPARISON))
     keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
     differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
@@ -158,20 +107,6 @@ def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
         elif words and value != "1":
             words += [flag, value]
     return shlex.join(words)
-
-
-def write_plan(plan: Plan, out: Path, kernels: Mapping[str, str], data: str) -> None:
-    """Writes `comparison.json`; `kernels` are those of all its runs, `data` the fingerprint of their corpus."""
-    values = {
-        "format": FORMAT,
-        "settings": plan.settings(),
-        "routers": list(plan.routers),
-        "seeds": list(plan.seeds),
-        "command": plan.command,
-        "kernels": dict(kernels),
-        "data": data,
-    }
-    write_whole(out / PLAN, json.dumps(values, indent=2) + "\n")
 
 
 class Watcher(Protocol):
@@ -221,7 +156,10 @@ def compare(
                 f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
             )
         kernels = choose_kernels(plan.base, before.get("kernels"), None)
-        write_plan(whole, out, kernels.to_dict(), corpus.fingerprint)
+        write_plan(
+            out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
+            kernels=kernels.to_dict(), data=corpus.fingerprint,
+        )  # fmt: skip
         todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
         for number, (router, seed) in enumerate(todo, 1):
             config, path = plan.config(router, seed), run_path(out, router, seed)

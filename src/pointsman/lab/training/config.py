@@ -177,6 +177,11 @@ class RunConfig:
         """A copy whose model has the vocabulary of the data."""
         return replace(self, model=replace(self.model, vocab_size=size))
 
+    def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """The settings in which another training would be the result: name -> (own value, the other's)."""
+        differing = differing_settings(self, other).items()
+        return {name: values for name, values in differing if name not in NO_EFFECT_ON_TRAINING}
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: tuples are lists, the model is a dict of its own."""
         return {"format": FORMAT, **_plain(self)}

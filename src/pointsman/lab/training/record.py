@@ -1,8 +1,7 @@
-"""evaluation.json: what a finished run is judged by, and whether a file still says that."""
+"""evaluation.json of a language model: its content, and whether it fits the settings."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from pointsman.control import named_routers
 from pointsman.lab.data import Corpus
 from pointsman.lab.evaluation.language_model import EvalProtocol
+from pointsman.lab.runs import evaluation
 from pointsman.lab.training.config import RunConfig
 from pointsman.routers.registry import is_baseline
 
@@ -28,29 +28,22 @@ def evaluation_record(
     results: Sequence[Mapping[str, Any]],
     metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The content of evaluation.json; `step_seconds` is the median training step in `metrics`."""
-    seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
+    """The content of evaluation.json."""
     routers = {id(p): p for _, router in named_routers(model) for p in router.parameters() if p.requires_grad}
-    return {
-        "format": 1,
-        "checkpoint": f"step-{step}",
-        "protocol": {**_protocol(config), "data": corpus.description},
-        "results": list(results),
-        "router_parameters": sum(parameter.numel() for parameter in routers.values()),
-        "parameters": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        "step_seconds": statistics.median(seconds) if seconds else None,
-    }
+    return evaluation.evaluation_record(
+        step=step,
+        protocol={**_protocol(config), "data": corpus.description},
+        results=results,
+        router_parameters=sum(parameter.numel() for parameter in routers.values()),
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        metrics=metrics,
+    )
 
 
 def still_right(record: Mapping[str, Any] | None, config: RunConfig) -> bool:
     """Whether evaluation.json is there and is of the last step, with these settings' protocol, part and k values."""
-    if record is None or record.get("checkpoint") != f"step-{config.steps}":
-        return False
-    found, results = record.get("protocol", {}), record.get("results", [])
-    return (
-        all(found.get(key) == value for key, value in _protocol(config).items())
-        and {result["top_k"] for result in results} == evaluated_k(config)
-        and all(result["split"] == config.eval_split for result in results)
+    return evaluation.is_current(
+        record, step=config.steps, protocol=_protocol(config), split=config.eval_split, top_k=evaluated_k(config)
     )
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from pointsman.lab.data import Corpus, Vocabulary
+from pointsman.lab.data import Corpus, Vocabulary, open_corpus
 from pointsman.lab.data.download import Progress as DownloadProgress
 from pointsman.lab.evaluation.language_model import Watch, evaluate
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.training.checkpoint import open_checkpoint, whole_checkpoint
+from pointsman.lab.runs.checkpoints import open_checkpoint, whole_checkpoint
+from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.record import eval_protocol
-from pointsman.lab.training.run_directory import RunDirectory, open_corpus
 from pointsman.lab.training.state import autocast, load_weights
 from pointsman.ops.kernels import use_kernels
 
@@ -86,7 +86,7 @@ def load_run(
         CheckpointError: the checkpoint asked for is damaged or foreign.
     """
     directory = RunDirectory(path)
-    config = directory.config()
+    config = directory.config(RunConfig)
     if step is None:
         checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:

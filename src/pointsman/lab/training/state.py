@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
 from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import Memory
-from pointsman.lab.training.checkpoint import Checkpoint, CheckpointError
+from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
+from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
 from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, Recorder, cuda_recorder
@@ -191,7 +192,7 @@ class TrainingState:
             CheckpointError: its tensors belong to another model; this state is then unusable.
         """
         load_weights(self.model, checkpoint)
-        rest = checkpoint.tensors("trainer")
+        rest = checkpoint_tensors(checkpoint, "trainer")
         try:
             restore_optimizer(self.optimizer, self.parameters, _under("optimizer.", rest))
         except ValueError as error:
@@ -218,7 +219,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
         CheckpointError: they belong to another model.
     """
     try:
-        model.load_state_dict(checkpoint.tensors("model"))
+        model.load_state_dict(checkpoint_tensors(checkpoint, "model"))
     except RuntimeError as error:
         first = str(error).splitlines()[1:2]
         told = first[0].strip() if first else str(error)

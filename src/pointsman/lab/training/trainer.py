@@ -12,24 +12,17 @@ import torch
 from torch import nn
 
 from pointsman._files import alone, within, write_whole
-from pointsman.lab.data import Corpus
+from pointsman.lab.data import Corpus, open_corpus
 from pointsman.lab.evaluation.language_model import Stopped
-from pointsman.lab.training.checkpoint import Checkpoint, last_checkpoint, write_checkpoint
+from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.environment import differing_bits, environment
+from pointsman.lab.runs.metrics import MetricsFile
+from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, TENSORBOARD, VOCABULARY
+from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
-from pointsman.lab.training.run_directory import (
-    DECIDES_BITS,
-    ENVIRONMENT,
-    EVALUATION,
-    METRICS,
-    TENSORBOARD,
-    VOCABULARY,
-    Metrics,
-    RunDirectory,
-    environment,
-    open_corpus,
-)
 from pointsman.lab.training.state import TrainingState, autocast
 from pointsman.lab.training.tensorboard import Board
 from pointsman.lab.training.times import Times
@@ -118,7 +111,13 @@ def _trained(
         return TrainResult(directory.path, state.step, record, already_finished=True)
     kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
     use_kernels(state.model, kernels)
-    here = environment(state.device, kernels.to_dict())
+    cuda = state.device.type == "cuda"
+    here = environment(
+        kernels.to_dict(),
+        device=str(state.device),
+        device_name=torch.cuda.get_device_name(state.device) if cuda else None,
+        threads=torch.get_num_threads(),
+    )
     if checkpoint:
         _note_other_machine(checkpoint, here, progress)
     directory.write_json(ENVIRONMENT, here)
@@ -147,7 +146,7 @@ class _Run:
     ) -> None:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
-        self.metrics = Metrics(directory.path / METRICS, state.step)
+        self.metrics = MetricsFile(directory.path / METRICS, state.step)
         self.board = Board(within(directory.path, TENSORBOARD), state.step) if self.config.tensorboard else None
         self.saved = state.step if state.step else -1
         self.times = Times()
@@ -269,7 +268,7 @@ def _restored(
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.work.fingerprint:
             return "it was trained on other data (the files have changed)"
-        return state.misfit(checkpoint.tensors("model"))
+        return state.misfit(checkpoint_tensors(checkpoint, "model"))
 
     found = last_checkpoint(directory.checkpoints, progress.note, foreign)
     if found is None:
@@ -282,9 +281,5 @@ def _restored(
 
 
 def _note_other_machine(checkpoint: Checkpoint, here: Mapping[str, Any], progress: Progress) -> None:
-    there = checkpoint.state.get("environment", {})
-    differing = [
-        f"{key} ({there.get(key)} there, {here[key]} here)" for key in DECIDES_BITS if there.get(key) != here[key]
-    ]
-    if differing:
+    if differing := differing_bits(checkpoint.state.get("environment", {}), here):
         progress.note(f"another machine than the checkpoint's, so the last bits may differ: {'; '.join(differing)}")

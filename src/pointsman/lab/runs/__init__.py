@@ -1,0 +1,14 @@
+"""The disk format of runs and comparisons, without torch: each file's reader and writer stand side by side.
+
+A run directory:
+
+    config.json            the settings                        directory.py (typed by training/config.py)
+    environment.json       versions, machine, kernels          environment.py
+    vocabulary.json        what the token ids stand for        directory.py (typed by data/vocabulary.py)
+    metrics.jsonl          a JSON object a line                metrics.py
+    checkpoints/step-N/    weights and state, with checksums   checkpoints.py (tensors: training/checkpoint.py)
+    evaluation.json        the final results                   evaluation.py
+    finetune/VARIANT/seed-S/   run directories of their own    paths.py
+
+A comparison directory: comparison.json (comparison.py) and runs/ROUTER/seed-S/, run directories.
+"""

@@ -1,0 +1,74 @@
+"""environment.json: versions, machine and kernels of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+DECIDES_BITS = ("packages", "machine", "processor", "threads", "device", "device_name")
+"""Entries that must agree for a resumed run to equal an uninterrupted one bit for bit."""
+
+
+def environment(
+    kernels: Mapping[str, str], *, device: str = "cpu", device_name: str | None = None, threads: int = 1
+) -> dict[str, Any]:
+    """The content of environment.json, for the process that calls it.
+
+    Args:
+        kernels: the kernels of the run, as `Kernels.to_dict` gives them.
+        device: "cpu", "cuda:0", …; device_name: the GPU's.
+        threads: those that torch uses.
+    """
+    packages: dict[str, str | None] = {}
+    for name in ("pointsman", "torch", "numpy", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "format": 1,
+        "python": sys.version.split()[0],
+        "packages": packages,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "device": device,
+        "device_name": device_name,
+        "kernels": dict(kernels),
+        "commit": _commit(),
+    }
+
+
+def differing_bits(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The entries of `DECIDES_BITS` that differ, in words; [] where results must agree bit for bit."""
+    return [f"{key} ({there.get(key)} there, {here[key]} here)" for key in DECIDES_BITS if there.get(key) != here[key]]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _commit() -> str | None:
+    """The commit of the source that runs; None outside a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,64 @@
+"""metrics.jsonl: one JSON object a line, each with "kind" and "step"."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pointsman._files import disk_errors, open_own, write_whole
+
+
+def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """The rows of these kinds (of every kind where none is given), in file order; no rows where there is no file.
+
+    A line that is not a whole row is skipped: a killed run may leave one at the end.
+    """
+    try:
+        descriptor = open_own(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with open(descriptor, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            whole = isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row
+            if whole and (not kinds or row["kind"] in kinds):
+                yield row
+
+
+class MetricsFile:
+    """metrics.jsonl, open for appending. Rows after `step` are removed first: the run resumes from that step.
+
+    Attributes:
+        rows: all rows that the file holds.
+    """
+
+    def __init__(self, file: Path, step: int) -> None:
+        self.rows = [row for row in read_metrics(file) if row["step"] <= step]
+        self._file = file
+        write_whole(file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._opened = os.fdopen(open_own(file, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        with disk_errors(self._file, "lines of metrics were not written"):
+            for row in rows:
+                self.rows.append(dict(row))
+                self._opened.write(json.dumps(row) + "\n")
+            self._opened.flush()
+
+    def sync(self) -> None:
+        """Waits until the disk has the rows: call it before a checkpoint that follows them."""
+        with disk_errors(self._file, "lines of metrics were not written"):
+            os.fsync(self._opened.fileno())
+
+    def has(self, kind: str, step: int) -> bool:
+        return any(row["kind"] == kind and row["step"] == step for row in reversed(self.rows))
+
+    def close(self) -> None:
+        with disk_errors(self._file, "lines of metrics were not written"):
+            self._opened.close()

@@ -1,0 +1,28 @@
+"""Names of files and folders in run and comparison directories."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pointsman._files import within
+
+CONFIG, ENVIRONMENT, VOCABULARY = "config.json", "environment.json", "vocabulary.json"
+METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+COMPARISON = "comparison.json"
+
+
+def slug(spec: str) -> str:
+    """A spec as a folder name: letters, digits, '-', '_', '.', '=', '+'; ':' becomes ',', '|' becomes '~'."""
+    return re.sub(r"[^A-Za-z0-9_.=+,~-]", "_", spec.replace(":", ",").replace("|", "~"))
+
+
+def run_path(out: Path, router: str, seed: int) -> Path:
+    """The run directory of one router and seed in the comparison directory `out`."""
+    return within(out, "runs", slug(router), f"seed-{seed}")
+
+
+def finetuned_path(run: Path | str, variant: str, seed: int) -> Path:
+    """The default directory of a fine-tuning of `run`: RUN/finetune/VARIANT/seed-S."""
+    return within(Path(run), "finetune", variant, f"seed-{seed}")
