@@ -1,0 +1,1 @@
+"""Images: layouts on the disk, a memory-mapped cache, augmentations and batches."""
