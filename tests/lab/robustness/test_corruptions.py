@@ -1,0 +1,81 @@
+"""Corruptions of images: determinism, severity, and simple cases with a known answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pointsman._errors import RunError
+from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
+from pointsman.lab.robustness.severities import PARAMETERS, SIDES
+
+pytest.importorskip("PIL")
+pytest.importorskip("scipy")
+GENERATOR = np.random.default_rng(0)
+
+
+def pictures(count: int = 2, side: int = 32) -> np.ndarray:
+    """Smooth pictures with an edge, as photographs have them."""
+    ramp = np.linspace(40, 200, side)
+    base = np.stack(
+        [np.add.outer(ramp, ramp) / 2, np.add.outer(ramp, -ramp) / 2 + 120, np.full((side, side), 90.0)], -1
+    )
+    base[side // 3 : side // 2, side // 4 : side // 2] = (230, 40, 60)
+    return np.stack([np.clip(base + 5 * index, 0, 255) for index in range(count)]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_every_image_has_draws_of_its_own(corruption: str) -> None:
+    images = pictures(3)
+    whole = corrupt(images, corruption, 3)
+    assert whole.dtype == np.uint8
+    assert (whole[1:] == corrupt(images[1:], corruption, 3, first=1)).all()
+    assert (whole == corrupt(images, corruption, 3)).all()
+    assert not (whole == images).all()
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_severity_5_is_further_from_the_picture_than_1(corruption: str) -> None:
+    images = pictures(2, 64)
+    first, last = (np.abs(corrupt(images, corruption, severity).astype(float) - images).mean() for severity in (1, 5))
+    if corruption == "elastic_transform":  # its severities trade the affine map for small displacements
+        assert first > 0
+        assert last > 0
+    else:
+        assert last > first
+
+
+def test_every_corruption_has_five_severities_for_every_side() -> None:
+    assert list(PARAMETERS) == list(CORRUPTIONS)
+    assert all(set(sizes) == set(SIDES) for sizes in PARAMETERS.values())
+    assert all(len(rows) == 5 for sizes in PARAMETERS.values() for rows in sizes.values())
+
+
+def test_strength_0_is_the_identity() -> None:
+    image = pictures(1)[0] / 255.0
+    draw = np.random.default_rng(0)
+    for name, nothing in (("gaussian_noise", 0.0), ("impulse_noise", 0.0), ("contrast", 1.0), ("brightness", 0.0),
+                          ("fog", (0.0, 2.0)), ("elastic_transform", (0.0, 0.0, 0.0))):  # fmt: skip
+        assert np.allclose(CORRUPTIONS[name](image, nothing, draw), image), name
+
+
+def test_contrast_and_brightness_by_hand() -> None:
+    image = np.array([[[0.2, 0.4, 0.1]] * 2, [[0.6, 0.4, 0.1]] * 2])
+    draw = np.random.default_rng(0)
+    assert np.allclose(CORRUPTIONS["contrast"](image, 0.5, draw)[0, 0], [0.3, 0.4, 0.1])
+    assert np.allclose(CORRUPTIONS["brightness"](image, 0.1, draw)[0, 0], np.array([0.2, 0.4, 0.1]) * 0.5 / 0.4)
+
+
+def test_blurs_keep_a_uniform_picture() -> None:
+    grey = np.full((1, 32, 32, 3), 100, dtype=np.uint8)
+    for name in ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "pixelate", "elastic_transform"):
+        assert np.abs(corrupt(grey, name, 5).astype(int) - 100).max() <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("corruption", "severity", "side", "words"),
+    [("gaussian_nose", 1, 32, "gaussian_noise"), ("fog", 6, 32, "1 to 5"), ("fog", 1, 48, "32, 64, 224 pixels")],
+)
+def test_mistakes_name_what_is_allowed(corruption: str, severity: int, side: int, words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        corrupt(np.zeros((1, side, side, 3), dtype=np.uint8), corruption, severity)
