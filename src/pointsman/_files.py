@@ -19,6 +19,12 @@ from pointsman._errors import RunError
 LOCK = ".lock"
 
 
+def user_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
+
+
 def within(root: Path, *names: str) -> Path:
     """`root/names`; links on the way to `root` are the user's own, those below must stay in it.
 

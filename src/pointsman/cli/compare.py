@@ -11,7 +11,7 @@ from pointsman._errors import RunError
 from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, stop_on_signals
-from pointsman.cli.runs import add_run_flags, run_config
+from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
@@ -60,9 +60,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     from pointsman.lab.training.compare import Plan, compare, ordered_seeds
 
-    base = run_config(values, "smoe")
     name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
-    out = values.out or Path("runs") / name
+    out = values.out = values.out or Path("runs") / name
+    use_recorded_imports(values, values.routers)
+    base = run_config(values, "smoe")
     plan = Plan(
         base,
         tuple(values.routers),

@@ -31,10 +31,23 @@ class Parser(argparse.ArgumentParser):
     def common(
         self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
     ) -> None:
-        """--out, --device, --config, --set; `settings` says what --set takes: "" = nothing; `folder`: --out is one."""
+        """--out, --device, --config, --import, --set.
+
+        Args:
+            settings: what --set takes; "" = nothing.
+            folder: whether --out is a folder.
+        """
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
+        self.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            dest="imports",
+            metavar="MODULE|FILE.py",
+            help="import routers of your own; a run records it (may be repeated)",
+        )
         self.add_argument(
             "--set",
             action="append",
@@ -60,6 +73,10 @@ class Parser(argparse.ArgumentParser):
         if getattr(values, "config", None) is not None:
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
+        if getattr(values, "imports", None):
+            from pointsman.routers.elsewhere import import_routers
+
+            values.imports = [import_routers(name) for name in values.imports]
         if getattr(values, "set", None) and not self.has_settings:
             raise RunError(f"{self.prog}: --set {values.set[0]!r}: this command has nothing to set")
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():

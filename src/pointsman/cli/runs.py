@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole
@@ -40,6 +41,27 @@ def add_run_flags(flags: Parser) -> None:
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
 
 
+def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:
+    """Adds to --import what the run or comparison in --out records, so that the same command continues it without.
+
+    Raises:
+        ValueError: one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
+    """
+    if values.out is None:
+        return
+    from pointsman._files import read_whole_json
+    from pointsman.routers.elsewhere import import_recorded
+
+    run, comparison = (read_whole_json(values.out / name) or {} for name in ("config.json", "comparison.json"))
+    settings = comparison.get("settings")
+    found = [one.get("imports") for one in (run, settings) if isinstance(one, dict)]
+    names = [name for one in found if isinstance(one, list) for name in one if isinstance(name, str)]
+    if names:
+        for router in routers:
+            import_recorded(router, [*values.imports, *names])
+        values.imports = list(dict.fromkeys([*names, *values.imports]))
+
+
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:
     """The settings that the flags ask for: preset, then flags, then --set."""
     from pointsman.lab.recipes import preset
@@ -59,6 +81,8 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
         changes["eval_top_k"] = values.top_k
     if values.eval_tokens is not None:
         changes["eval_tokens"] = values.eval_tokens
+    if values.imports:
+        changes["imports"] = tuple(values.imports)
     if values.tensorboard:
         changes["tensorboard"] = True
     return config.with_overrides({**changes, **overrides(values.set)})

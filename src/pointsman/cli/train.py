@@ -9,7 +9,7 @@ from pathlib import Path
 from pointsman._errors import RunError
 from pointsman.cli.options import Parser, choose_device, whole
 from pointsman.cli.progress import Display, stop_on_signals
-from pointsman.cli.runs import add_run_flags, changed, run_config
+from pointsman.cli.runs import add_run_flags, changed, run_config, use_recorded_imports
 
 EPILOG = """examples:
   pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper
@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.lab.runs.paths import slug
     from pointsman.lab.training.trainer import train
 
+    use_recorded_imports(values, [values.router] if values.router else [])
     if values.recipe:
         from pointsman.lab.recipes import recipe
         from pointsman.routers.registry import BASELINES, list_mixers, list_routers

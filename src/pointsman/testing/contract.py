@@ -45,6 +45,12 @@ def promise(check: Check) -> str:
     return (inspect.getdoc(check) or check.__name__).splitlines()[0].rstrip(".")
 
 
+def check_spec(spec: str) -> None:
+    """ValueError unless the spec names a router."""
+    if parse_spec(spec).router in BASELINES:
+        raise ValueError(f"{spec!r} is a baseline without a router: there is no contract to check")
+
+
 def check_router(spec: str, dim: int = 16, num_experts: int = 4) -> None:
     """Runs the contract on the router that `spec` names, which takes some seconds. Random state stays as it is.
 
@@ -57,8 +63,7 @@ def check_router(spec: str, dim: int = 16, num_experts: int = 4) -> None:
         AssertionError: the first broken promise, with what was found.
         ValueError: an unknown name or option, or fewer than two experts.
     """
-    if parse_spec(spec).router in BASELINES:
-        raise ValueError(f"check_router: {spec!r} is a baseline without a router")
+    check_spec(spec)
     if num_experts < 2:
         raise ValueError(f"check_router: num_experts={num_experts}: allowed are whole numbers from 2")
     case = Case(spec, dim, num_experts)

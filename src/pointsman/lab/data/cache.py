@@ -55,12 +55,6 @@ class Built:
     unknown: Mapping[str, int]
 
 
-def user_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/pointsman`, or `~/.cache/pointsman`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pointsman"
-
-
 def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     """The tokens under this key: from the cache if they are there and whole, else built and put there.
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.lab.data.cache import FORMAT, Built, Tokens, Write, cached, user_cache_folder
+from pointsman._files import user_cache_folder
+from pointsman.lab.data.cache import FORMAT, Built, Tokens, Write, cached
 from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, parse_data
 from pointsman.lab.data.download import Progress, download
 from pointsman.lab.data.reading import Reader, check_md5, reading

@@ -104,6 +104,7 @@ class Finetuning:
             clip_norm=0.25,
             precision=pretrained.precision,
             deterministic=pretrained.deterministic,
+            imports=pretrained.imports,
             checkpoint_every=min(CHECKPOINT_EVERY, max(1, steps // 2)),
             keep_checkpoints=1,
             preset="finetune",

@@ -15,6 +15,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._values import typed_value
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.training.k_schedule import Shape, TopKSchedule, build_schedule
+from pointsman.routers.elsewhere import import_recorded
 from pointsman.routers.registry import split_specs
 
 FORMAT = 1
@@ -41,6 +42,7 @@ NO_EFFECT_ON_TRAINING = frozenset(
         "log_every",
         "observe_every",
         "cuda_graph",
+        "imports",
         "tensorboard",
         "preset",
     ]
@@ -79,6 +81,7 @@ class RunConfig:
         log_every: steps between two training lines in metrics.jsonl.
         observe_every: steps between two looks at the routing.
         tensorboard: whether to write TensorBoard files as well.
+        imports: modules and files of the user that registered routers, as `--import` takes them.
         preset: name of the preset or recipe that the settings come from, for the record.
     """
 
@@ -114,6 +117,7 @@ class RunConfig:
     log_every: int = 10
     observe_every: int = 50
     tensorboard: bool = False
+    imports: tuple[str, ...] = ()
     preset: str = ""
 
     def __post_init__(self) -> None:
@@ -204,7 +208,9 @@ class RunConfig:
         model = values.get("model")
         if not isinstance(model, Mapping):
             raise RunError(f"{where}: model is missing")
-        return cls(model=_built(TransformerXLConfig, model, f"{where}: model."), **_checked(cls, own, f"{where}: "))
+        kept = _checked(cls, own, f"{where}: ")
+        import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
+        return cls(model=_built(TransformerXLConfig, model, f"{where}: model."), **kept)
 
     @classmethod
     def from_json(cls, text: str, where: str = "config") -> RunConfig:

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import disk_errors
-from pointsman.lab.data.cache import user_cache_folder
+from pointsman._files import disk_errors, user_cache_folder
 from pointsman.lab.data.catalog import SPLITS
 from pointsman.lab.data.images.layouts import LabelledImages, Layout, Pixels, open_layout
 
