@@ -16,8 +16,8 @@ LIBRARY = (
     "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
-    "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report", "benchmark",
-    "diagnosis",
+    "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",
+    "benchmark", "diagnosis",
 )  # fmt: skip
 ROOF = ("cli", "__main__")
 """From the ground up."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.options import Parser, aligned, number_from, whole
 from pointsman.cli.progress import Display, stop_on_signals
 
@@ -51,33 +51,30 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     from pointsman.lab.runs.comparison import read_comparison, read_plan
 
     with Display() as display, stop_on_signals() as stop:
-        try:
-            if not is_finetuned(values.run) and read_plan(values.run) is not None:
-                if values.attack not in ("word", "char"):
-                    raise RunError(f"--attack {values.attack}: a comparison is attacked by word or char")
-                name = comparison_under_attack(
-                    values.run,
-                    attacks_of(values),
-                    variant=values.task,
-                    data=values.data,
-                    split=values.split,
-                    top_k=values.top_k,
-                    budget=budget_of(values),
-                    device=device,
-                    progress=display,
-                    stop=stop,
-                )
-                wanted = "-".join([name.replace("attacks-", "attack-", 1), *([values.task] if values.task else [])])
-                [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
-                paths = table.write(values.out or values.run)
-                print(table.text())
-                print(f"saved: {paths[0]}", file=sys.stderr)
-                return 0
-            if values.task:
-                raise RunError(f"--task {values.task}: {values.run} is no comparison; name the fine-tuned run itself")
-            record, name = _one(values, device, display, stop)
-        except _stopped() as error:
-            raise Stopped("stopped; the same command starts this evaluation anew") from error
+        if not is_finetuned(values.run) and read_plan(values.run) is not None:
+            if values.attack not in ("word", "char"):
+                raise RunError(f"--attack {values.attack}: a comparison is attacked by word or char")
+            name = comparison_under_attack(
+                values.run,
+                attacks_of(values),
+                variant=values.task,
+                data=values.data,
+                split=values.split,
+                top_k=values.top_k,
+                budget=budget_of(values),
+                device=device,
+                progress=display,
+                stop=stop,
+            )
+            wanted = "-".join([name.replace("attacks-", "attack-", 1), *([values.task] if values.task else [])])
+            [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
+            paths = table.write(values.out or values.run)
+            print(table.text())
+            print(f"saved: {paths[0]}", file=sys.stderr)
+            return 0
+        if values.task:
+            raise RunError(f"--task {values.task}: {values.run} is no comparison; name the fine-tuned run itself")
+        record, name = _one(values, device, display, stop)
     from pointsman._files import write_whole
 
     file = (values.out or values.run) / f"{name}.json"
@@ -128,12 +125,6 @@ def budget_of(values: argparse.Namespace) -> Budget:
     """How many tokens to score: a number, None for all, "run" for what the run's settings say."""
     tokens: int | str | None = values.eval_tokens
     return "run" if tokens is None else tokens if isinstance(tokens, int) else None
-
-
-def _stopped() -> type[Exception]:
-    from pointsman.lab.evaluation.language_model import Stopped as StoppedEvaluation
-
-    return StoppedEvaluation
 
 
 def result_table(results: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
@@ -58,9 +58,8 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         return run_attacks(values, device)
     from pointsman._files import write_whole
-    from pointsman.lab.evaluation.language_model import Stopped as NothingSaved
     from pointsman.lab.runs.paths import slug
-    from pointsman.lab.training.record import eval_protocol
+    from pointsman.lab.training.language_modelling import eval_protocol
     from pointsman.lab.training.run import load_run
 
     with Display() as display, stop_on_signals() as stop:
@@ -69,17 +68,14 @@ def run(arguments: Sequence[str]) -> int:
         given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
         saved = replace(saved, config=saved.config.with_overrides({**changes, **given}))
         budget = saved.config.eval_tokens
-        try:
-            results = saved.evaluate(
-                corpus.split(values.split),
-                split=values.split,
-                top_k=values.top_k,
-                budget=budget,
-                watch=display,
-                stop=stop,
-            )
-        except NothingSaved as error:
-            raise Stopped("stopped; the same command starts this evaluation anew") from error
+        results = saved.evaluate(
+            corpus.split(values.split),
+            split=values.split,
+            top_k=values.top_k,
+            budget=budget,
+            progress=display,
+            stop=stop,
+        )
     protocol = {**eval_protocol(saved.config, budget).to_dict(), "data": corpus.description}
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     file = (values.out or values.run) / f"evaluation-{slug(corpus.name)}-{values.split}.json"

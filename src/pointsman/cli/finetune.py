@@ -183,7 +183,7 @@ def run(arguments: Sequence[str]) -> int:
     if values.eval_tokens is not None:
         changes["eval_tokens"] = values.eval_tokens
     variants = settings_of(values, values.task, values.steps, values.epochs, changes)
-    task = open_task(values.task)
+    data = open_task(values.task)
     todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
     found: dict[str, list[RunRecord]] = {}
     with Display() as display, stop_on_signals() as stop:
@@ -194,15 +194,15 @@ def run(arguments: Sequence[str]) -> int:
             display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"
             try:
                 result = finetune(
-                    values.run, settings, seed=seed, out=out, task=task, device=device,
+                    values.run, settings, seed=seed, out=out, data=data, device=device,
                     progress=display, monitor=RoutingMonitor, stop=stop,
                 )  # fmt: skip
             except Interrupted as saved:
                 raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command goes on") from None
             found.setdefault(settings.variant, []).append(read_run(result.out))
             print(f"run: {out}", file=sys.stderr)
-    print(task.description, file=sys.stderr)
-    print(accuracy_table(found, task.reported))
+    print(data.description, file=sys.stderr)
+    print(accuracy_table(found, data.reported))
     return 0
 
 

@@ -18,7 +18,7 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 class Display:
-    """Shows phases of work: a live bar on a terminal, a line now and then elsewhere. Implements `training.Progress`.
+    """Shows phases of work: a live bar on a terminal, a line now and then elsewhere. A `lab.progress.Progress`.
 
     A context manager. `title` stands before every phase ("3/8 hyperrouter, seed 0").
     """

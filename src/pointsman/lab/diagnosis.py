@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from pointsman._files import within
 from pointsman.control import named_routers
 from pointsman.diagnostics.consistency import consistency_over_training
 from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
+from pointsman.lab.progress import Progress
 
 if TYPE_CHECKING:
     from pointsman.lab.training.run import Run
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 FILE = "diagnostics.json"
 MOST_HISTORY = 4
 READING = ("eval_batch_size", "eval_segment_length", "eval_memory_length")
-
-
-class Watch(Protocol):
-    """Told of progress, in batches."""
-
-    def phase(self, name: str, total: int, done: int = 0) -> None: ...
-
-    def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,10 @@ class Settings:
 
 
 def diagnose_path(
-    target: Path | str, against: Sequence[Path | str] = (), settings: Settings | None = None, watch: Watch | None = None
+    target: Path | str,
+    against: Sequence[Path | str] = (),
+    settings: Settings | None = None,
+    watch: Progress | None = None,
 ) -> dict[str, Any]:
     """Diagnoses a run directory, one of its checkpoints (`…/checkpoints/step-N`), a comparison directory, or a model.
 
@@ -109,7 +105,7 @@ def _open(path: Path, device: str) -> Run:
     return load_run(path if step is None else path.parent.parent, step=step, device=device)
 
 
-def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Watch | None) -> dict[str, Any]:
+def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
     from pointsman.lab.data import EvalStream
 
     run = _open(path, settings.device)
@@ -225,7 +221,7 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
     return {str(index): decode([index]) for index in sorted({pair[0] for row in tops for pair in row})}
 
 
-def _of_comparison(path: Path, settings: Settings, watch: Watch | None) -> dict[str, Any]:
+def _of_comparison(path: Path, settings: Settings, watch: Progress | None) -> dict[str, Any]:
     from pointsman.lab.runs.comparison import read_plan
     from pointsman.lab.runs.paths import run_path
     from pointsman.routers.registry import is_baseline
@@ -253,7 +249,7 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
     }
 
 
-def _of_hugging_face(name: str, settings: Settings, watch: Watch | None) -> dict[str, Any]:
+def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> dict[str, Any]:
     """A Hugging Face MoE through its own gates, each seen as a router with the same routing."""
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer

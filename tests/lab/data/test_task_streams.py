@@ -56,7 +56,7 @@ def test_buckets_save_most_of_the_padding() -> None:
     padded = sum(int((stream.batch(step)[0] < 0).sum()) for step in range(stream.steps_per_epoch))
     whole = sum(stream.batch(step)[0].numel() for step in range(stream.steps_per_epoch))
     assert padded / whole < 0.1  # without buckets it is above 0.4
-    assert stream.mean_tokens == pytest.approx(8 * np.mean([len(text) + 1 for text in TEXTS]))
+    assert stream.tokens_per_step == pytest.approx(8 * np.mean([len(text) + 1 for text in TEXTS]))
 
 
 def test_evaluation_reads_every_example_once() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pointsman._errors import Stopped
 from pointsman.control import record_routing, set_top_k
-from pointsman.lab.evaluation.language_model import EvalProtocol, Stopped, evaluate, quality
+from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate, quality
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
 

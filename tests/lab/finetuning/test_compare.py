@@ -9,9 +9,9 @@ import pytest
 from pointsman._errors import RunError, Stopped
 from pointsman.cli.main import main
 from pointsman.lab.finetuning import Finetuning, compare_tasks
+from pointsman.lab.progress import Quiet
 from pointsman.lab.report import TaskTable
 from pointsman.lab.report.task_table import published_for
-from pointsman.lab.training.progress import Quiet
 
 
 class Watch:

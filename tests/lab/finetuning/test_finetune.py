@@ -94,7 +94,7 @@ def test_from_the_command_line_to_accuracies_at_every_k(
 def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: Path) -> None:
     record = finetune(run, Finetuning(task, steps=3, settings=FAST), out=tmp_path).evaluation
     saved = load_finetuned(tmp_path)
-    assert (saved.step, saved.about["classes"]) == (3, ["neg", "pos"])
+    assert (saved.step, saved.finetuning["classes"]) == (3, ["neg", "pos"])
     assert main(["evaluate", str(tmp_path), "--top-k", "2", "--device", "cpu"]) == 0
     again = json.loads((tmp_path / "evaluation-task.json").read_text())
     assert again["results"][0]["nats"] == pytest.approx(record["results"][1]["nats"], rel=1e-6)

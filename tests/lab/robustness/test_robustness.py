@@ -12,10 +12,11 @@ import pytest
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman.lab.finetuning.run import task_data
+from pointsman.lab.progress import Quiet
 from pointsman.lab.recipes import preset
 from pointsman.lab.robustness import recipe_attack
 from pointsman.lab.training.compare import Plan, compare
-from pointsman.lab.training.progress import Quiet
 
 
 class Silent:
@@ -214,7 +215,7 @@ def test_a_recipe_gets_a_model_and_its_outcome_is_counted(finetuned: Path, monke
         monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
     stand_in()
     saved = load_finetuned(finetuned)
-    examples = saved.task().splits["test"]
+    examples = task_data(saved).splits["test"]
     results = recipe_attack(
         saved.model, examples, saved.vocabulary, "textfooler", top_k=[1, 4], max_length=64, count=10
     )

@@ -7,23 +7,27 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.training.compare import PLAN, Plan, merged, write_plan
+from pointsman.lab.runs.comparison import write_plan
+from pointsman.lab.runs.paths import COMPARISON
+from pointsman.lab.training.compare import Plan, merged
 from pointsman.lab.training.config import RunConfig
 
 
 def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
     plan = Plan(settings(), ("smoe",), (0, 1))
-    write_plan(plan, tmp_path, {}, "fingerprint")
-    values = json.loads((tmp_path / PLAN).read_text())
+    write_plan(
+        tmp_path, settings=plan.settings(), routers=plan.routers, seeds=plan.seeds, command="", kernels={}, data="0"
+    )
+    values = json.loads((tmp_path / COMPARISON).read_text())
     assert "top_k" not in values["settings"]["model"]
     values["settings"]["model"]["top_k"] = 2  # was a setting of its own
     del values["settings"]["cuda_graph"], values["settings"]["model"]["pre_norm"]  # did not exist
-    (tmp_path / PLAN).write_text(json.dumps(values))
+    (tmp_path / COMPARISON).write_text(json.dumps(values))
     more = Plan(settings(), ("smoe", "xmoe"), (0,))
     assert merged(more, tmp_path).routers == ("smoe", "xmoe")
     with pytest.raises(RunError, match="learning_rate is"):
         merged(Plan(settings(learning_rate=1.0), ("smoe",), (0,)), tmp_path)
     values["settings"]["model"]["rooms"] = 3
-    (tmp_path / PLAN).write_text(json.dumps(values))
+    (tmp_path / COMPARISON).write_text(json.dumps(values))
     with pytest.raises(RunError, match=r"model\.rooms: unknown setting"):
         merged(more, tmp_path)

@@ -24,6 +24,7 @@ from pointsman.lab.runs.checkpoints import open_checkpoint
 from pointsman.lab.training.checkpoint import write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.graph import WARM_UP, Passed, cuda_recorder
+from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.objectives import objective_of
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
@@ -125,9 +126,14 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posterior, "_nothing_to_wait_for", lambda _: False)
 
 
+def state_of(config: RunConfig, corpus: Corpus, device: str, recorder: TapeRecorder | None = None) -> TrainingState:
+    task = LanguageModelling(corpus)
+    return TrainingState(task.prepared(config), task, torch.device(device), recorder)
+
+
 def state(config: RunConfig, corpus: Corpus, recorder: TapeRecorder | None = None) -> TrainingState:
     config = config.with_overrides({"cuda_graph": recorder is not None})
-    made = TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, torch.device("cpu"), recorder)
+    made = state_of(config, corpus, "cpu", recorder)
     use_kernels(made.model, Kernels())
     return made
 
@@ -189,8 +195,8 @@ def test_settings_under_which_steps_are_graphed(settings: Settings, corpus: Corp
 def test_the_first_step_of_an_epoch_has_no_memory_and_leaves_the_graph(settings: Settings, corpus: Corpus) -> None:
     config, recorder = settings(train_top_k="2", lr_schedule="constant"), TapeRecorder()
     eager, graphed = state(config, corpus), state(config, corpus, recorder)
-    eager.step = graphed.step = eager.stream.steps_per_epoch - 5
-    eager.stream.batch(eager.step)
+    eager.step = graphed.step = eager.batches.steps_per_epoch - 5
+    eager.batches.batch(eager.step)
     for _ in range(8):
         assert step(graphed) == step(eager)
     assert (recorder.captured, recorder.replayed) == (1, 8 - 2 * 1 - WARM_UP)
@@ -341,13 +347,13 @@ def test_what_no_graph_can_capture_is_refused(
 ) -> None:
     config = settings(cuda_graph=True, **changes).with_vocabulary(corpus.vocabulary.size)
     with pytest.raises(RunError, match=f"^cuda_graph=true: .*{told}") as error:
-        TrainingState(config, corpus, torch.device("cpu"))
+        TrainingState(config, LanguageModelling(corpus), torch.device("cpu"))
     assert "\n" not in str(error.value)
 
 
 def test_batches_of_several_lengths_are_refused(settings: Settings) -> None:
     with pytest.raises(RunError, match="batches differ in length"):
-        cuda_recorder(settings(cuda_graph=True), torch.device("cpu"), even=False)
+        cuda_recorder(settings(cuda_graph=True), torch.device("cpu"), fixed_shapes=False)
 
 
 @pytest.mark.gpu
@@ -357,7 +363,7 @@ def test_graphed_training_on_a_device(settings: Settings, corpus: Corpus, router
     rows = []
     for graphed in (False, True):
         config = settings(router, steps=20, train_top_k="2:N", accumulation=2, cuda_graph=graphed)
-        one = TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, torch.device("cuda"))
+        one = state_of(config, corpus, "cuda")
         monitor = RoutingMonitor(one.model, 5)
         rows.append([one.train_step(monitor) for _ in range(20)])
         assert all(weight.isfinite().all() for weight in one.model.parameters())
@@ -377,9 +383,9 @@ def test_masks_on_a_device_differ_from_step_to_step_and_follow_the_seed(
     figures = []
     for graphed in (False, True):
         config = settings(train_top_k="2", steps=8, learning_rate=1e-12, cuda_graph=graphed, **{"model.dropout": 0.3})
-        one = TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, torch.device("cuda"))
-        first, found = one.stream.batch(0), []
-        monkeypatch.setattr(one.stream, "batch", lambda step, batch=first: batch)
+        one = state_of(config, corpus, "cuda")
+        first, found = one.batches.batch(0), []
+        monkeypatch.setattr(one.batches, "batch", lambda step, batch=first: batch)
         for _ in range(8):
             found.append(one.train_step()["loss"])
         figures.append(found)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pointsman.lab.data import Corpus
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.optimizer import optimizer_tensors, restore_optimizer
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def state(config: RunConfig, corpus: Corpus) -> TrainingState:
-    return TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, CPU)
+    return TrainingState(config.with_vocabulary(corpus.vocabulary.size), LanguageModelling(corpus), CPU)
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def test_memories_are_forgotten_where_the_text_starts_again(settings: Settings, 
     one.train_step()
     assert one.memories[0] is not None
     assert one.memories[0].length == 16
-    one.step = one.stream.steps_per_epoch
+    one.step = one.batches.steps_per_epoch
     seen: list[object] = []
     one.model.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
     one.train_step()

@@ -14,6 +14,7 @@ import torch
 from pointsman.lab.data import open_corpus
 from pointsman.lab.recipes import preset
 from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.state import TrainingState
 from pointsman.ops.kernels import use_kernels
 
@@ -40,7 +41,8 @@ class Steps:
         config = preset(name, cuda_graph=way == "graph", **rest)
         corpus = open_corpus(config.data)
         self.device = torch.device(device)
-        self.state = TrainingState(config.with_vocabulary(corpus.vocabulary.size), corpus, self.device)
+        task = LanguageModelling(corpus)
+        self.state = TrainingState(task.prepared(config), task, self.device)
         use_kernels(self.state.model, choose_kernels(config, None, None))
         if way == "compiled":
             self.state.model.compile(dynamic=False)

@@ -16,7 +16,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import user_cache_folder
 from pointsman.lab.data.cache import FORMAT, Built, Tokens, Write, cached
 from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, parse_data
-from pointsman.lab.data.download import Progress, download
+from pointsman.lab.data.download import DataProgress, download
 from pointsman.lab.data.reading import Reader, check_md5, reading
 from pointsman.lab.data.sources import Source, local_source
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary, count_words
@@ -60,7 +60,7 @@ class Corpus:
         return self._arrays[name]
 
 
-def open_corpus(spec: str, *, vocabulary: Vocabulary | None = None, progress: Progress | None = None) -> Corpus:
+def open_corpus(spec: str, *, vocabulary: Vocabulary | None = None, progress: DataProgress | None = None) -> Corpus:
     """`load_corpus` with the folder that POINTSMAN_DATA names."""
     folder = os.environ.get("POINTSMAN_DATA")
     return load_corpus(spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, progress=progress)
@@ -72,7 +72,7 @@ def load_corpus(
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
     vocabulary: Vocabulary | None = None,
-    progress: Progress | None = None,
+    progress: DataProgress | None = None,
 ) -> Corpus:
     """The corpus that `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]` asks for.
 
@@ -108,7 +108,7 @@ def load_corpus(
 
 
 def _find(
-    wanted: DataSpec, data_dir: Path | None, cache: Path, level: Level | None, progress: Progress | None
+    wanted: DataSpec, data_dir: Path | None, cache: Path, level: Level | None, progress: DataProgress | None
 ) -> Source:
     downloads = cache / "downloads"
     folders = [data_dir, downloads] if data_dir else [downloads]
@@ -124,7 +124,7 @@ class _Build:
     """Reads a source and hands its ids to `write`, in bounded memory: first the vocabulary, then the ids."""
 
     def __init__(
-        self, source: Source, wanted: DataSpec, vocabulary: Vocabulary | None, progress: Progress | None
+        self, source: Source, wanted: DataSpec, vocabulary: Vocabulary | None, progress: DataProgress | None
     ) -> None:
         self.source = source
         self.level = source.level

@@ -18,7 +18,7 @@ from pointsman._errors import RunError
 from pointsman.lab.data.catalog import CORPORA
 from pointsman.lab.data.reading import BLOCK, check_md5
 
-Progress = Callable[[str, int, int], None]
+DataProgress = Callable[[str, int, int], None]
 """Called as progress(what, done, total), both in bytes; total is 0 while unknown."""
 
 WIKITEXT_REPOSITORY = "Salesforce/wikitext"
@@ -33,7 +33,7 @@ NOT_HERE = "is not under the data folder (POINTSMAN_DATA)"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def download(name: str, folder: Path, progress: Progress | None = None) -> None:
+def download(name: str, folder: Path, progress: DataProgress | None = None) -> None:
     """Puts the files of a named corpus into `folder / name`.
 
     Raises:
@@ -50,7 +50,7 @@ def download(name: str, folder: Path, progress: Progress | None = None) -> None:
         _from_hub(name, target, progress)
 
 
-def _from_page(name: str, target: Path, progress: Progress | None) -> None:
+def _from_page(name: str, target: Path, progress: DataProgress | None) -> None:
     size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
 
     def write(path: Path) -> None:
@@ -69,7 +69,7 @@ def _from_page(name: str, target: Path, progress: Progress | None) -> None:
     _write_aside(name, target / f"{name}.zip", write)
 
 
-def _from_hub(name: str, target: Path, progress: Progress | None) -> None:
+def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
     for split, expected in WIKITEXT_TOKENS[name].items():
 
         def write(path: Path, split: str = split, expected: int = expected) -> None:
@@ -111,7 +111,7 @@ def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
         logger.setLevel(level)
 
 
-def _lines(rows: Any, what: str, progress: Progress | None) -> Iterator[str]:
+def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]:
     """The hub's rows are the file's lines; blank ones came through as empty text."""
     total = len(rows)
     for done, row in enumerate(rows, start=1):

@@ -54,6 +54,11 @@ class BatchStream:
         self._column = (len(tokens) - 1) // batch_size
         self._device = torch.device(device)
 
+    @property
+    def tokens_per_step(self) -> float:
+        """B T."""
+        return self.batch_size * self.segment_length
+
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """(input [B, T], target [B, T]) of a step, counted from 0 over all epochs."""
         if step < 0:

@@ -134,7 +134,7 @@ class TaskStream:
         self._epoch: tuple[int, list[NDArray[np.int64]]] = (-1, [])
 
     @property
-    def mean_tokens(self) -> float:
+    def tokens_per_step(self) -> float:
         """Real tokens of a batch, on average."""
         return float(self._lengths.mean()) * self.batch_size
 

@@ -119,8 +119,8 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A classification task.
+class LabelledTexts:
+    """The data of a classification task.
 
     Attributes:
         name: a known task's name, or the last part of the path.
@@ -163,7 +163,7 @@ def parse_task(text: str) -> tuple[str, Columns]:
     return name, Columns(values.get("text"), values.get("label"))
 
 
-def load_task(spec: str, *, data_dir: Path | None = None) -> Task:
+def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
     """The task that `NAME|PATH[:text=COLUMN][:label=COLUMN]` asks for.
 
     A name is looked up in `data_dir`, then fetched from the Hugging Face hub; anything else is a file or folder, in
@@ -205,7 +205,7 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
     raise RunError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}, or a CSV, TSV or JSONL file or folder")
 
 
-def _named(name: str, known: KnownTask, data_dir: Path | None) -> Task:
+def _named(name: str, known: KnownTask, data_dir: Path | None) -> LabelledTexts:
     folder = data_dir / known.folder if data_dir else None
     if folder and all((folder / file).is_file() for file in known.files.values()):
         parts = {split: read_labelled(folder / file, known.columns) for split, file in known.files.items()}
@@ -227,7 +227,7 @@ def _from_hub(name: str, known: KnownTask) -> dict[str, list[LabelledText]]:
     return parts
 
 
-def _from_folder(folder: Path, columns: Columns) -> Task:
+def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         split = _STEMS.get(path.name.split(".")[0].lower())
@@ -280,7 +280,7 @@ def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[Labelle
     return parts
 
 
-def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequence[str], note: str) -> Task:
+def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequence[str], note: str) -> LabelledTexts:
     counts = Counter(row.label for row in parts["train"])
     classes = tuple(declared) or tuple(sorted(counts, key=_label_order))
     for label in classes:
@@ -300,7 +300,7 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
         splits[split] = Examples(tuple(row.text for row in rows), tuple(index[row.label] for row in rows))
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
     content = json.dumps([classes, {split: [part.texts, part.labels] for split, part in splits.items()}])
-    return Task(
+    return LabelledTexts(
         name,
         classes,
         MappingProxyType(splits),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from pointsman.lab.data.catalog import Level
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.routing import RoutingSummary, evaluating
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
+from pointsman.lab.progress import Progress, Stop, check_stop
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,6 @@ class EvalProtocol:
         return asdict(self)
 
 
-class Watch(Protocol):
-    """Sees evaluation progress, in segments over all k values; may ask to stop."""
-
-    def phase(self, name: str, total: int, done: int = 0) -> None: ...
-
-    def advance(self, done: int, figures: Mapping[str, float]) -> None: ...
-
-
 @dataclass(frozen=True)
 class MarkedText:
     """A text in rows, read side by side, some of whose tokens are marked: those that an attack put there.
@@ -63,10 +56,6 @@ class MarkedText:
 
     rows: Sequence[IdArray]
     marks: Sequence[NDArray[np.bool_]]
-
-
-class Stopped(Exception):  # noqa: N818  nothing went wrong
-    """The evaluation was asked to stop."""
 
 
 def quality(level: Level, nats: float) -> tuple[str, float | None]:
@@ -107,9 +96,9 @@ def evaluate(
     protocol: EvalProtocol,
     routing: bool = True,
     precision: AbstractContextManager[Any] | None = None,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
     phase: str = "evaluate",
-    stop: Any = None,
+    stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluates a model at every k of `top_k`, one pass over the text each.
 
@@ -125,8 +114,8 @@ def evaluate(
         top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
         routing: whether entropies and loads are gathered.
         precision: an autocast context.
-        watch: told of progress.
-        stop: object with `is_set()`; when set, `Stopped` is raised.
+        progress: a display, in segments over all k values.
+        stop: asks the evaluation to stop.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
@@ -137,6 +126,7 @@ def evaluate(
 
     Raises:
         RunError: a k outside 1 … N, or a text shorter than one segment.
+        Stopped: `stop` was set; nothing is saved.
     """
     device = next(model.parameters()).device
     marks: EvalStream | None = None
@@ -146,15 +136,15 @@ def evaluate(
     else:
         stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
     values = eval_top_k(model, top_k)
-    if watch:
-        watch.phase(phase, len(stream) * len(values))
+    if progress:
+        progress.phase(phase, len(stream) * len(values))
     results = []
     with evaluating(model, protocol.seed):
         for index, k in enumerate(values):
             gathered = RoutingSummary(model) if routing else None
             with set_top_k(model, k) if k else nullcontext():
                 sums = _sums(
-                    model, stream, marks, protocol, gathered, precision, watch, index * len(stream), stop
+                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop
                 )  # fmt: skip
             metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
             result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
@@ -178,17 +168,16 @@ def _sums(
     protocol: EvalProtocol,
     gathered: RoutingSummary | None,
     precision: AbstractContextManager[Any] | None,
-    watch: Watch | None,
+    progress: Progress | None,
     done: int,
-    stop: Any,
+    stop: Stop | None,
 ) -> list[tuple[float, int]]:
     """(nats, targets) of all targets, and of the unmarked ones."""
     totals = torch.zeros(2, dtype=torch.float64)
     counts = torch.zeros(2, dtype=torch.int64)
     memory: Memory | None = None
     for index, (inputs, targets) in enumerate(stream):
-        if stop is not None and stop.is_set():
-            raise Stopped
+        check_stop(stop)
         real = targets >= 0
         if gathered:
             gathered.mask = None if bool(real.all()) else real.reshape(-1)
@@ -201,6 +190,6 @@ def _sums(
         totals += torch.stack([losses.sum(), torch.where(counted, losses, 0.0).sum()]).cpu()
         counts += torch.stack([real.sum(), counted.sum()]).cpu()
         done += 1
-        if watch:
-            watch.advance(done, {})
+        if progress:
+            progress.advance(done, {})
     return list(zip(totals.tolist(), counts.tolist(), strict=True))

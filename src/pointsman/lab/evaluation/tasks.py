@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pointsman.control import set_top_k
 from pointsman.lab.data.task_streams import Encoded, eval_batches
-from pointsman.lab.evaluation.language_model import Stopped, Watch, eval_top_k
+from pointsman.lab.evaluation.language_model import eval_top_k
 from pointsman.lab.evaluation.routing import RoutingSummary, evaluating
 from pointsman.lab.models.classifier import Classifier
+from pointsman.lab.progress import Progress, Stop, check_stop
 
 
 @torch.no_grad()
@@ -28,9 +29,9 @@ def evaluate_task(
     seed: int = 0,
     routing: bool = True,
     precision: AbstractContextManager[Any] | None = None,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
     phase: str = "evaluate",
-    stop: Any = None,
+    stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
     """Classifies every example at every k of `top_k`.
 
@@ -42,8 +43,8 @@ def evaluate_task(
         seed: of routers that draw at random in evaluation.
         routing: whether entropies and loads are gathered.
         precision: an autocast context.
-        watch: told of progress, in batches over all k values.
-        stop: object with `is_set()`; when set, `Stopped` is raised.
+        progress: a display, in batches over all k values.
+        stop: asks the evaluation to stop.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "examples", "tokens", "routers"}: `value`
@@ -52,12 +53,13 @@ def evaluate_task(
 
     Raises:
         RunError: a k outside 1 … N.
+        Stopped: `stop` was set; nothing is saved.
     """
     device = next(model.parameters()).device
     values = eval_top_k(model, top_k)
     batches = -(-len(encoded) // batch_size)
-    if watch:
-        watch.phase(phase, batches * len(values))
+    if progress:
+        progress.phase(phase, batches * len(values))
     results = []
     with evaluating(model, seed):
         for index, k in enumerate(values):
@@ -65,8 +67,7 @@ def evaluate_task(
             right, nats, tokens = 0, 0.0, 0
             with set_top_k(model, k) if k else nullcontext():
                 for number, batch in enumerate(eval_batches(encoded, batch_size, device), 1):
-                    if stop is not None and stop.is_set():
-                        raise Stopped
+                    check_stop(stop)
                     if summary:
                         summary.mask = (batch.tokens >= 0).reshape(-1)
                     with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
@@ -74,8 +75,8 @@ def evaluate_task(
                     nats += float(F.cross_entropy(logits.double(), batch.labels, reduction="sum"))
                     right += int((logits.argmax(-1) == batch.labels).sum())
                     tokens += batch.num_tokens
-                    if watch:
-                        watch.advance(index * batches + number, {})
+                    if progress:
+                        progress.advance(index * batches + number, {})
             result: dict[str, Any] = {
                 "split": split,
                 "top_k": k or model.config.num_experts,

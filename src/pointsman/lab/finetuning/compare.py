@@ -10,10 +10,11 @@ from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import read_plan, saved_runs
 from pointsman.lab.runs.paths import run_path
 from pointsman.lab.training.compare import Watcher
-from pointsman.lab.training.progress import Interrupted, Progress, Stop
+from pointsman.lab.training.progress import Interrupted
 from pointsman.ops.kernels import Kernels
 
 REPEAT = 1000
@@ -72,7 +73,7 @@ def compare_tasks(
                     settings.for_router(router),
                     seed=own_seed,
                     out=finetuned_path(run_path(out, router, seed), settings, own_seed),
-                    task=loaded[settings.task],
+                    data=loaded[settings.task],
                     device=device,
                     kernels=kernels,
                     progress=progress,

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pointsman._errors import RunError
-from pointsman.lab.data import Vocabulary
-from pointsman.lab.data.tasks import Task, find_task, load_task
+from pointsman.lab.data.tasks import LabelledTexts, find_task, load_task
+from pointsman.lab.finetuning.classification import Classification
 from pointsman.lab.finetuning.settings import Finetuning
-from pointsman.lab.finetuning.work import FineTuningWork
 from pointsman.lab.models.classifier import Classifier
+from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs import paths
 from pointsman.lab.runs.checkpoints import checksums, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import EVALUATION
 from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.progress import Monitor, Progress, Quiet, Stop
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.state import load_weights
+from pointsman.lab.training.progress import Monitor
+from pointsman.lab.training.run import Run, load_run, model_of
 from pointsman.lab.training.trainer import TrainResult, train
-from pointsman.ops.kernels import Kernels, use_kernels
+from pointsman.ops.kernels import Kernels
 
 FINETUNE = "finetune.json"
 FORMAT = 1
 
 
-def open_task(spec: str) -> Task:
+def open_task(spec: str) -> LabelledTexts:
     """`load_task` with the folder that POINTSMAN_DATA names."""
     return load_task(spec, data_dir=_data_folder())
 
@@ -63,7 +59,7 @@ def finetune(
     *,
     seed: int = 0,
     out: Path | str | None = None,
-    task: Task | None = None,
+    data: LabelledTexts | None = None,
     device: str = "cpu",
     kernels: Kernels | None = None,
     progress: Progress | None = None,
@@ -77,7 +73,7 @@ def finetune(
         settings: task and settings.
         seed: of the head's weights, the order of the data and dropout.
         out: the run directory; default: `finetuned_path`.
-        task: the task, if it is loaded already.
+        data: the task's data, if they are loaded already.
         device, kernels, progress, monitor, stop: as of `training.trainer.train`.
 
     Returns:
@@ -93,37 +89,37 @@ def finetune(
     pretrained = load_run(run, note=progress.note)
     if pretrained.step < pretrained.config.steps:
         progress.note(f"{run} has trained for {pretrained.step} of {pretrained.config.steps} steps: these are used")
-    task = task or open_task(settings.task)
-    config = settings.config(pretrained.config, task, seed)
+    data = data or open_task(settings.task)
+    config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
-    work = FineTuningWork(task, settings, pretrained.vocabulary, weights)
-    for split in ("train", task.reported):
-        if cut := work.encoded(split, config.segment_length).truncated:
-            texts = len(task.splits[split])
-            progress.note(f"{task.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
-    if scored := work.protocol(config).get("scored"):
-        progress.note(f"{task.name} {task.reported}: accuracy is that of {scored}")
+    task = Classification(data, settings, pretrained.vocabulary, weights)
+    for split in ("train", data.reported):
+        if cut := task.encoded(split, config.segment_length).truncated:
+            texts = len(data.splits[split])
+            progress.note(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+    if scored := task.protocol(config).get("scored"):
+        progress.note(f"{data.name} {data.reported}: accuracy is that of {scored}")
     directory = RunDirectory(out or finetuned_path(run, settings, seed))
     about = {
         "format": FORMAT,
         **settings.to_dict(),
-        "classes": list(task.classes),
-        "fingerprint": task.fingerprint,
+        "classes": list(data.classes),
+        "fingerprint": data.fingerprint,
         "pretrained": None if settings.from_scratch else _identity(pretrained.path, pretrained.step),
     }
     _claim(directory, about)
     begun = directory.exists
-    work.files = {FINETUNE: about}
+    task.files = {FINETUNE: about}
     record = directory.read_json(EVALUATION)
-    if begun and record is not None and work.still_right(record, config):  # its checkpoints need not be there any more
-        directory.claim(work.prepared(config), resume=True)
+    if begun and record is not None and task.is_current(record, config):  # its checkpoints need not be there any more
+        directory.claim(task.prepared(config), resume=True)
         return TrainResult(directory.path, config.steps, record, already_finished=True)
     return train(
         config,
         directory.path,
         resume=begun,
         device=device,
-        work=work,
+        task=task,
         kernels=kernels or _kernels_of(pretrained.model),
         progress=progress,
         monitor=monitor,
@@ -131,39 +127,19 @@ def finetune(
     )
 
 
-@dataclass(frozen=True)
-class FinetunedRun:
-    """A fine-tuned run, opened again.
+def task_data(run: Run) -> LabelledTexts:
+    """The data of a fine-tuned run.
 
-    Attributes:
-        path: its directory.
-        config: its settings.
-        about: what finetune.json holds.
-        step: of the checkpoint that the weights are from.
-        model: with these weights, in evaluation mode.
-        vocabulary: what token ids stand for.
+    Raises:
+        RunError: the task's files are gone or have changed.
     """
-
-    path: Path
-    config: RunConfig
-    about: dict[str, Any]
-    step: int
-    model: Classifier
-    vocabulary: Vocabulary
-
-    def task(self) -> Task:
-        """Its task.
-
-        Raises:
-            RunError: the task's files are gone or have changed.
-        """
-        task = open_task(str(self.about["task"]))
-        if task.fingerprint != self.about.get("fingerprint"):
-            raise RunError(f"{self.path} was fine-tuned on other data: the files of {task.name} have changed")
-        return task
+    data = open_task(str(run.finetuning["task"]))
+    if data.fingerprint != run.finetuning.get("fingerprint"):
+        raise RunError(f"{run.path} was fine-tuned on other data: the files of {data.name} have changed")
+    return data
 
 
-def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str], None] | None = None) -> FinetunedRun:
+def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str], None] | None = None) -> Run:
     """Opens a fine-tuned run: the weights of its last whole checkpoint.
 
     Raises:
@@ -176,10 +152,8 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
     checkpoint = whole_checkpoint(directory.checkpoints, note)
     model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
-    load_weights(model, checkpoint)
-    use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))
-    model.to(torch.device(device)).eval()
-    return FinetunedRun(directory.path, config, about, checkpoint.step, model, directory.vocabulary())
+    model = model_of(checkpoint, config, device, model)
+    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), about)
 
 
 def is_finetuned(path: Path | str) -> bool:

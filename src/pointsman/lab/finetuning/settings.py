@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._values import convert
-from pointsman.lab.data.tasks import Task, parse_task
+from pointsman.lab.data.tasks import LabelledTexts, parse_task
 from pointsman.lab.models.classifier import Pooling
 from pointsman.lab.training.config import RunConfig
 from pointsman.routers.registry import BASELINES, split_specs
@@ -76,17 +76,17 @@ class Finetuning:
         words += ["from-scratch"] if self.from_scratch else []
         return ",".join(words)
 
-    def config(self, pretrained: RunConfig, task: Task, seed: int) -> RunConfig:
+    def config(self, pretrained: RunConfig, data: LabelledTexts, seed: int) -> RunConfig:
         """The settings of one run.
 
         Raises:
             RunError: a setting that does not exist or is out of range.
         """
-        batch_size = convert(self.settings.get("batch_size", BATCH_SIZE.get(task.name, 16)), int, "setting batch_size")
+        batch_size = convert(self.settings.get("batch_size", BATCH_SIZE.get(data.name, 16)), int, "setting batch_size")
         steps = self.steps
         if steps is None:
-            epochs = EPOCHS.get(task.name, 3) if self.epochs is None else self.epochs
-            steps = max(1, round(epochs * -(-len(task.splits["train"]) // max(1, batch_size))))
+            epochs = EPOCHS.get(data.name, 3) if self.epochs is None else self.epochs
+            steps = max(1, round(epochs * -(-len(data.splits["train"]) // max(1, batch_size))))
         base = RunConfig(
             model=pretrained.model,
             data=self.task,

@@ -15,11 +15,12 @@ from pointsman.lab.data import EvalStream, Vocabulary
 from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray
-from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, Watch, evaluate
+from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
 from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack, Attacked, attack_texts
 from pointsman.routing import Routing
 
@@ -45,8 +46,8 @@ def evaluate_attack(
     top_k: Sequence[int],
     protocol: EvalProtocol,
     precision: AbstractContextManager[Any] | None = None,
-    watch: Watch | None = None,
-    stop: Any = None,
+    watch: Progress | None = None,
+    stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
     """A language model on an attacked text, at every k.
 
@@ -65,7 +66,7 @@ def evaluate_attack(
         top_k=top_k,
         protocol=protocol,
         precision=precision,
-        watch=watch,
+        progress=watch,
         stop=stop,
         phase=f"attack {attack.kind} {attack.rate:g}",
     )
@@ -95,8 +96,8 @@ def evaluate_task_attack(
     max_length: int,
     batch_size: int = 32,
     precision: AbstractContextManager[Any] | None = None,
-    watch: Watch | None = None,
-    stop: Any = None,
+    watch: Progress | None = None,
+    stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
     """A classifier on attacked texts, at every k: what `evaluate_task` gives, with "attack" as of `evaluate_attack`."""
     encoded, _, attacked = attack_examples(examples, vocabulary, max_length, attack)
@@ -107,7 +108,7 @@ def evaluate_task_attack(
         top_k=top_k,
         batch_size=batch_size,
         precision=precision,
-        watch=watch,
+        progress=watch,
         stop=stop,
         phase=f"attack {attack.kind} {attack.rate:g}",
     )

@@ -11,12 +11,12 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, read_whole_json, write_whole
 from pointsman.lab.finetuning.run import load_finetuned
+from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
 from pointsman.lab.runs.comparison import read_plan, saved_runs
 from pointsman.lab.runs.paths import run_path, slug
-from pointsman.lab.training.progress import Progress
-from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.run import load_run
 
 
@@ -31,7 +31,7 @@ def comparison_under_attack(
     budget: Budget = "run",
     device: str = "cpu",
     progress: Progress,
-    stop: Any = None,
+    stop: Stop | None = None,
 ) -> str:
     """Evaluates every run of a comparison that has saved under these attacks; what is done is not done again.
 
@@ -65,7 +65,7 @@ def comparison_under_attack(
             asked |= {
                 "top_k": list(top_k or tuned.config.eval_top_k),
                 "budget": tuned.config.eval_tokens if budget == "run" else budget,
-                "fingerprint": tuned.about.get("fingerprint"),
+                "fingerprint": tuned.finetuning.get("fingerprint"),
                 "checkpoint": f"step-{tuned.step}",
             }
             if _asked(path / f"{name}.json") != asked:

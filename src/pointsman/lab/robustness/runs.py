@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pointsman.control import named_routers
 from pointsman.lab.data.task_streams import encode_examples
-from pointsman.lab.evaluation.language_model import Watch
 from pointsman.lab.evaluation.tasks import evaluate_task
-from pointsman.lab.finetuning.run import FinetunedRun
+from pointsman.lab.finetuning.classification import Classification
+from pointsman.lab.finetuning.run import task_data
 from pointsman.lab.finetuning.settings import Finetuning
-from pointsman.lab.finetuning.work import FineTuningWork
+from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacked import (
     attack_examples,
     attack_part,
@@ -23,7 +23,7 @@ from pointsman.lab.robustness.attacked import (
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.text_attack import recipe_attack
 from pointsman.lab.runs.paths import slug
-from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.run import Run
 from pointsman.lab.training.state import autocast
 
@@ -42,8 +42,8 @@ def run_under_attack(
     split: str = "test",
     top_k: Sequence[int] | None = None,
     budget: Budget = "run",
-    watch: Watch | None = None,
-    stop: Any = None,
+    watch: Progress | None = None,
+    stop: Stop | None = None,
     data_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """A language model, clean and under each attack.
@@ -64,7 +64,7 @@ def run_under_attack(
     protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
     device = next(run.model.parameters()).device
-    results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, watch=watch, stop=stop)
+    results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, progress=watch, stop=stop)
     routing = []
     for attack in attacks:
         results += evaluate_attack(
@@ -86,7 +86,7 @@ def run_under_attack(
 
 
 def finetuned_under_attack(
-    run: FinetunedRun,
+    run: Run,
     attacks: Sequence[Attack],
     *,
     recipe: str | None = None,
@@ -94,8 +94,8 @@ def finetuned_under_attack(
     seed: int = 0,
     top_k: Sequence[int] | None = None,
     budget: Budget = "run",
-    watch: Watch | None = None,
-    stop: Any = None,
+    watch: Progress | None = None,
+    stop: Stop | None = None,
 ) -> dict[str, Any]:
     """A classifier on its task, clean and under each attack; or under one of TextAttack's recipes.
 
@@ -107,7 +107,7 @@ def finetuned_under_attack(
     Returns:
         As `run_under_attack`; results are those of `evaluate_task`, `evaluate_task_attack` and `recipe_attack`.
     """
-    task, config = run.task(), run.config
+    task, config = task_data(run), run.config
     values = config.eval_top_k if top_k is None else tuple(top_k)
     length = config.segment_length
     precision = autocast(config, next(run.model.parameters()).device)
@@ -117,7 +117,7 @@ def finetuned_under_attack(
     encoded, examples = every.take(places), task.splits[task.reported].take(places)
     results = evaluate_task(
         run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size, precision=precision,
-        watch=watch, stop=stop,
+        progress=watch, stop=stop,
     )  # fmt: skip
     routing = []
     for attack in attacks:
@@ -135,10 +135,10 @@ def finetuned_under_attack(
             run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
         )
     about = Finetuning(
-        run.about["task"], freeze=tuple(run.about["freeze"]), balance=run.about["balance"],
-        pooling=run.about["pooling"], from_scratch=run.about["from_scratch"],
+        run.finetuning["task"], freeze=tuple(run.finetuning["freeze"]), balance=run.finetuning["balance"],
+        pooling=run.finetuning["pooling"], from_scratch=run.finetuning["from_scratch"],
     )  # fmt: skip
-    protocol = FineTuningWork(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
+    protocol = Classification(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
     return {
         "format": FORMAT,
         "name": slug(task.name),

@@ -18,15 +18,16 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman._files import LOCK, alone
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.data import BatchStream, Corpus, EvalStream, open_corpus
-from pointsman.lab.models import TransformerXL
+from pointsman.lab.data import open_corpus
+from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import read_plan, write_plan
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.progress import Interrupted, Progress, Stop
-from pointsman.lab.training.record import still_right
+from pointsman.lab.training.language_modelling import LanguageModelling
+from pointsman.lab.training.progress import Interrupted
+from pointsman.lab.training.task import Task
 from pointsman.lab.training.trainer import train
 from pointsman.routers.registry import split_specs
 
@@ -147,8 +148,9 @@ def compare(
         split_specs(router)
     whole = merged(plan, out)
     corpus = open_corpus(plan.base.data, progress=data_progress)
-    _check_lengths(plan.base, corpus)
-    _check_models(plan, corpus)
+    task = LanguageModelling(corpus)
+    task.check(plan.base)
+    _check_models(plan, task)
     with alone(out):
         before = read_plan(out) or {}
         if before.get("data", corpus.fingerprint) != corpus.fingerprint:
@@ -163,12 +165,12 @@ def compare(
         todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
         for number, (router, seed) in enumerate(todo, 1):
             config, path = plan.config(router, seed), run_path(out, router, seed)
-            if still_right(RunDirectory(path).read_json(EVALUATION), config):
+            if task.is_current(RunDirectory(path).read_json(EVALUATION), config):
                 continue  # finished; its checkpoints need not be there any more
             watcher.begins(number, len(todo), router, seed)
             try:
                 train(
-                    config, path, resume=RunDirectory(path).exists, device=device, corpus=corpus, kernels=kernels,
+                    config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
                     progress=progress, monitor=RoutingMonitor, stop=stop,
                 )  # fmt: skip
             except Interrupted as saved:
@@ -177,17 +179,11 @@ def compare(
     return whole
 
 
-def _check_lengths(config: RunConfig, corpus: Corpus) -> None:
-    """Refuses data too short for the settings before anything is written."""
-    BatchStream(corpus.split("train"), config.batch_size, config.segment_length)
-    EvalStream(corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
-
-
-def _check_models(plan: Plan, corpus: Corpus) -> None:
+def _check_models(plan: Plan, task: Task) -> None:
     """Refuses rows whose model cannot be built, before the rows above them are trained."""
     for router in plan.routers:
         with torch.device("meta"):
-            TransformerXL(replace(plan.config(router, 0).model, vocab_size=corpus.vocabulary.size))
+            task.build_model(task.prepared(plan.config(router, 0)))
 
 
 def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:

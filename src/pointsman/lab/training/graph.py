@@ -212,15 +212,15 @@ def _instead(routers: Sequence[Router], name: str, function: Callable[[Router], 
             del vars(router)[name]
 
 
-def cuda_recorder(config: RunConfig, device: torch.device, *, even: bool) -> CudaRecorder:
-    """A recorder for a run of these settings; `even`: its batches all have the same shapes.
+def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool) -> CudaRecorder:
+    """A recorder for a run of these settings; `fixed_shapes`: all its batches have the same.
 
     Raises:
         RunError: what no graph can capture, in one line.
     """
     model = config.model
     for cannot, why in (
-        (not even, "batches differ in length"),
+        (not fixed_shapes, "batches differ in length"),
         (model.attention_dropout, "model.attention_dropout draws its masks from a number on the host"),
         (model.adaptive_cutoffs, "model.adaptive_cutoffs has shapes that depend on the tokens"),
         (model.experts == "base", "model.experts=base has shapes that depend on the routing"),

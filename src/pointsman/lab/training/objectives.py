@@ -1,6 +1,6 @@
-"""What a step minimises: the model's loss, or for THOR the two-pass consistency objective.
+"""What a step minimises: the task's loss, or for THOR the two-pass consistency objective.
 
-Shapes: B sequences, T tokens a sequence, V vocabulary.
+Shapes: B sequences, T tokens a sequence, V vocabulary, C classes or tokens to choose from.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
@@ -35,6 +35,13 @@ class Outcome:
     memory: Memory | None
 
 
+Loss = Callable[[Any, Tensor, Tensor, Memory | None, int], Outcome]
+"""(model, inputs, targets, memory, memory_length) -> Outcome of one micro-batch."""
+
+Predict = Callable[[Any, Tensor, Memory | None, int], tuple[Tensor, Memory | None]]
+"""(model, inputs, memory, memory_length) -> logits [..., C], one row for each target, and the memory."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """How a micro-batch becomes a loss.
@@ -42,60 +49,66 @@ class Objective:
     Attributes:
         name: "plain" or "consistency".
         passes: forward passes a micro-batch; the routers' attached losses are divided by it.
+        run: the loss.
     """
 
     name: str
     passes: int
-    run: Callable[[Any, Tensor, Tensor, Memory | None, int], Outcome]
+    run: Loss
 
 
-def plain(model: TransformerXL, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
-    """The model's own loss: mean negative log-likelihood of targets [B, T] after inputs [B, T]."""
+def next_token_loss(
+    model: TransformerXL, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int
+) -> Outcome:
+    """The language model's own loss: mean negative log-likelihood of targets [B, T] after inputs [B, T]."""
     output = model(inputs, targets, memory, memory_length=memory_length)
     return Outcome(output.loss, output.loss.detach(), output.memory)
 
 
-def consistency(alpha: float) -> Objective:
-    """THOR's objective (Zuo et al. 2022, Eq. 3) for language models: (L1 + L2 + alpha C) / 2.
+def next_token_logits(
+    model: TransformerXL, inputs: Tensor, memory: Memory | None, memory_length: int
+) -> tuple[Tensor, Memory | None]:
+    """Logits [B, T, V] of the tokens after inputs [B, T]."""
+    output = model(inputs, None, memory, memory_length=memory_length)
+    return output.logits, output.memory
 
-    L1 and L2 are the losses of two passes with their own random experts and dropout, and C is the symmetric divergence
-    of their predictions p and q, C = 1/2 mean over tokens of sum_v (p - q)(log p - log q), through both passes. The
-    whole is halved, so that learning rate and clipping mean the same as in a run with one pass; THOR's own code, for
-    translation, sums over tokens and does not halve. Memory and reported loss are those of the first pass.
+
+def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective:
+    """THOR's objective (Zuo et al. 2022, Eq. 3): (L1 + L2 + alpha C) / 2.
+
+    L1 and L2 are the cross-entropies of two passes with their own random experts and dropout. C is the symmetric
+    divergence of their predictions p and q, C = 1/2 mean over targets of sum_v (p - q)(log p - log q), through both
+    passes. The whole is halved, so that learning rate and clipping mean the same as in a run with one pass; THOR's own
+    code, for translation, sums over tokens and does not halve. Memory and reported loss are those of the first pass.
     """
 
-    def run(
-        model: TransformerXL, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int
-    ) -> Outcome:
-        first = model(inputs, None, memory, memory_length=memory_length)
-        second = model(inputs, None, memory, memory_length=memory_length)
-        log_p, log_q = (torch.log_softmax(upcast(output.logits), -1) for output in (first, second))
-        loss_p, loss_q = (
-            F.nll_loss(logs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE) for logs in (log_p, log_q)
+    def run(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
+        (first, kept), (second, _) = (predict(model, inputs, memory, memory_length) for _ in range(2))
+        log_p, log_q = (
+            torch.log_softmax(upcast(logits), -1).reshape(-1, logits.shape[-1]) for logits in (first, second)
         )
+        targets = targets.reshape(-1)
+        loss_p, loss_q = (F.nll_loss(logs, targets, ignore_index=IGNORE) for logs in (log_p, log_q))
         real = targets != IGNORE
         distance = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
         divergence = 0.5 * (distance * real).sum() / real.sum().clamp_min(1)
-        return Outcome((loss_p + loss_q + alpha * divergence) / 2, loss_p.detach(), first.memory)
+        return Outcome((loss_p + loss_q + alpha * divergence) / 2, loss_p.detach(), kept)
 
     return Objective("consistency", 2, run)
 
 
-PLAIN = Objective("plain", 1, plain)
-
-
-def objective_of(model: TransformerXL) -> Objective:
-    """The objective that the model's routers need: the plain one unless a router asks for another.
+def objective_of(model: nn.Module, loss: Loss = next_token_loss, predict: Predict = next_token_logits) -> Objective:
+    """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes.
 
     Raises:
         RunError: routers that ask for different ones, or for one that does not exist.
     """
     wanted = {(router.objective, router.objective_weight) for _, router in named_routers(model) if router.objective}
     if not wanted:
-        return PLAIN
+        return Objective("plain", 1, loss)
     if len(wanted) > 1:
         raise RunError(f"the routers of one model ask for different objectives: {sorted(map(str, wanted))}")
     name, weight = wanted.pop()
     if name != "consistency":
         raise RunError(f"unknown objective {name!r}: allowed is consistency")
-    return consistency(weight)
+    return consistency(weight, predict)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pointsman.lab.data import Corpus, Vocabulary, open_corpus
-from pointsman.lab.data.download import Progress as DownloadProgress
-from pointsman.lab.evaluation.language_model import Watch, evaluate
+from pointsman.lab.data.download import DataProgress
+from pointsman.lab.evaluation.language_model import evaluate
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.runs.checkpoints import open_checkpoint, whole_checkpoint
+from pointsman.lab.progress import Progress, Stop
+from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.record import eval_protocol
+from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.state import autocast, load_weights
 from pointsman.ops.kernels import use_kernels
 
@@ -32,15 +34,17 @@ class Run:
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
         vocabulary: what token ids stand for.
+        finetuning: the content of finetune.json; empty for a pre-trained run.
     """
 
     path: Path
     config: RunConfig
     step: int
-    model: TransformerXL
+    model: Any
     vocabulary: Vocabulary
+    finetuning: Mapping[str, Any] = field(default_factory=dict)
 
-    def corpus(self, spec: str | None = None, progress: DownloadProgress | None = None) -> Corpus:
+    def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
         """The run's data, or others, in the run's vocabulary."""
         return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
 
@@ -51,8 +55,8 @@ class Run:
         split: str = "test",
         top_k: Sequence[int] | None = None,
         budget: int | None = None,
-        watch: Watch | None = None,
-        stop: Any = None,
+        progress: Progress | None = None,
+        stop: Stop | None = None,
     ) -> list[dict[str, Any]]:
         """Evaluates on ids [n] in the run's vocabulary as the run's settings do; see `evaluation.evaluate`.
 
@@ -68,7 +72,7 @@ class Run:
             top_k=self.config.eval_top_k if top_k is None else top_k,
             protocol=eval_protocol(self.config, budget),
             precision=autocast(self.config, next(self.model.parameters()).device),
-            watch=watch,
+            progress=progress,
             stop=stop,
         )
 
@@ -91,8 +95,12 @@ def load_run(
         checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
-    model = TransformerXL(config.model)
+    return Run(directory.path, config, checkpoint.step, model_of(checkpoint, config, device), directory.vocabulary())
+
+
+def model_of(checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None) -> Any:
+    """The model of a checkpoint (default: a language model), with its kernels, in evaluation mode."""
+    model = TransformerXL(config.model) if model is None else model
     load_weights(model, checkpoint)
     use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))
-    model.to(torch.device(device)).eval()
-    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary())
+    return model.to(torch.device(device)).eval()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
-from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman.lab.training.checkpoint import checkpoint_tensors
@@ -32,8 +31,8 @@ from pointsman.lab.training.optimizer import (
     trainable,
 )
 from pointsman.lab.training.progress import Diverged, Monitor
+from pointsman.lab.training.task import Task
 from pointsman.lab.training.times import Clock
-from pointsman.lab.training.work import LanguageModelling, Work
 
 
 class TrainingState:
@@ -45,22 +44,21 @@ class TrainingState:
 
     Args:
         config: the settings, with the data's vocabulary size.
-        work: what is learned; a corpus stands for predicting its next token.
+        task: what is learned.
         device: where the model trains.
         recorder: what captures and replays steps with `cuda_graph`; None: CUDA graphs.
     """
 
-    def __init__(
-        self, config: RunConfig, work: Work | Corpus, device: torch.device, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, device: torch.device, recorder: Recorder | None = None) -> None:
         self.config = config
         self.device = device
-        self.work = work if isinstance(work, Work) else LanguageModelling(work)
-        recorder = recorder or cuda_recorder(config, device, even=self.work.even) if config.cuda_graph else None
-        parts = self.work.build(config, device)
-        self.model, self.stream, self.objective, self.tokens_per_step = (
-            parts.model, parts.stream, parts.objective, parts.tokens,
-        )  # fmt: skip
+        self.task = task
+        if config.cuda_graph and recorder is None:
+            recorder = cuda_recorder(config, device, fixed_shapes=task.fixed_shapes)
+        self.model = task.build_model(config).to(device)
+        self.batches = task.batches(config, device)
+        self.objective = task.objective(self.model, config)
+        self.tokens_per_step = self.batches.tokens_per_step
         self.parameters = trainable(self.model)
         self.optimizer = build_adam(config, self.parameters, lr_scales(self.model))
         self.schedule = config.top_k_schedule
@@ -68,7 +66,9 @@ class TrainingState:
         self.memories: list[Memory | None] = [None] * config.accumulation
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
-        self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder) if recorder else None
+        self.graph: GraphedStep | None = None
+        if config.cuda_graph and recorder:
+            self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder)
 
     def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics.
@@ -85,7 +85,7 @@ class TrainingState:
             set_top_k(self.model, k)
         rate = learning_rate(config, step)
         set_learning_rate(self.optimizer, rate)
-        if self.stream.is_epoch_start(step):
+        if self.batches.is_epoch_start(step):
             self.memories = [None] * config.accumulation
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -137,7 +137,7 @@ class TrainingState:
         return Passed(torch.stack([torch.stack(losses).mean(), gradient_norm(self.parameters)]), kept)
 
     def _micro_batches(self) -> Batches:
-        inputs, targets = self.stream.batch(self.step)
+        inputs, targets = self.batches.batch(self.step)
         parts = self.config.accumulation
         return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
 

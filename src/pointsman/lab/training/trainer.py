@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from pointsman._errors import Stopped
 from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus, open_corpus
-from pointsman.lab.evaluation.language_model import Stopped
+from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.environment import differing_bits, environment
@@ -22,11 +23,12 @@ from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, TENSORBOA
 from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
-from pointsman.lab.training.progress import Diverged, Interrupted, Monitor, Progress, Quiet, Stop
+from pointsman.lab.training.language_modelling import LanguageModelling
+from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
 from pointsman.lab.training.state import TrainingState, autocast
+from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tensorboard import Board
 from pointsman.lab.training.times import Times
-from pointsman.lab.training.work import Around, LanguageModelling, Work
 from pointsman.ops.kernels import Kernels, use_kernels
 
 
@@ -54,7 +56,7 @@ def train(
     resume: bool = False,
     device: str = "cpu",
     corpus: Corpus | None = None,
-    work: Work | None = None,
+    task: Task | None = None,
     kernels: Kernels | None = None,
     progress: Progress | None = None,
     monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
@@ -68,7 +70,7 @@ def train(
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         corpus: the data, if they are loaded already.
-        work: what is learned, if it is another thing than predicting the next token of `config.data`.
+        task: what is learned; default: the next token of `config.data`.
         kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
@@ -82,9 +84,9 @@ def train(
     """
     progress = progress or Quiet()
     directory = RunDirectory(out)
-    work = work or LanguageModelling(corpus or open_corpus(config.data))
-    config = work.prepared(config)
-    state = TrainingState(config, work, torch.device(device))  # before anything is written: checks all settings
+    task = task or LanguageModelling(corpus or open_corpus(config.data))
+    config = task.prepared(config)
+    state = TrainingState(config, task, torch.device(device))  # before anything is written: checks all settings
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
     directory.check(config, resume=resume)  # before a lock file is left in somebody else's folder
     with alone(directory.path):
@@ -102,11 +104,11 @@ def _trained(
     resume: bool,
 ) -> TrainResult:
     """`train` in a directory that no other process works in."""
-    config, work = state.config, state.work
+    config, task = state.config, state.task
     directory.claim(config, resume=resume)
     checkpoint = _restored(state, watch, directory, progress) if resume else None
     record = directory.read_json(EVALUATION)
-    if record is not None and state.step == config.steps and work.still_right(record, config):
+    if record is not None and state.step == config.steps and task.is_current(record, config):
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
         return TrainResult(directory.path, state.step, record, already_finished=True)
     kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
@@ -121,19 +123,19 @@ def _trained(
     if checkpoint:
         _note_other_machine(checkpoint, here, progress)
     directory.write_json(ENVIRONMENT, here)
-    for name, values in work.files.items():
+    for name, values in task.files.items():
         directory.write_json(name, values)
-    write_whole(directory.path / VOCABULARY, work.vocabulary.to_json())
+    write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
     with (
         deterministic_algorithms(config.deterministic),
-        _Run(state, directory, here, watch, progress, stop) as run,
+        _Training(state, directory, here, watch, progress, stop) as run,
     ):
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
 
 
-class _Run:
-    """A run under way: the loop, and what it writes."""
+class _Training:
+    """The loop of a run, and what it writes."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class _Run:
         self.saved = state.step if state.step else -1
         self.times = Times()
 
-    def __enter__(self) -> _Run:
+    def __enter__(self) -> _Training:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,9 +201,13 @@ class _Run:
 
     def validate(self) -> None:
         """Scores the validation part at the smallest and the largest k of the final evaluation."""
-        top_k = sorted({min(self.config.eval_top_k), max(self.config.eval_top_k)})
+        task, config = self.state.task, self.config
+        top_k = sorted({min(config.eval_top_k), max(config.eval_top_k)})
+        split = task.validation_split(config)
+        if split is None:
+            return
         with self._saving_if_stopped():
-            results = self.state.work.validate(self.state.model, self.config, top_k, self._around("validate"))
+            results = task.evaluate(self.state.model, config, split, top_k, self._context(final=False))
         self._write(
             {"kind": "valid", "step": self.state.step, "top_k": result["top_k"], "loss": result["nats"],
              "metric": result["metric"], "value": result["value"]}
@@ -211,15 +217,16 @@ class _Run:
 
     def evaluate(self) -> Mapping[str, Any]:
         """The final evaluation, of the last step's weights, at every k."""
-        work, model = self.state.work, self.state.model
+        task, model, config = self.state.task, self.state.model, self.config
         with self._saving_if_stopped():
-            results = work.evaluate(model, self.config, self._around("evaluate"))
-        record = work.record(model, self.config, self.state.step, results, self.metrics.rows)
+            split = task.reported_split(config)
+            results = task.evaluate(model, config, split, config.eval_top_k, self._context(final=True))
+        record = task.record(model, config, self.state.step, results, self.metrics.rows)
         self.directory.write_json(EVALUATION, record)
         return record
 
-    def _around(self, phase: str) -> Around:
-        return Around(autocast(self.config, self.state.device), self.progress, self.stop, phase)
+    def _context(self, *, final: bool) -> EvaluationContext:
+        return EvaluationContext(autocast(self.config, self.state.device), self.progress, self.stop, final)
 
     @contextmanager
     def _saving_if_stopped(self) -> Iterator[None]:
@@ -235,7 +242,7 @@ class _Run:
             return
         description = {
             "config": self.config.to_dict(),
-            "data": self.state.work.fingerprint,
+            "data": self.state.task.fingerprint,
             "kernels": self.here["kernels"],
             "environment": dict(self.here),
         }
@@ -266,7 +273,7 @@ def _restored(
     """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
 
     def foreign(checkpoint: Checkpoint) -> str | None:
-        if checkpoint.state.get("data") != state.work.fingerprint:
+        if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
         return state.misfit(checkpoint_tensors(checkpoint, "model"))
 

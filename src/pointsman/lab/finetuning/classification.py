@@ -1,0 +1,161 @@
+"""Classification: a pre-trained model with a head learns the classes of texts, judged by accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import freeze, named_routers
+from pointsman.lab.data import Vocabulary
+from pointsman.lab.data.task_streams import Encoded, TaskStream, encode_examples
+from pointsman.lab.data.tasks import LabelledTexts
+from pointsman.lab.evaluation.tasks import evaluate_task
+from pointsman.lab.finetuning.routing import change_from
+from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.models.classifier import Classifier
+from pointsman.lab.models.transformer_xl import Memory
+from pointsman.lab.runs.checkpoints import CheckpointError
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.objectives import Objective, Outcome, objective_of
+from pointsman.lab.training.task import Batches, EvaluationContext, Task
+
+
+class Classification(Task):
+    """Learns to classify texts, from pre-trained weights.
+
+    Args:
+        data: the labelled texts.
+        settings: of the fine-tuning.
+        vocabulary: of the pre-trained run.
+        weights: of the pre-trained model; None = fresh ones.
+    """
+
+    def __init__(
+        self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
+    ) -> None:
+        self.data = data
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.weights = weights
+        self.fingerprint = f"{data.fingerprint}-{vocabulary.digest}"
+        self._encoded: dict[tuple[str, int], Encoded] = {}
+
+    def encoded(self, split: str, length: int) -> Encoded:
+        """The examples of a part, cut to `length` tokens."""
+        if (split, length) not in self._encoded:
+            self._encoded[split, length] = encode_examples(self.data.splits[split], self.vocabulary, length)
+        return self._encoded[split, length]
+
+    def scored(self, split: str, config: RunConfig) -> Encoded:
+        """The examples of a part that an evaluation reads: all, or what `eval_tokens` allows."""
+        encoded = self.encoded(split, config.segment_length)
+        return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
+
+    def check(self, config: RunConfig) -> None:
+        self.batches(config, torch.device("cpu"))
+
+    def build_model(self, config: RunConfig) -> Classifier:
+        """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
+        settings = self.settings
+        model = Classifier(
+            config.model,
+            len(self.data.classes),
+            pooling=settings.pooling,
+            dropout=settings.head_dropout,
+            seed=config.seed,
+        )
+        if self.weights is not None:
+            try:
+                model.backbone.load_state_dict(self.weights)
+            except RuntimeError as error:
+                raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
+        set_balance(model, settings.balance)
+        if settings.freeze:
+            try:
+                freeze(model, *settings.freeze)
+            except ValueError as error:
+                raise RunError(str(error)) from None
+        return model
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        return TaskStream(self.encoded("train", config.segment_length), config.batch_size, config.seed, device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        return objective_of(model, label_loss, label_logits)
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return self.data.watched
+
+    def reported_split(self, config: RunConfig) -> str:
+        return self.data.reported
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        return evaluate_task(
+            model,
+            self.scored(split, config),
+            split=split,
+            top_k=top_k,
+            batch_size=config.eval_batch_size,
+            routing=context.final,
+            precision=context.precision,
+            progress=context.progress,
+            phase=context.phase,
+            stop=context.stop,
+        )
+
+    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
+        """How far the routing moved from the pre-trained model's."""
+        if self.weights is None or not any(True for _ in named_routers(model)):
+            return {}
+        encoded = self.encoded(self.data.reported, config.segment_length)
+        return {"change_from_pretrained": change_from(self.weights, model, encoded)}
+
+    def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
+        scored = (record or {}).get("protocol", {}).get("scored")
+        return super().is_current(record, config) and scored == self.protocol(config).get("scored")
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        """How the figures came about, for the tables."""
+        settings, data = self.settings, self.data
+        cut = {split: self.encoded(split, config.segment_length).truncated for split in ("train", data.reported)}
+        read, every = len(self.scored(data.reported, config)), len(data.splits[data.reported])
+        return {
+            "task": data.description,
+            "fingerprint": data.fingerprint,
+            "split": data.reported,
+            "length": config.segment_length,
+            "truncated": cut,
+            "pooling": settings.pooling,
+            "trained_with_k": config.train_top_k,
+            "frozen": list(settings.freeze),
+            "balance": settings.balance,
+            "from_scratch": settings.from_scratch,
+            "steps": config.steps,
+            "checkpoint_rule": "the last step",
+            **({} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}),
+        }
+
+
+def set_balance(model: nn.Module, balance: float | None) -> None:
+    """Gives every router's balance loss this weight; None leaves them as they are."""
+    if balance is not None:
+        for _, router in named_routers(model):
+            router.balance = balance
+
+
+def label_loss(model: Classifier, inputs: Tensor, labels: Tensor, memory: Memory | None, length: int) -> Outcome:
+    """Mean cross-entropy of the labels."""
+    loss = F.cross_entropy(model(inputs).float(), labels)
+    return Outcome(loss, loss.detach(), None)
+
+
+def label_logits(model: Classifier, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
+    """[B, C]."""
+    return model(inputs), None

@@ -1,0 +1,77 @@
+"""Language modelling: predicting the next token of a corpus, judged by bits per character or perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pointsman.lab.data import BatchStream, Corpus, EvalStream
+from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
+from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.objectives import Objective, objective_of
+from pointsman.lab.training.task import Batches, EvaluationContext, Task
+
+
+class LanguageModelling(Task):
+    """Predicts the next token of a corpus."""
+
+    fixed_shapes = True
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.vocabulary = corpus.vocabulary
+        self.fingerprint = corpus.fingerprint
+
+    def check(self, config: RunConfig) -> None:
+        self.batches(config, torch.device("cpu"))
+        EvalStream(self.corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
+
+    def build_model(self, config: RunConfig) -> TransformerXL:
+        return TransformerXL(config.model)
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        return BatchStream(self.corpus.split("train"), config.batch_size, config.segment_length, device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        return objective_of(model)
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return "valid" if "valid" in self.corpus.splits else None
+
+    def reported_split(self, config: RunConfig) -> str:
+        return config.eval_split
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        return evaluate(
+            model,
+            self.corpus.split(split),
+            self.vocabulary.level,
+            split=split,
+            top_k=top_k,
+            protocol=eval_protocol(config, config.eval_tokens if context.final else config.valid_tokens),
+            routing=context.final,
+            precision=context.precision,
+            progress=context.progress,
+            phase=context.phase,
+            stop=context.stop,
+        )
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        return {
+            **eval_protocol(config, config.eval_tokens).to_dict(),
+            "checkpoint_rule": "the last step",
+            "vocabulary": "of the training data",
+        }
+
+    def description(self) -> dict[str, Any]:
+        return {"data": self.corpus.description}
+
+
+def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:
+    """How a run's settings evaluate, with at most `tokens` targets."""
+    return EvalProtocol(config.eval_batch_size, config.eval_segment_length, config.eval_memory_length, tokens)
