@@ -1,0 +1,161 @@
+"""Files of the cross-lingual tasks: pairs of sentences, tagged words, questions with answers; plain or .gz.
+
+Every mistake names the file, and the line or the question's id.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.data.reading import reading
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sentences and their class."""
+
+    first: str
+    second: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """The words of a sentence and a tag for each."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question on a passage.
+
+    Attributes:
+        answers: (text, where it starts in `context`), the first one is trained on; all count in evaluation.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[tuple[str, int], ...]
+
+
+def find_file(folder: Path, stem: str) -> Path | None:
+    """`folder/stem` or `folder/stem.gz`, whichever is there."""
+    return next((file for file in (folder / stem, folder / f"{stem}.gz") if file.is_file()), None)
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line without its newline) of a UTF-8 text file.
+
+    Raises:
+        RunError: it cannot be read, is damaged, or is not UTF-8.
+    """
+    with reading(file), gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            try:
+                yield number, line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise RunError(f"{file}: line {number} is not UTF-8") from None
+
+
+def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
+    """Rows `sentence<TAB>sentence<TAB>label`, without a header and without quoting (XTREME's XNLI and PAWS-X).
+
+    Raises:
+        RunError: a row of another width, or a label that is not one of `labels`.
+    """
+    pairs = []
+    for number, line in read_lines(file):
+        row = line.split("\t")
+        if len(row) == 2:
+            raise RunError(f"{file}: line {number} has no label: an unlabelled part cannot be evaluated")
+        if len(row) != 3:
+            raise RunError(f"{file}: line {number} has {len(row)} columns; sentence, sentence, label are expected")
+        if row[2] not in labels:
+            raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
+        pairs.append(Pair(*row))
+    return pairs
+
+
+def read_tagged(file: Path, tags: Sequence[str]) -> list[Tagged]:
+    """Sentences of `word<TAB>tag` lines with an empty line after each (WikiAnn), or of CoNLL-U (`.conllu`).
+
+    A prefix `LANG:` of WikiAnn's raw release is taken off. CoNLL-U: FORM and UPOS; multi-word tokens, empty nodes and
+    comments are passed over.
+
+    Raises:
+        RunError: a line of another form, or a tag that is not one of `tags`.
+    """
+    conllu = ".conllu" in file.name
+    sentences: list[Tagged] = []
+    words: list[str] = []
+    found: list[str] = []
+    for number, line in read_lines(file):
+        if not line.strip():
+            if words:
+                sentences.append(Tagged(tuple(words), tuple(found)))
+                words, found = [], []
+            continue
+        if conllu and line.startswith("#"):
+            continue
+        row = line.split("\t")
+        if len(row) != (10 if conllu else 2):
+            raise RunError(f"{file}: line {number} has {len(row)} columns; {10 if conllu else 2} are expected")
+        if conllu and not row[0].isdecimal():
+            continue
+        word, tag = (row[1], row[3]) if conllu else row
+        prefix, colon, rest = word.partition(":")
+        if not conllu and colon and rest and file.name.partition(".")[0].endswith(f"-{prefix}"):
+            word = rest
+        if tag not in tags:
+            raise RunError(f"{file}: line {number}: unknown tag {tag!r}: {did_you_mean(tag, tags)}")
+        words.append(word)
+        found.append(tag)
+    if words:
+        sentences.append(Tagged(tuple(words), tuple(found)))
+    return sentences
+
+
+def read_questions(file: Path) -> list[Question]:
+    """Questions in SQuAD's form (XQuAD, MLQA, TyDiQA-GoldP).
+
+    Raises:
+        RunError: other JSON; an answer that is empty, or does not stand where its offset says: named by its id.
+    """
+    with reading(file):
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    try:
+        data = json.loads(raw)
+        return [
+            _question(file, paragraph["context"], item)
+            for article in data["data"]
+            for paragraph in article["paragraphs"]
+            for item in paragraph["qas"]
+        ]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, RunError):
+            raise
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise RunError(f"{file}: not in SQuAD's form ({reason})") from None
+
+
+def _question(file: Path, context: str, item: Mapping[str, Any]) -> Question:
+    answers = []
+    for answer in item["answers"]:
+        text, start = str(answer["text"]), int(answer["answer_start"])
+        if not text:
+            raise RunError(f"{file}: question {item['id']!r} has an empty answer: it cannot be evaluated")
+        if context[start : start + len(text)] != text:
+            raise RunError(f"{file}: the answer of question {item['id']!r} does not stand at character {start}")
+        answers.append((text, start))
+    if not answers:
+        raise RunError(f"{file}: question {item['id']!r} has no answer")
+    return Question(str(item["id"]), context, str(item["question"]), tuple(answers))

@@ -1,0 +1,164 @@
+"""Pieces of words: a vocabulary trained by SentencePiece on the text at hand (Kudo 2018, unigram model).
+
+Ids are in XLM-R's order: 0 `<s>`, 1 `<pad>`, 2 `</s>`, 3 `<unk>`, then the pieces; `<mask>` is one of them. Training is
+single-threaded: the same text always gives the same pieces, which several threads do not promise.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError
+
+START, PAD, END, UNKNOWN = 0, 1, 2, 3
+MASK = "<mask>"
+_SPACE = "▁"
+
+
+class Pieces:
+    """A SentencePiece model.
+
+    Args:
+        model: the content of a SentencePiece model file.
+
+    Raises:
+        RunError: it is no such file, or its special pieces stand elsewhere.
+    """
+
+    level = "piece"
+
+    def __init__(self, model: bytes) -> None:
+        processor = _library().SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(model)
+        except (RuntimeError, TypeError) as error:
+            raise RunError(f"not a SentencePiece model: {error}") from None
+        special = (processor.bos_id(), processor.pad_id(), processor.eos_id(), processor.unk_id())
+        if special != (START, PAD, END, UNKNOWN) or processor.piece_to_id(MASK) == UNKNOWN:
+            raise RunError(
+                f"the SentencePiece model has <s>, <pad>, </s>, <unk> at {special} and needs them at (0, 1, 2, 3), "
+                f"with a piece {MASK}"
+            )
+        self.model = model
+        self._processor = processor
+
+    @cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """What id 0, 1, … stand for."""
+        return tuple(self._processor.id_to_piece(index) for index in range(self.size))
+
+    @property
+    def size(self) -> int:
+        """V, the number of ids."""
+        return int(self._processor.get_piece_size())
+
+    @cached_property
+    def mask_id(self) -> int:
+        return int(self._processor.piece_to_id(MASK))
+
+    @cached_property
+    def special(self) -> NDArray[np.bool_]:
+        """[V], True for ids that are no text: `<s>`, `<pad>`, `</s>`, `<mask>`."""
+        special = np.zeros(self.size, dtype=np.bool_)
+        special[[START, PAD, END, self.mask_id]] = True
+        return special
+
+    @cached_property
+    def characters(self) -> NDArray[np.int64]:
+        """[V], how many characters of text a piece stands for: a space is one, `<unk>` is one, special pieces none."""
+        lengths = np.array([len(symbol) for symbol in self.symbols], dtype=np.int64)
+        lengths[self.special] = 0
+        lengths[UNKNOWN] = 1
+        return lengths
+
+    @cached_property
+    def digest(self) -> str:
+        """64 bits in hexadecimal that tell models apart."""
+        return hashlib.sha256(self.model).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces) and self.model == other.model
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Pieces(size={self.size}, digest={self.digest!r})"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids [n], without `<s>` and `</s>`."""
+        return np.asarray(self._processor.encode(text, out_type=int), dtype=np.int64)
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids [n], and where each piece starts and ends in `text` [n, 2], in characters.
+
+        The offsets are those of the original text, not of the normalised one: spans of answers need them.
+        """
+        found = self._processor.encode(text, return_type="offset_mapping")
+        ids, offsets = found["ids"], found["offsets"]
+        return np.asarray(ids, dtype=np.int64), np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; special pieces have none."""
+        return str(self._processor.decode([int(index) for index in ids]))
+
+    def to_json(self) -> str:
+        """One line of JSON that `from_json` reads, the model in base64."""
+        return json.dumps({"level": self.level, "model": base64.b64encode(self.model).decode("ascii")})
+
+    @classmethod
+    def from_json(cls, text: str) -> Pieces:
+        """The pieces that `to_json` wrote.
+
+        Raises:
+            RunError: a text that holds no SentencePiece model.
+        """
+        try:
+            data = json.loads(text)
+            model = base64.b64decode(data["model"], validate=True)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"not a vocabulary of pieces: {error}") from None
+        return cls(model)
+
+
+def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.9995) -> Pieces:
+    """Trains a unigram model of `size` pieces; the same sentences in the same order give the same model.
+
+    Args:
+        sentences: the text to learn from, one sentence each.
+        size: V, special pieces included.
+        coverage: share of the characters in the text that the pieces must cover.
+
+    Raises:
+        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
+    """
+    if size < 16:
+        raise RunError(f"{size} pieces: at least 16 are needed")
+    model = io.BytesIO()
+    try:
+        _library().SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences), model_writer=model, vocab_size=size, model_type="unigram",
+            normalization_rule_name="nmt_nfkc", character_coverage=coverage, num_threads=1, minloglevel=2,
+            bos_id=START, pad_id=PAD, eos_id=END, unk_id=UNKNOWN, user_defined_symbols=[MASK],
+        )  # fmt: skip
+    except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2].strip() or str(error)
+        raise RunError(f"{size} pieces cannot be trained on this text: {reason}") from None
+    return Pieces(model.getvalue())
+
+
+def _library() -> Any:
+    try:
+        import sentencepiece
+    except ImportError:
+        raise RunError("pieces need sentencepiece: pip install 'pointsman[text]'") from None
+    return sentencepiece
