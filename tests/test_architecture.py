@@ -12,7 +12,7 @@ import pytest
 import pointsman
 
 LIBRARY = (
-    "_errors", "_files", "_values", "routing", "auxiliary", "ops", "experts", "routers", "layer", "control",
+    "_errors", "_files", "_values", "_grid", "routing", "auxiliary", "ops", "experts", "routers", "layer", "control",
     "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (

@@ -10,7 +10,7 @@ from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tests.lab.report.test_page import Page
 
 from pointsman.lab.report import write_report
-from pointsman.lab.report.diagnosed import diagnosis_table, history_of
+from pointsman.lab.report.diagnosed import diagnosis_grid, history_of
 from pointsman.lab.runs.comparison import read_comparison
 
 
@@ -52,8 +52,8 @@ def test_the_sample_stands_in_without_earlier_checkpoints() -> None:
 def test_table_of_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
     dump(run / "diagnostics.json", diagnosis())
-    table = diagnosis_table(read_comparison(run))
-    row = dict(zip(table["header"], table["rows"][0], strict=True))
+    table = diagnosis_grid(read_comparison(run))
+    row = dict(zip(table.header, table.rows[0], strict=True))
     assert (row["router"], row["layer"], row["RC"], row["fluctuation"], row["dead"]) == (
         "smoe", "blocks.0.moe", "30.0", "0.100", "1",
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_table_of_a_run(tmp_path: Path) -> None:
 def test_a_comparisons_own_diagnosis(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe", "hyperrouter"), (0,))
     dump(path / "diagnostics.json", {"format": 1, "routers": {"hyperrouter": diagnosis()}})
-    assert [row[0] for row in diagnosis_table(read_comparison(path))["rows"]] == ["hyperrouter"]
+    assert [row[0] for row in diagnosis_grid(read_comparison(path)).rows] == ["hyperrouter"]
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_a_real_diagnosis_fills_the_page(trained: Path) -> None:
 
     run = trained / "runs" / "smoe" / "seed-0"
     dump(run / "diagnostics.json", diagnose_path(run, settings=Settings(tokens=300)))
-    table = diagnosis_table(read_comparison(run))
-    assert len(table["rows"]) == 2
-    assert {"entropy", "load CV", "RC", "fluctuation"} <= set(table["header"])
+    table = diagnosis_grid(read_comparison(run))
+    assert len(table.rows) == 2
+    assert {"entropy", "load CV", "RC", "fluctuation"} <= set(table.header)
     page = Page(write_report(run).read_text())
-    points = page.data["inside"]["collapse"]["of"][table["rows"][0][1]][0]["points"]
+    points = page.data["inside"]["collapse"]["of"][table.rows[0][1]][0]["points"]
     assert [point[0] for point in points] == [3.0, 6.0]

@@ -17,7 +17,7 @@ from pointsman.lab.recipes import PRESETS, RECIPES, recipe
 from pointsman.lab.recipes import preset as make_preset
 from pointsman.lab.report import paper, protocol
 from pointsman.lab.report.paper import PaperComparison, canonical, paper_tables
-from pointsman.lab.report.published_mutual import PAPERS
+from pointsman.lab.report.published import open_paper, papers, parse_paper
 from pointsman.lab.runs.record import read_run
 
 
@@ -39,7 +39,7 @@ def enwik8_run(path: Path, router: str, seed: int, values: dict[int, float], pre
 
 
 def published(paper: str, number: str) -> dict[str, tuple[float | None, ...]]:
-    return {line.label: line.values for line in next(t for t in PAPERS[paper].tables if t.number == number).lines}
+    return {line.label: line.values for line in next(t for t in papers()[paper].tables if t.number == number).lines}
 
 
 def test_figures_that_the_papers_state_in_their_text() -> None:
@@ -61,6 +61,72 @@ def test_figures_that_the_papers_state_in_their_text() -> None:
     assert thirty_two["SMoE"][1] - thirty_two["Attention-inform SMoE"][1] == pytest.approx(1.56)  # type: ignore[operator]
 
 
+SUMS = {
+    "hyperrouter": (31.70, 2165.71, 22.312, 18.718, 2082.22, 23.3072, 99.02, 40_124_300),
+    "mutual-inform": (963.80, 490.86, 495.58, 1333.83, 582.69, 387.225, 448.70, 426.64, 12.498, 584.00),
+    "x-moe": (3349.7, 99.96, 1084.0, 889.6, 904.5, 545.03, 290.6),
+}
+"""The sum of all figures of each table, as they were typed from the papers."""
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_no_published_figure_has_changed(name: str) -> None:
+    tables = papers()[name].tables
+    found = [sum(value for line in one.lines for value in line.values if value is not None) for one in tables]
+    assert found == pytest.approx(SUMS[name], abs=1e-6)
+
+
+OWN = """
+name = "mine"
+citation = "A paper"
+link = "https://example.org"
+[columns]
+by_k = [{ name = "k=1", top_k = 1 }, { name = "k=16", top_k = 16 }]
+[routers]
+plain = ["smoe", "switch"]
+[[tables]]
+number = "Table 9"
+title = "bits per character"
+metric = "bits_per_character"
+data = "enwik8"
+columns = "by_k"
+lines = [{ label = "SMoE", values = ["-", 1.25], routers = "plain" }]
+"""
+
+
+def test_a_paper_of_your_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(OWN)
+    run = enwik8_run(tmp_path / "r", "switch", 0, {16: 1.5}, "small", 10)
+    grid = table(run, str(tmp_path / "mine.toml"), "Table 9").grid()
+    assert grid.rows == [
+        ["SMoE", "published", "-", "1.25"],
+        ["", "ours: small, 10 steps (not the paper's setting)", "-", "1.500"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("here", "instead", "told"),
+    [
+        ("[[tables]]", "[[tables", "mine.toml is not TOML"),
+        ('link = "https://example.org"', "", "mine.toml: link is missing"),
+        ("number =", "numbre =", "mine.toml, table 1: numbre: did you mean 'number'"),
+        ('"by_k"\n', '"byk"\n', "mine.toml, Table 9: columns: 'byk': did you mean 'by_k'"),
+        ('"plain" }', '"plane" }', "line 1: routers: 'plane': did you mean 'plain'"),
+        ("top_k = 16", 'top_k = "many"', "column 2: top_k='many': allowed is a whole number"),
+        ('["-", 1.25]', '["-", "x"]', "line 1: value 'x': allowed are numbers and '-'"),
+        ('["-", 1.25]', "[1.25]", "Table 9, SMoE: 1 values for 2 columns"),
+        ('"bits_per_character"', '"bits"', "metric 'bits'"),
+        ("top_k = 16", 'quantity = "flop"', "quantity 'flop': did you mean 'flops'"),
+    ],
+)
+def test_a_damaged_paper_is_one_line(here: str, instead: str, told: str) -> None:
+    assert here in OWN
+    with pytest.raises(RunError) as caught:
+        parse_paper(OWN.replace(here, instead), "mine.toml")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_tables_that_repeat_each_other_agree() -> None:
     one, three, eight = (published("mutual-inform", f"Table {n}") for n in (1, 3, 8))
     for label in ("SMoE (M=2)", "Similarity-inform SMoE (M=2)", "Attention-inform SMoE (M=2)"):
@@ -77,7 +143,7 @@ def test_ours_stand_in_their_cells_by_setting(tmp_path: Path) -> None:
         enwik8_run(tmp_path / "c", "hyperrouter", 0, {2: 2.0}, "tiny", 2_000),
     ]
     beside = table(paths, "hyperrouter", "Table 1 (enwik8)")
-    rows = {(row[0], row[1]): row[2:] for row in beside.rows()}
+    rows = {(row[0], row[1]): row[2:] for row in beside.grid().rows}
     assert rows["HyperRouter", "published"] == ["1.48", "1.25", "1.19", "1.17", "1.16"]
     ours = rows["", "ours: hyperrouter-enwik8-small, 400,000 steps"]
     assert ours == [
@@ -122,7 +188,7 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
         dump(tuned / "finetune.json", {"format": 1, **about})
     beside = table(path, "hyperrouter", "Table 3")
     assert list(beside.ours) == ["sst2, 400 steps (not the paper's setting)"]
-    rows = {(row[0], row[1]): row[2:] for row in beside.rows()}
+    rows = {(row[0], row[1]): row[2:] for row in beside.grid().rows}
     assert rows["", "ours: sst2, 400 steps (not the paper's setting)"] == ["80.00", "-", "-", "-"]
 
     words = write_run(tmp_path / "w", "smoe", values={2: 40.0}, metric="perplexity")
@@ -136,8 +202,8 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
     dump(words / "attacks-word-wikitext-103-test.json", {"results": results})
     valid = {"split": "valid", "top_k": 2, "metric": "perplexity", "value": 39.0}
     dump(words / "evaluation-wikitext-103-valid.json", {"results": [valid]})
-    rows = table(words, "mutual-inform", "Table 3").rows()
-    assert rows[2][2:] == ["39.00", "40.00", "-", "50.00"]
+    rows = table(words, "mutual-inform", "Table 3").grid().rows
+    assert rows[1][2:] == ["39.00", "40.00", "-", "50.00"]
 
 
 def test_each_fine_tuning_counts_once(tmp_path: Path) -> None:
@@ -181,22 +247,22 @@ def test_the_command_of_a_run_with_a_router_from_elsewhere(tmp_path: Path) -> No
 
 
 def test_presets_of_tables_exist() -> None:
-    for each_paper in PAPERS.values():
+    for each_paper in papers().values():
         for each in each_paper.tables:
             assert set(each.presets) <= PRESETS.keys() | RECIPES.keys(), each.number
 
 
 def test_entropy_by_router(tmp_path: Path) -> None:
     run = enwik8_run(tmp_path / "r", "smoe", 0, {16: 1.5}, "small", 400_000)
-    rows = table(run, "hyperrouter", "Tables 4 and A5").rows()
-    assert rows[2][2:] == ["2.0000", "1.9000", "1.8000", "1.7000"]
+    rows = table(run, "hyperrouter", "Tables 4 and A5").grid().rows
+    assert rows[1][2:] == ["2.0000", "1.9000", "1.8000", "1.7000"]
 
 
 def test_counted_figures_are_those_of_the_model() -> None:
-    flops = table([], "hyperrouter", "Table A3").rows()
+    flops = table([], "hyperrouter", "Table A3").grid().rows
     assert flops[-1][2:] == ["3.735", "4.004", "4.541", "5.614", "7.762"]
-    assert flops[2][2:] == ["-", "-", "-", "-", "7.758"]
-    assert table([], "hyperrouter", "Table A4").rows()[-1][2:] == ["1,024", "1,122,576", "19,505,356"]
+    assert flops[1][2:] == ["-", "-", "-", "-", "7.758"]
+    assert table([], "hyperrouter", "Table A4").grid().rows[-1][2:] == ["1,024", "1,122,576", "19,505,356"]
 
 
 def test_specs_are_compared_by_meaning() -> None:
@@ -208,24 +274,24 @@ def test_specs_are_compared_by_meaning() -> None:
 def test_every_spec_is_one_that_can_be_asked_for() -> None:
     from pointsman.routers.registry import list_mixers, list_routers, parse_spec
 
-    for each_paper in PAPERS.values():
+    for each_paper in papers().values():
         for one in each_paper.tables:
-            for spec in {spec for line in one.lines for spec in line.specs}:
+            for spec in {spec for line in one.lines for spec in line.routers}:
                 head, _, mixer = spec.partition("+")
                 if (not mixer or mixer.partition(":")[0] in list_mixers()) and "switch:gate" not in spec:
                     assert head.partition(":")[0] in [*list_routers(), "dense", "dense-dropout"]
                     parse_spec(spec)
 
 
-@pytest.mark.parametrize("name", list(PAPERS))
+@pytest.mark.parametrize("name", list(papers()))
 def test_written_in_every_format(tmp_path: Path, name: str) -> None:
     paths = paper_tables([], name).write(tmp_path)
-    assert [path.name for path in paths] == [f"paper-{name}.{end}" for end in ("txt", "md", "csv", "html")]
+    assert [path.name for path in paths] == [f"paper-{name}.{end}" for end in ("txt", "csv", "md", "tex", "html")]
     for path in paths:
         assert not re.search(r"\bnan\b|None", path.read_text())
-    rows = list(csv.DictReader(io.StringIO(paths[2].read_text())))
-    assert len(rows) >= sum(len(one.lines) * len(one.columns) for one in PAPERS[name].tables)
-    page = Page(paths[3].read_text())
+    rows = list(csv.DictReader(io.StringIO(paths[1].read_text())))
+    assert len(rows) >= sum(len(one.lines) * len(one.columns) for one in papers()[name].tables)
+    page = Page(paths[4].read_text())
     assert page.loads == ["data:,"]
     assert "published" in page.text
 
@@ -233,6 +299,8 @@ def test_written_in_every_format(tmp_path: Path, name: str) -> None:
 def test_unknown_paper() -> None:
     with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
         paper_tables([], "hyper-router")
+    with pytest.raises(RunError, match=r"nowhere\.toml cannot be read"):
+        open_paper("nowhere.toml")
 
 
 def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None:
@@ -247,8 +315,8 @@ def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None
         record = json.loads((path / "evaluation.json").read_text())
         dump(path / "evaluation.json", {**record, "results": [{**r, "metric": "accuracy"} for r in record["results"]]})
     found = table(run, "hyperrouter", "Table 3")
-    assert any("81.00" in cell for row in found.rows() for cell in row)
-    assert not any("50.00" in cell for row in found.rows() for cell in row)
+    assert any("81.00" in cell for row in found.grid().rows for cell in row)
+    assert not any("50.00" in cell for row in found.grid().rows for cell in row)
 
     words = enwik8_run(tmp_path / "words", "smoe", 0, {2: 30.0}, "mutual-medium", 10)
     config = json.loads((words / "config.json").read_text())
@@ -262,6 +330,6 @@ def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None
     }
     other = {**row, "value": 55.0, "attack": {"kind": "word", "rate": 0.1}}
     dump(words / "attacks-word-wikitext-103-test.json", {"results": [row, other]})
-    cells = [cell for line in table(words, "mutual-inform", "Table 3").rows() for cell in line]
+    cells = [cell for line in table(words, "mutual-inform", "Table 3").grid().rows for cell in line]
     assert any("41.25" in cell for cell in cells)
     assert not any("55.00" in cell for cell in cells)

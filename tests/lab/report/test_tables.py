@@ -13,7 +13,6 @@ import pytest
 from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.formats import escape_latex
 from pointsman.lab.report.tables import Cell, ComparisonTable
 
 
@@ -48,8 +47,8 @@ def hand_made(path: Path) -> Path:
 def test_mean_spread_and_missing_cells(tmp_path: Path) -> None:
     table = ComparisonTable.read(hand_made(tmp_path / "c"))
     assert table.top_k == [1, 2]
-    assert table.header() == ["router", "k=1", "k=2", "entropy", "router params", "s/step", "seeds"]
-    assert table.cells() == [
+    assert table.grid().header == ["router", "k=1", "k=2", "entropy", "router params", "s/step", "seeds"]
+    assert table.grid().rows == [
         ["smoe", "2.100 ± 0.141", "1.600 ± 0.141", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
         ["hyper_x|a&b", "1.900", "-", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
     ]
@@ -64,9 +63,9 @@ def test_differences_pair_seeds(tmp_path: Path) -> None:
     table = ComparisonTable.read(hand_made(tmp_path / "c"))
     difference = table.difference("hyper_x|a&b", 1)
     assert difference.cell.values == {0: pytest.approx(-0.1)}  # seed 1 has no partner
-    assert table.difference_cells() == [["hyper_x|a&b", "-0.100", "-"]]
+    assert table.difference_grid().rows == [["hyper_x|a&b", "-0.100", "-"]]
     flipped = ComparisonTable.read(tmp_path / "c", baseline="hyper_x|a&b")
-    assert flipped.difference_cells() == [["smoe", "+0.100", "-"]]
+    assert flipped.difference_grid().rows == [["smoe", "+0.100", "-"]]
 
 
 def test_difference_spread_is_that_of_the_pairs_not_of_the_rows(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_nothing_done_prints_dashes(tmp_path: Path) -> None:
         tmp_path / "c", seeds=(0,), missing=[(r, 0) for r in ("smoe", "smoe-dropout", "hyperrouter")]
     )
     table = ComparisonTable.read(path)
-    assert table.cells()[0] == ["smoe", "-", "-", "-", "0/1"]
+    assert table.grid().rows[0] == ["smoe", "-", "-", "-", "0/1"]
     table.write(path)
     assert (path / "table.tex").read_text().count(r"\\") == 4
 
@@ -121,7 +120,6 @@ def test_markdown_and_latex_escape(tmp_path: Path) -> None:
     assert r"\texttt{hyper\_x\textbar{}a\&b} & \textbf{1.900} & -" in latex
     assert r"$\pm$" in latex
     assert latex.count("{") == latex.count("}")
-    assert escape_latex(r"50%_#$~^\{}") == r"50\%\_\#\$\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}"
 
 
 def test_text_is_aligned(tmp_path: Path) -> None:

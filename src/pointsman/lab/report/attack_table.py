@@ -6,12 +6,11 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report import formats
-from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.report.task_table import consistency, finetunings, is_of, variants
 from pointsman.lab.runs.comparison import Comparison
@@ -50,7 +49,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class AttackTable:
+class AttackTable(Forms):
     """Clean and attacked figures of a comparison.
 
     Attributes:
@@ -111,24 +110,24 @@ class AttackTable:
         """One figure over seeds; rate 0 = clean."""
         for one in self.conditions:
             if one.rate == rate and (one.unmarked == unmarked or rate == 0):
-                return next(
-                    (row.quality.get(top_k, Cell({})) for row in one.table.rows if row.router == router), Cell({})
-                )
+                return next((one.table.quality(row, top_k) for row in one.table.rows if row.router == router), Cell({}))
         return Cell({})
 
+    @property
+    def file(self) -> str:
+        return self.name
+
     def text(self) -> str:
-        """Plain aligned text, a table a condition."""
-        parts = [self.protocol, "", *(f"{one.words}\n{one.table.text()}" for one in self.conditions)]
-        for words, lines in self._beside():
-            parts += [words, "", *formats.aligned(lines), ""]
-        return "\n".join(parts)
+        """A table for each condition, then what the attacks did to the routing."""
+        conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
+        further = [block for grid in self.further() for block in (grid.caption, grid.text())]
+        return joined(self.protocol, *conditions, *further)
 
     def markdown(self) -> str:
         """The same in Markdown."""
-        parts = [self.protocol, "", *(f"## {one.words}\n\n{one.table.markdown()}" for one in self.conditions)]
-        for words, lines in self._beside():
-            parts += [words, "", *formats.markdown_lines(lines), ""]
-        return "\n".join(parts)
+        conditions = [f"## {one.words}\n\n{one.table.markdown()}".rstrip("\n") for one in self.conditions]
+        further = [block for grid in self.further() for block in (grid.caption, grid.markdown())]
+        return joined(self.protocol, *conditions, *further)
 
     def csv(self) -> str:
         """Comma-separated, the condition first."""
@@ -141,24 +140,16 @@ class AttackTable:
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """A LaTeX table a condition, for the booktabs package."""
+        """A LaTeX table for each condition."""
         return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
 
-    def write(self, directory: Path) -> list[Path]:
-        """Writes NAME.txt, .csv, .md and .tex; returns their paths."""
-        return formats.write_forms(directory, self.name, self)
-
-    def _beside(self) -> list[tuple[str, list[list[str]]]]:
-        parts = ((ROUTING, self.routing_lines()), (CONSISTENCY, self.consistency_lines()))
-        return [(words, lines) for words, lines in parts if lines]
-
-    def routing_lines(self) -> list[list[str]]:
-        """Header and rows of what the attacks did to the routing; [] where nothing is known."""
-        return _by_rate(self.routing, self.rates)
-
-    def consistency_lines(self) -> list[list[str]]:
-        """Header and rows of the consistency over fine-tunings, clean and attacked; [] where there is none."""
-        return _by_rate(self.consistency, [0.0, *self.rates])
+    def further(self) -> list[Grid]:
+        """The grids besides the figures: what the attacks did to the routing, and consistency over fine-tunings."""
+        grids = (
+            _by_rate(self.routing, self.rates, ROUTING),
+            _by_rate(self.consistency, [0.0, *self.rates], CONSISTENCY),
+        )
+        return [grid for grid in grids if grid.rows]
 
 
 def attack_tables(comparison: Comparison) -> list[AttackTable]:
@@ -223,9 +214,9 @@ def _agreed(runs: Sequence[tuple[RunRecord, Mapping[str, Any]]], attacks: Sequen
     return {rate: value for rate, value in found.items() if value is not None}
 
 
-def _by_rate(values: Mapping[str, Mapping[float, float]], rates: Sequence[float]) -> list[list[str]]:
+def _by_rate(values: Mapping[str, Mapping[float, float]], rates: Sequence[float], caption: str) -> Grid:
     header = ["router", *("clean" if rate == 0 else f"{100 * rate:.3g} %" for rate in rates)]
     rows = [
         [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in rates)] for router, of in values.items() if of
     ]
-    return [header, *rows] if rows else []
+    return Grid(header, rows, caption=caption)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report.formats import NONE
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.record import read_object
 
@@ -24,8 +24,8 @@ def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
     return {}
 
 
-def diagnosis_table(comparison: Comparison) -> dict[str, Any]:
-    """Header, rows (router, layer, figures) and protocols of all diagnosed routers, without empty columns."""
+def diagnosis_grid(comparison: Comparison) -> Grid:
+    """Router, layer and figures of all diagnosed routers, without empty columns; the caption is their protocols."""
     from pointsman.diagnostics.summary import COLUMNS
 
     rows: list[list[str]] = []
@@ -42,12 +42,7 @@ def diagnosis_table(comparison: Comparison) -> dict[str, Any]:
             read = f"{int(protocol['tokens']):,} tokens of {protocol['split']}" if "tokens" in protocol else "tokens"
             protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
     header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
-    kept = [place for place in range(len(header)) if place < 2 or any(row[place] != NONE for row in rows)]
-    return {
-        "header": [header[place] for place in kept],
-        "rows": [[row[place] for place in kept] for row in rows],
-        "protocol": "; ".join(protocols),
-    }
+    return Grid(header, rows, caption="; ".join(protocols)).without_empty_columns(keep=2)
 
 
 def _last_fluctuation(found: Found, layer: str) -> float | None:

@@ -9,8 +9,8 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import replacing, within
 from pointsman.lab.report import series
-from pointsman.lab.report.formats import page_path
 from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer, short_layer
+from pointsman.lab.report.page import page_path
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
 

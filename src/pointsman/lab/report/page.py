@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman._files import write_whole
-from pointsman.lab.report import protocol, series, transfer
-from pointsman.lab.report.diagnosed import diagnosis_table
-from pointsman.lab.report.formats import NONE, page_path
+from pointsman._grid import NONE, Grid
+from pointsman.lab.report import protocol, sections, series
+from pointsman.lab.report.diagnosed import diagnosis_grid
 from pointsman.lab.report.inside import inside, short_layer
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
@@ -58,11 +59,18 @@ def write_report(
     return write_whole(page_path(out, comparison), render(comparison, baseline=baseline))
 
 
+def page_path(out: Path | None, comparison: Comparison) -> Path:
+    """Where the page goes: `out` itself if it is called .html, else `report.html` in it, or in the directory."""
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        return out
+    return (out or comparison.path) / "report.html"
+
+
 def render(comparison: Comparison, *, baseline: str | None = None) -> str:
     """The page as a string."""
     table = ComparisonTable.of(comparison, baseline=baseline)
-    found = {"tasks": transfer.tasks(comparison, baseline=baseline), "attacks": transfer.attacks(comparison)}
-    data = chart_data(comparison, table) | {name: transfer.charts(entries) for name, entries in found.items()}
+    found = {"tasks": sections.tasks(comparison, baseline=baseline), "attacks": sections.attacks(comparison)}
+    data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
     return fill(
         "page.html.j2",
         javascript="\n".join(asset(name) for name in SCRIPTS),
@@ -116,58 +124,26 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
     trained = any(run.steps for run in comparison.runs.values())
-    sections = [("result", "Result")]
-    sections += [("training", "Training")] if trained else []
-    sections += [("routing", "Routing")] if any_routing else []
-    sections += [("tasks", "Tasks")] if data["tasks"] else []
-    sections += [("attacks", "Attacks")] if data["attacks"] else []
-    sections += [("explore", "Explorer")] if explorer else []
-    lines = [line for line in table.differences() if any(one.cell.values for one in line)]
-    digits, scale = table.metric.decimals, table.metric.scale
-    per_seed = [
-        [
-            one.router,
-            str(one.top_k),
-            *(_signed(one.cell.values.get(seed), digits, scale) for seed in comparison.seeds),
-            _signed(one.cell.mean, digits, scale),
-            NONE if one.cell.interval is None else f"± {one.cell.interval * scale:.{digits}f}",
-        ]
-        for line in lines
-        for one in line
-        if one.cell.values
-    ]
-    order = {router: position for position, router in enumerate(comparison.routers)}
+    shown = [("result", "Result")]
+    shown += [("training", "Training")] if trained else []
+    shown += [("routing", "Routing")] if any_routing else []
+    shown += [("tasks", "Tasks")] if data["tasks"] else []
+    shown += [("attacks", "Attacks")] if data["attacks"] else []
+    shown += [("explore", "Explorer")] if explorer else []
     return {
         "title": protocol.title(comparison),
         "facts": protocol.facts(comparison, table),
         "findings": protocol.findings(comparison),
         "trained": trained,
-        "sections": [*sections, ("protocol", "Protocol")],
+        "sections": [*shown, ("protocol", "Protocol")],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
         "missing": protocol.missing(comparison),
-        "table": {
-            "header": table.header(),
-            "rows": _table_rows(table),
-            "top_k": table.top_k,
-            "caption": table.caption,
-            "difference_caption": table.difference_caption,
-        },
+        "order": {router: position for position, router in enumerate(comparison.routers)},
+        "table": table.grid(),
         "baseline": table.baseline,
-        "differences": [
-            {
-                "router": line[0].router,
-                "style": order[line[0].router],
-                "cells": [
-                    _cell(one.cell, digits, scale, sign=True)
-                    | {"title": f"{len(one.cell.values)} seed{'' if len(one.cell.values) == 1 else 's'}"}
-                    for one in line
-                ],
-            }
-            for line in lines
-        ],
-        "per_seed": per_seed if len(comparison.seeds) > 1 else [],
-        "seeds": list(comparison.seeds),
-        "diagnosis": diagnosis_table(comparison),
+        "differences": _differences(table),
+        "per_seed": per_seed(comparison, table),
+        "diagnosis": diagnosis_grid(comparison),
         "loss_note": protocol.loss_note(comparison),
         "command": protocol.command(comparison),
         "protocol": protocol.lines(comparison),
@@ -177,27 +153,32 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
     }
 
 
-def _table_rows(table: ComparisonTable) -> list[dict[str, Any]]:
+def _differences(table: ComparisonTable) -> Grid:
+    """The paired differences of the rows that have any, each with its number of seeds as a hint."""
+    grid = table.difference_grid()
+    lines = [
+        (row, line)
+        for row, line in zip(grid.rows, table.differences(), strict=False)
+        if any(one.cell.values for one in line)
+    ]
+    seeds = {(i, j): len(one.cell.values) for i, (_, line) in enumerate(lines) for j, one in enumerate(line, 1)}
+    hints = {place: f"{count} seed{'' if count == 1 else 's'}" for place, count in seeds.items()}
+    header = [f"router − {table.baseline}", *table.titles]
+    return replace(grid, header=header, rows=[row for row, _ in lines], hints=hints)
+
+
+def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
+    """Paired differences seed by seed, with the confidence interval of their mean; no rows for a single seed."""
+    digits, scale = table.metric.decimals, table.metric.scale
     rows = []
-    for row, texts in zip(table.rows, table.cells(), strict=True):
-        cells = [
-            _cell(table.quality(row, k), table.metric.decimals, table.metric.scale)
-            | {"best": row.router in table.best(k)}
-            for k in table.top_k
+    for one in (one for line in table.differences() for one in line if one.cell.values and len(comparison.seeds) > 1):
+        seeds = [
+            Cell({0: value} if (value := one.cell.values.get(seed)) is not None else {}) for seed in comparison.seeds
         ]
-        cells.append(_cell(row.entropy, 3) | {"best": False})
-        cells += [{"text": text, "spread": "", "best": False} for text in texts[-3:]]
-        rows.append({"router": row.router, "cells": cells})
-    return rows
-
-
-def _cell(cell: Cell, decimals: int, scale: float = 1.0, *, sign: bool = False) -> dict[str, Any]:
-    mean, _, spread = cell.text(decimals, scale, sign=sign).partition(" ± ")
-    return {"text": mean, "spread": spread}
-
-
-def _signed(value: float | None, decimals: int, scale: float) -> str:
-    return NONE if value is None else f"{value * scale:+.{decimals}f}"
+        interval = NONE if one.cell.interval is None else f"± {one.cell.interval * scale:.{digits}f}"
+        mean = Cell({0: one.cell.mean or 0.0})
+        rows.append([one.router, str(one.top_k), *(c.shown(table.metric, sign=True) for c in (*seeds, mean)), interval])
+    return Grid(["router", "k", *(f"seed {seed}" for seed in comparison.seeds), "mean", "95 %"], rows)
 
 
 def embed(data: Mapping[str, Any]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, write_whole
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report.formats import NONE, aligned, markdown_line
+from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.metrics import Metric, metric
-from pointsman.lab.report.published import Column, Line, Paper, PublishedTable
-from pointsman.lab.report.published_mutual import PAPERS
+from pointsman.lab.report.published import COUNTED, OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import Cell
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.record import RunRecord, read_object, read_run
 
-COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 FINETUNE = "finetune.json"
 COUNTED_SETTING = "counted from the model"
 
@@ -37,110 +33,95 @@ class PaperComparison:
 
     @property
     def metric(self) -> Metric:
-        return {
-            "entropy": Metric("entropy", "entropy", decimals=4),
-            "flops": Metric("flops", "FLOPs (1e10)", decimals=3),
-            "parameters": Metric("parameters", "parameters", decimals=0),
-            "ratio": Metric("ratio", "ratio", decimals=3),
-        }.get(self.published.metric) or metric(self.published.metric)
+        return OWN_METRICS.get(self.published.metric) or metric(self.published.metric)
 
     def cells(self) -> Iterator[tuple[Line, Column, float | None, dict[str, Cell]]]:
         """Every cell: its line and column, the published figure, and ours by setting."""
         for i, line in enumerate(self.published.lines):
             for j, column in enumerate(self.published.columns):
-                yield (
-                    line,
-                    column,
-                    line.values[j],
-                    {s: found[i, j] for s, found in self.ours.items() if (i, j) in found},
-                )
+                ours = {setting: found[i, j] for setting, found in self.ours.items() if (i, j) in found}
+                yield line, column, line.values[j], ours
 
-    def rows(self) -> list[list[str]]:
-        """Header, then for every line one row 'published' and one for each setting of ours that has a figure."""
-        rows = [["", "", *(column.name for column in self.published.columns)]]
-        for i, line in enumerate(self.published.lines):
+    def grid(self) -> Grid:
+        """For every line a row 'published', and one for each setting of ours that has a figure."""
+        table, rows = self.published, []
+        for i, line in enumerate(table.lines):
             rows.append([line.label, "published", *(self._printed(value) for value in line.values)])
             for setting, found in self.ours.items():
-                cells = [found.get((i, j), Cell({})) for j in range(len(self.published.columns))]
+                cells = [found.get((i, j), Cell({})) for j in range(len(table.columns))]
                 if any(cell.values for cell in cells):
                     rows.append(["", f"ours: {setting}", *(self._ours(cell) for cell in cells)])
             if not any((i, j) in found for found in self.ours.values() for j in range(len(line.values))):
                 rows.append(["", "ours: not run", *([NONE] * len(line.values))])
-        return rows
+        header = ["", "", *(column.name for column in table.columns)]
+        return Grid(header, rows, caption=f"{table.number}: {table.title}", code=False, labels=2)
 
     def _printed(self, value: float | None) -> str:
         if value is None:
             return NONE
-        own = len(repr(value).partition(".")[2]) if isinstance(value, float) else 0
+        own = len(repr(value).partition(".")[2])
         return f"{value:,.{max(own, self.published.decimals)}f}"
 
     def _ours(self, cell: Cell) -> str:
         if self.metric.decimals == 0 and cell.mean is not None:
             return f"{cell.mean:,.0f}"
-        return cell.text(self.metric.decimals, self.metric.scale)
+        return cell.shown(self.metric)
 
 
 @dataclass(frozen=True)
-class PaperTables:
+class PaperTables(Forms):
     """All tables of a paper with ours beside them."""
 
     paper: Paper
     tables: Sequence[PaperComparison]
 
+    @property
+    def file(self) -> str:
+        return f"paper-{self.paper.name}"
+
     def text(self) -> str:
-        """Plain aligned text."""
+        """One table after another."""
         parts = [f"{self.paper.citation}\n{self.paper.link}", "Rows 'published' are the paper's figures, not ours."]
-        for beside in self.tables:
-            table = beside.published
-            head = f"{table.number}: {table.title}"
-            parts.append("\n".join([head, *aligned(beside.rows()), *([table.note] if table.note else [])]))
-        return "\n\n".join(parts) + "\n"
+        for one in self.tables:
+            grid = one.grid()
+            parts.append("\n".join([grid.caption, grid.text(), *([one.published.note] if one.published.note else [])]))
+        return joined(*parts)
 
     __str__ = text
 
     def markdown(self) -> str:
-        """Markdown, one table after another."""
-        parts = [
-            f"# {self.paper.citation}",
-            f"<{self.paper.link}>",
-            "Rows *published* are the paper's figures, not ours.",
-        ]
-        for beside in self.tables:
-            header, *rows = beside.rows()
-            lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
-            parts.append(f"## {beside.published.number}: {beside.published.title}")
-            parts.append("\n".join(map(markdown_line, lines)))
-            parts += [beside.published.note] if beside.published.note else []
-        return "\n\n".join(parts) + "\n"
+        """One table after another."""
+        parts = [f"# {self.paper.citation}", f"<{self.paper.link}>"]
+        parts.append("Rows *published* are the paper's figures, not ours.")
+        for one in self.tables:
+            grid = one.grid()
+            parts += [f"## {grid.caption}", grid.markdown(), one.published.note]
+        return joined(*parts)
 
     def csv(self) -> str:
         """One line a cell; '-' where a figure does not exist."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["paper", "table", "row", "column", "metric", "published", "setting", "ours", "std", "seeds"])
-        for beside in self.tables:
-            scale = beside.metric.scale
-            for line, column, value, ours in beside.cells():
-                lead: list[Any] = [
-                    self.paper.name,
-                    beside.published.number,
-                    line.label,
-                    column.name,
-                    beside.metric.label,
-                ]
+        header = ["paper", "table", "row", "column", "metric", "published", "setting", "ours", "std", "seeds"]
+        rows = []
+        for one in self.tables:
+            scale = one.metric.scale
+            for line, column, value, ours in one.cells():
+                lead = [self.paper.name, one.published.number, line.label, column.name, one.metric.label, value]
                 for setting, cell in (ours or {NONE: Cell({})}).items():
                     mean = None if cell.mean is None else cell.mean * scale
                     std = None if cell.std is None else cell.std * scale
-                    row = [*lead, value, setting, mean, std, len(cell.values)]
-                    writer.writerow([NONE if entry is None else entry for entry in row])
-        return out.getvalue()
+                    rows.append([*lead, setting, mean, std, len(cell.values)])
+        return Grid(header, rows).csv()
+
+    def latex(self) -> str:
+        """A LaTeX table for each table, for the booktabs package."""
+        return "\n".join(one.grid().latex() for one in self.tables)
 
     def write(self, directory: Path) -> list[Path]:
-        """Writes paper-NAME.txt, .md, .csv and .html; returns their paths."""
+        """Writes paper-NAME.txt, .csv, .md, .tex and .html; returns their paths."""
         from pointsman.lab.report.page import render_paper
 
-        contents = {"txt": self.text(), "md": self.markdown(), "csv": self.csv(), "html": render_paper(self)}
-        return [write_whole(directory / f"paper-{self.paper.name}.{end}", text) for end, text in contents.items()]
+        page = write_whole(directory / f"{self.file}.html", render_paper(self))
+        return [*super().write(directory), page]
 
 
 def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
@@ -148,19 +129,18 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
 
     Args:
         path: one directory, or several.
-        name: "hyperrouter", "x-moe" or "mutual-inform".
+        name: "hyperrouter", "x-moe", "mutual-inform", or a file in their format (`published`), called `*.toml`.
 
     Raises:
-        RunError: an unknown paper (with the nearest name), or a path that holds no run.
+        RunError: an unknown paper (with the nearest name), a damaged file, or a path that holds no run.
     """
-    if name not in PAPERS:
-        raise RunError(f"paper {name!r}: {did_you_mean(name, PAPERS)}")
+    paper = open_paper(name)
     paths = [path] if isinstance(path, str | Path) else path
     trained = [run for one in paths for run in read_comparison(Path(one)).runs.values()]
     runs = [run for run in trained if run.done]
     runs += [one for run in runs for one in finetuned(run)]
-    tables = [PaperComparison(table, {**counted(table), **measured(table, runs)}) for table in PAPERS[name].tables]
-    return PaperTables(PAPERS[name], tables)
+    tables = [PaperComparison(table, {**counted(table), **measured(table, runs)}) for table in paper.tables]
+    return PaperTables(paper, tables)
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
@@ -223,7 +203,7 @@ def dataset(run: RunRecord) -> str:
 
 def belongs(run: RunRecord, line: Line) -> bool:
     """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
-    if canonical(run.router) not in {canonical(spec) for spec in line.specs}:
+    if canonical(run.router) not in {canonical(spec) for spec in line.routers}:
         return False
     about = read_object(run.path / FINETUNE)
     if not about:
@@ -288,7 +268,7 @@ def counted(table: PublishedTable) -> dict[str, dict[tuple[int, int], Cell]]:
 
     cells: dict[tuple[int, int], Cell] = {}
     for i, line in enumerate(table.lines):
-        config = preset("small", router=line.specs[0], data="enwik8").with_vocabulary(204).model
+        config = preset("small", router=line.routers[0], data="enwik8").with_vocabulary(204).model
         ks = [column.top_k for column in table.columns if column.top_k]
         row = cost_row(config, ks)
         for j, column in enumerate(table.columns):
@@ -297,7 +277,7 @@ def counted(table: PublishedTable) -> dict[str, dict[tuple[int, int], Cell]]:
                 flops = row.flops.get(column.top_k or 0)
                 value = None if flops is None else flops / 1e10
             elif column.quantity == "fixed_a_layer":
-                value = row.fixed_a_layer if line.specs == ("hyperrouter",) else None
+                value = row.fixed_a_layer if line.routers == ("hyperrouter",) else None
             else:
                 value = getattr(row.parameters, column.quantity) or None
             if value is not None and math.isfinite(value) and (line.values[j] is not None):

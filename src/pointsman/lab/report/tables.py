@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report import formats
-from pointsman.lab.report.formats import NONE
+from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.record import RunRecord
@@ -51,12 +51,20 @@ class Cell:
         n = len(self.values)
         return (_T975[n - 2] if n - 2 < len(_T975) else 1.96) * self.std / math.sqrt(n)
 
-    def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False, plus_minus: str = " ± ") -> str:
+    def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False) -> str:
         """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
         if self.mean is None:
             return NONE
         mean = f"{self.mean * scale:{'+' if sign else ''}.{decimals}f}"
-        return mean if self.std is None else f"{mean}{plus_minus}{self.std * scale:.{decimals}f}"
+        return mean if self.std is None else f"{mean} ± {self.std * scale:.{decimals}f}"
+
+    def shown(self, metric: Metric, *, sign: bool = False) -> str:
+        """`text` in the metric's units and with its decimals."""
+        return self.text(metric.decimals, metric.scale, sign=sign)
+
+    def minus(self, other: Cell) -> Cell:
+        """The differences to another cell, over the seeds that both have."""
+        return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class ComparisonTable:
+class ComparisonTable(Forms):
     """Routers x k, with what they cost.
 
     Attributes:
@@ -137,9 +145,8 @@ class ComparisonTable:
 
     def difference(self, router: str, top_k: int) -> Difference:
         """`router` minus the baseline at this k, over the seeds that both have."""
-        rows = {row.router: row.quality.get(top_k, Cell({})).values for row in self.rows}
-        one, base = rows[router], rows[self.baseline]
-        return Difference(router, self.baseline, top_k, Cell({s: one[s] - base[s] for s in one if s in base}))
+        cells = {row.router: self.quality(row, top_k) for row in self.rows}
+        return Difference(router, self.baseline, top_k, cells[router].minus(cells[self.baseline]))
 
     def differences(self) -> list[list[Difference]]:
         """For every other row, the difference at every k."""
@@ -160,16 +167,12 @@ class ComparisonTable:
         target = (min if self.metric.lower_is_better else max)(shown.values())
         return {name for name, value in shown.items() if value == target}
 
-    def header(self) -> list[str]:
-        """Column titles."""
-        return ["router", *(f"k={k}" for k in self.top_k), "entropy", "router params", "s/step", "seeds"]
-
-    def cells(self) -> list[list[str]]:
-        """The table as text, row by row."""
-        return [
+    def grid(self) -> Grid:
+        """Routers x k as text, with what they cost; the best of each k in bold."""
+        rows = [
             [
                 row.router,
-                *(self.quality(row, k).text(self.metric.decimals, self.metric.scale) for k in self.top_k),
+                *(self.quality(row, k).shown(self.metric) for k in self.top_k),
                 row.entropy.text(3),
                 NONE if row.router_parameters is None else f"{row.router_parameters:,}",
                 NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
@@ -177,14 +180,31 @@ class ComparisonTable:
             ]
             for row in self.rows
         ]
+        header = ["router", *self.titles, "entropy", "router params", "s/step", "seeds"]
+        winners = [self.best(k) for k in self.top_k]
+        best = {(i, j) for i, row in enumerate(self.rows) for j, won in enumerate(winners, 1) if row.router in won}
+        return Grid(header, rows, best, self.caption)
 
-    def difference_cells(self) -> list[list[str]]:
-        """Paired differences as text, row by row: router, then one column a k."""
-        return [
-            [line[0].router, *(one.cell.text(self.metric.decimals, self.metric.scale, sign=True) for one in line)]
+    def quality_grid(self) -> Grid:
+        """Routers x k alone."""
+        return Grid(
+            ["router", *self.titles],
+            [[row.router, *(self.quality(row, k).shown(self.metric) for k in self.top_k)] for row in self.rows],
+        )
+
+    def difference_grid(self) -> Grid:
+        """Paired differences as text; no rows where nothing can be paired."""
+        rows = [
+            [line[0].router, *(one.cell.shown(self.metric, sign=True) for one in line)]
             for line in self.differences()
             if line
         ]
+        return Grid(["router", *self.titles], rows, caption=self.difference_caption)
+
+    @property
+    def titles(self) -> list[str]:
+        """The titles of the columns of k."""
+        return [f"k={k}" for k in self.top_k]
 
     @property
     def caption(self) -> str:
@@ -201,29 +221,42 @@ class ComparisonTable:
             f"deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
         )
 
+    @property
+    def file(self) -> str:
+        return "table"
+
     def text(self) -> str:
         """Plain aligned text, paired differences below."""
-        return formats.text(self)
+        missing = [f"{row.router}: seeds {', '.join(map(str, row.missing))}" for row in self.rows if row.missing]
+        differences = self.difference_grid()
+        paired = [differences.caption, differences.text()] if differences.rows else []
+        return joined(self.caption, self.grid().text(), *paired, f"Missing: {'; '.join(missing)}" if missing else "")
 
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
-        return formats.csv(self)
+        per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
+        tail = ["entropy mean", "entropy std", "router parameters", "step seconds", "seeds done", "seeds missing"]
+        rows = []
+        for row in self.rows:
+            line: list[Any] = [row.router, self.metric.name, self.split]
+            for cell in (self.quality(row, k) for k in self.top_k):
+                line += [cell.mean, cell.std, len(cell.values)]
+            line += [row.entropy.mean, row.entropy.std, row.router_parameters, row.step_seconds.mean]
+            rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
+        return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
 
     def markdown(self) -> str:
-        """A Markdown table; the best of each column in bold."""
-        return formats.markdown(self)
+        """A Markdown table."""
+        return joined(self.grid().markdown(), self.caption)
 
     def latex(self) -> str:
-        """A LaTeX table for the booktabs package; the best of each column in bold."""
-        return formats.latex(self)
+        """A LaTeX table for the booktabs package."""
+        titles = [f"${title}$" for title in self.titles]
+        return self.grid().latex(["Router", *titles, "Entropy", "Router params", "s/step", "Seeds"])
 
     def rich(self) -> Any:
         """The table for a terminal, as a `rich.table.Table`."""
-        return formats.rich(self)
-
-    def write(self, directory: Path) -> list[Path]:
-        """Writes table.txt, table.csv, table.md and table.tex, each whole or not at all; returns their paths."""
-        return formats.write_forms(directory, "table", self)
+        return self.grid().rich(f"{self.metric.label} ({self.metric.direction})")
 
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:

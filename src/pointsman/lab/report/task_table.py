@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pointsman._files import find
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report import formats
-from pointsman.lab.report.formats import NONE
-from pointsman.lab.report.published_mutual import PAPERS
+from pointsman.lab.report.forms import Forms, joined
+from pointsman.lab.report.published import papers
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.record import RunRecord, read_run
@@ -47,7 +45,7 @@ def published_for(task: str) -> list[Published]:
     """What the papers publish for a task; [] for a task that none has."""
     return [
         Published(line.label, value, f"{paper.name}, {table.number}")
-        for paper in PAPERS.values()
+        for paper in papers().values()
         for table in paper.tables
         if table.metric == "accuracy"
         for place, column in enumerate(table.columns)
@@ -85,7 +83,7 @@ def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
 
 
 @dataclass(frozen=True)
-class TaskTable:
+class TaskTable(Forms):
     """A task's accuracies: router x k over seeds, paired differences, published figures, and what routing did.
 
     Attributes:
@@ -148,61 +146,51 @@ class TaskTable:
         ]
         return "; ".join(words)
 
+    @property
+    def file(self) -> str:
+        return f"task-{self.name}"
+
     def text(self) -> str:
-        """Plain aligned text: ours, paired differences, routing, then the published figures, labelled."""
-        parts = [f"{self.name}: {self.note}", "", self.table.text()]
-        for words, lines in self._beside():
-            parts += [words, "", *formats.aligned(lines), ""]
-        return "\n".join(parts)
+        """Ours, paired differences, routing, then the published figures, labelled."""
+        parts = [block for grid in self.further() for block in (grid.caption, grid.text())]
+        return joined(f"{self.name}: {self.note}", self.table.text().rstrip("\n"), *parts)
 
     def markdown(self) -> str:
         """The same in Markdown."""
-        parts = [f"**{self.name}**: {self.note}", "", self.table.markdown()]
-        if differences := self.table.difference_cells():
-            header = ["router", *(f"k={k}" for k in self.table.top_k)]
-            parts += [self.table.difference_caption, "", *formats.markdown_lines([header, *differences]), ""]
-        for words, lines in self._beside():
-            parts += [words, "", *formats.markdown_lines(lines), ""]
-        return "\n".join(parts)
+        grids = [grid for grid in (self.table.difference_grid(), *self.further()) if grid.rows]
+        parts = [block for grid in grids for block in (grid.caption, grid.markdown())]
+        return joined(f"**{self.name}**: {self.note}", self.table.markdown().rstrip("\n"), *parts)
 
     def csv(self) -> str:
         """Ours, one line a router; below, under a header of their own, the published figures (as shares, like ours)."""
         if not self.published:
             return self.table.csv()
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["published router", "accuracy", "source"])
-        writer.writerows([one.router, f"{one.accuracy / 100:.4f}", one.source] for one in self.published)
-        return f"{self.table.csv()}\n{out.getvalue()}"
+        rows = [[one.router, f"{one.accuracy / 100:.4f}", one.source] for one in self.published]
+        return f"{self.table.csv()}\n{Grid(['published router', 'accuracy', 'source'], rows).csv()}"
 
     def latex(self) -> str:
-        """Two LaTeX tables for the booktabs package: ours and the published figures."""
+        """Ours and, in a second table, the published figures."""
         if not self.published:
             return self.table.latex()
-        header, *rows = [list(map(formats.escape_latex, line)) for line in self.published_lines()]
-        return self.table.latex() + "\n" + formats.latex_table(PUBLISHED, header, rows)
+        return self.table.latex() + "\n" + replace(self.published_grid(), code=False).latex()
 
-    def write(self, directory: Path) -> list[Path]:
-        """Writes task-NAME.txt, .csv, .md and .tex; returns their paths."""
-        return formats.write_forms(directory, f"task-{self.name}", self)
+    def further(self) -> list[Grid]:
+        """The grids besides our figures: routing and published figures, where there are any."""
+        return [grid for grid in (self.routing_grid(), self.published_grid()) if grid.rows]
 
-    def _beside(self) -> list[tuple[str, list[list[str]]]]:
-        parts = ((ROUTING, self.routing_lines()), (PUBLISHED, self.published_lines()))
-        return [(words, lines) for words, lines in parts if lines]
-
-    def published_lines(self) -> list[list[str]]:
-        """Header and rows of the papers' figures; [] where there are none."""
+    def published_grid(self) -> Grid:
+        """The papers' figures."""
         rows = [[one.router, f"{one.accuracy:.2f}", one.source] for one in self.published]
-        return [["router (published)", "accuracy (%)", "source"], *rows] if rows else []
+        return Grid(["router (published)", "accuracy (%)", "source"], rows, caption=PUBLISHED)
 
-    def routing_lines(self) -> list[list[str]]:
-        """Header and rows of what the routing did; [] where nothing is known."""
+    def routing_grid(self) -> Grid:
+        """How fine-tuning changed the routing."""
         rows = [
             [router, *(NONE if values[key] is None else f"{values[key]:.3f}" for key in ROUTING_KEYS)]
             for router, values in self.routing.items()
             if any(value is not None for value in values.values())
         ]
-        return [["router", *ROUTING_KEYS], *rows] if rows else []
+        return Grid(["router", *ROUTING_KEYS], rows, caption=ROUTING)
 
 
 def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:

@@ -1,0 +1,127 @@
+"""A table, rendered once for every form: plain text, CSV, Markdown, LaTeX, and a terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+NONE = "-"
+"""The cell of a figure that does not exist."""
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "|": r"\textbar{}", "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text cells.
+
+    Attributes:
+        header: column titles.
+        rows: the cells, row by row; for CSV also numbers, and None where there is no figure.
+        best: (row, column) of the best cells, set in bold.
+        caption: what the cells hold.
+        code: whether the first column is code, as router specs are.
+        labels: columns that name the row, left-aligned in Markdown.
+        groups: titles above the header, each with the number of its columns; only on the page.
+        hints: (row, column) -> what the page tells of a cell while the pointer rests on it.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    best: Collection[tuple[int, int]] = frozenset()
+    caption: str = ""
+    code: bool = True
+    labels: int = 1
+    groups: Sequence[tuple[str, int]] = ()
+    hints: Mapping[tuple[int, int], str] = field(default_factory=dict)
+
+    def without_empty_columns(self, keep: int = 1) -> Grid:
+        """The grid without the columns that hold no figure; the first `keep` stay. Only for grids without `best`."""
+        assert not self.best
+        kept = [i for i in range(len(self.header)) if i < keep or any(row[i] != NONE for row in self.rows)]
+        rows = [[row[i] for i in kept] for row in self.rows]
+        return replace(self, header=[self.header[i] for i in kept], rows=rows)
+
+    def text(self, *, rule: bool = True) -> str:
+        """Aligned columns, the first to the left and the others to the right; a rule below the header."""
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        shown = [
+            "  ".join(
+                cell.rjust(width) if column else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([shown[0], *(["-" * (sum(widths) + 2 * (len(widths) - 1))] if rule else []), *shown[1:]])
+
+    def csv(self) -> str:
+        """Comma-separated; '-' for None."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(self.header)
+        writer.writerows([NONE if cell is None else cell for cell in row] for row in self.rows)
+        return out.getvalue()
+
+    def markdown(self) -> str:
+        """A Markdown table."""
+        rule = ["---" if column < self.labels else "---:" for column in range(len(self.header))]
+        rows = self._marked("`{}`", "**{}**", lambda cell: cell)
+        lines = [self.header, rule, *rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    def latex(self, header: Sequence[str] | None = None) -> str:
+        """A LaTeX table for the booktabs package; `header`: column titles in LaTeX, instead of the grid's own."""
+        lines = [
+            r"\toprule",
+            " & ".join(header or map(escape_latex, self.header)) + r" \\",
+            r"\midrule",
+            *(" & ".join(row) + r" \\" for row in self._marked(r"\texttt{{{}}}", r"\textbf{{{}}}", escape_latex)),
+            r"\bottomrule",
+        ]
+        return "\n".join(
+            [
+                "% needs \\usepackage{booktabs}",
+                r"\begin{table}",
+                r"  \centering",
+                rf"  \caption{{{escape_latex(self.caption)}}}",
+                rf"  \begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
+                *(f"    {line}" for line in lines),
+                r"  \end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+    def rich(self, title: str) -> Any:
+        """The table for a terminal, as a `rich.table.Table`."""
+        from rich.table import Table
+        from rich.text import Text
+
+        view = Table(title=title)
+        for column, name in enumerate(self.header):
+            view.add_column(name, justify="right" if column else "left", no_wrap=True)
+        for i, row in enumerate(self.rows):
+            view.add_row(*(Text(cell, "bold green" if (i, j) in self.best else "") for j, cell in enumerate(row)))
+        return view
+
+    def _marked(self, code: str, bold: str, escape: Any) -> list[list[str]]:
+        """The cells with the marks for code and for the best of a column."""
+        rows = []
+        for i, row in enumerate(self.rows):
+            cells = [escape(cell) for cell in row]
+            cells[0] = code.format(cells[0]) if self.code else cells[0]
+            rows.append([bold.format(cell) if (i, j) in self.best else cell for j, cell in enumerate(cells)])
+        return rows
+
+
+def escape_latex(text: str) -> str:
+    """`text` with every character that LaTeX reads as a command escaped."""
+    return "".join(_LATEX.get(character, character) for character in text)

@@ -1,0 +1,48 @@
+"""A grid in each of its forms, against the form written by hand."""
+
+from __future__ import annotations
+
+from pointsman._grid import Grid, escape_latex
+
+GRID = Grid(["router", "k=1", "seeds"], [["a|b_1", "1.5 ± 0.1", "2"], ["c", "2.0", "-"]], {(0, 1)}, "50 % of it")
+
+
+def test_text() -> None:
+    assert GRID.text().splitlines() == [
+        "router        k=1  seeds",
+        "------------------------",
+        "a|b_1   1.5 ± 0.1      2",
+        "c             2.0      -",
+    ]
+    assert GRID.text(rule=False).splitlines()[1] == "a|b_1   1.5 ± 0.1      2"
+    assert Grid(["router", "k=1"], []).text() == "router  k=1\n-----------"
+
+
+def test_markdown() -> None:
+    assert GRID.markdown().splitlines() == [
+        "| router | k=1 | seeds |",
+        "| --- | ---: | ---: |",
+        "| `a\\|b_1` | **1.5 ± 0.1** | 2 |",
+        "| `c` | 2.0 | - |",
+    ]
+    plain = Grid(["", "", "x"], [["a", "b", "1"]], code=False, labels=2)
+    assert plain.markdown().splitlines()[1:] == ["| --- | --- | ---: |", "| a | b | 1 |"]
+
+
+def test_csv() -> None:
+    assert Grid(["router", "mean"], [["a,b", 0.1], ["c", None]]).csv() == 'router,mean\n"a,b",0.1\nc,-\n'
+
+
+def test_latex() -> None:
+    lines = GRID.latex(["Router", "$k=1$", "Seeds"]).splitlines()
+    assert r"  \caption{50 \% of it}" in lines
+    assert r"  \begin{tabular}{lrr}" in lines
+    assert r"    Router & $k=1$ & Seeds \\" in lines
+    assert r"    \texttt{a\textbar{}b\_1} & \textbf{1.5 $\pm$ 0.1} & 2 \\" in lines
+    assert "    router & k=1 & seeds \\\\" in GRID.latex().splitlines()
+    assert escape_latex(r"50%_#$~^\{}") == r"50\%\_\#\$\textasciitilde{}\textasciicircum{}\textbackslash{}\{\}"
+
+
+def test_columns_without_figures_are_left_out() -> None:
+    grid = Grid(["layer", "a", "b"], [["-", "-", "1"], ["x", "-", "-"]]).without_empty_columns()
+    assert (grid.header, grid.rows) == (["layer", "b"], [["-", "1"], ["x", "-"]])
