@@ -1,4 +1,7 @@
-"""Auxiliary losses: pure functions, masked for padding. Perfect balance is 1.0 in every balance loss."""
+"""Auxiliary losses: pure functions, masked for padding. Perfect balance is 1.0 in every balance loss.
+
+Shapes: N tokens, B sequences, T tokens a sequence, E experts, k chosen experts.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,58 @@ from torch import Tensor
 
 
 def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over tokens of `values` [tokens, ...]; `mask` [tokens] leaves padding out. Zero where no token is real."""
+    """Mean over tokens of `values` [N, ...]; `mask` [N] leaves padding out. Zero where no token is real."""
     if mask is None:
         return values.mean(0) if len(values) else values.sum(0)
     real = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # also where padding is NaN
     return real.sum(0) / mask.sum().clamp_min(1)
 
 
-def assignment_shares(experts: Tensor, num_experts: int) -> Tensor:
-    """f_i [E]: the share of all assignments that expert i received; -1 in `experts` [tokens, k] is not counted."""
-    chosen = experts.reshape(-1)
-    counts = torch.zeros(num_experts + 1, dtype=torch.float32, device=chosen.device)
-    counts = counts.index_add(
-        0, torch.where(chosen < 0, num_experts, chosen), torch.ones_like(chosen, dtype=torch.float32)
-    )
-    counts = counts[:num_experts]
-    return counts / counts.sum().clamp_min(1)
+def assignment_counts(experts: Tensor, num_experts: int) -> Tensor:
+    """[..., E] int64: how often each expert is in `experts` [..., N, k]; -1 is not counted."""
+    chosen = experts.flatten(-2)
+    place = torch.where(chosen < 0, num_experts, chosen)
+    counts = torch.zeros(*place.shape[:-1], num_experts + 1, dtype=torch.int64, device=place.device)
+    return counts.scatter_add_(-1, place, torch.ones_like(place))[..., :num_experts]
 
 
-def balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None) -> Tensor:
+def balance(
+    probs: Tensor, experts: Tensor, mask: Tensor | None = None, *, earlier_counts: Tensor | None = None
+) -> Tensor:
     """L = E sum_i f_i P_i: f_i the share of the assignments, P_i the mean probability (Switch Transformer, Eq. 4).
 
     1.0 where both are uniform; the gradient goes through P only.
 
     Args:
-        probs: [tokens, E], the full distribution.
-        experts: [tokens, k], the chosen experts.
-        mask: [tokens] bool, True for a real token.
+        probs: [N, E], the full distribution.
+        experts: [N, k], the chosen experts.
+        mask: [N] bool, True for a real token.
+        earlier_counts: [E], assignments of earlier micro-batches that f counts, too.
     """
-    shares = assignment_shares(experts, probs.shape[-1]).to(probs.dtype)
+    counts = assignment_counts(experts, probs.shape[-1])
+    if earlier_counts is not None:
+        counts = counts + earlier_counts
+    shares = counts.to(probs.dtype) / counts.sum().clamp_min(1)
     return probs.shape[-1] * (shares * token_mean(probs, mask)).sum()
 
 
+def sequence_balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The balance loss of each sequence, and their mean (DeepSeek-V3, Eq. 17-20, divided by its factor).
+
+    Args:
+        probs: [B, T, E].
+        experts: [B, T, k].
+        mask: [B, T] bool; sequences of padding alone count nothing.
+    """
+    counts = assignment_counts(experts, probs.shape[-1])
+    shares = counts.to(probs.dtype) / counts.sum(-1, keepdim=True).clamp_min(1)
+    if mask is None:
+        means = probs.sum(1) / max(probs.shape[1], 1)
+        return token_mean(probs.shape[-1] * (shares * means).sum(-1), None)
+    means = probs.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+    return token_mean(probs.shape[-1] * (shares * means).sum(-1), mask.any(1))
+
+
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean over tokens of (log sum_i exp z_i)^2 (ST-MoE): keeps the logits [tokens, E] small."""
+    """Mean over tokens of (log sum_i exp z_i)^2 (ST-MoE): keeps the logits [N, E] small."""
     return token_mean(torch.logsumexp(logits, -1).square(), mask)

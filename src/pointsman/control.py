@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
 from pointsman.layer import MoE
+from pointsman.routers.registry import COMMON, format_spec, parse_spec
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
@@ -150,16 +151,28 @@ def pack_experts(model: nn.Module, packed: bool = True) -> int:
     return 0
 
 
-def step_end(model: nn.Module) -> None:
-    """Once after each optimizer step: norms kept, schedules, running statistics."""
+def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+    """Once after each optimizer step: norms kept, schedules, running statistics.
+
+    Args:
+        reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
+            of all routers, in the same order and with the same shapes in every process.
+    """
+    routers = [router for _, router in named_routers(model)]
     with torch.no_grad():
-        for _, router in named_routers(model):
+        if reduce is not None:
+            reduce([tensor for router in routers for tensor in router.gathered()])
+        for router in routers:
             router.step_end()
 
 
-def track_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Calls `step_end(model)` after every step of this optimizer, until the returned handle is removed."""
-    return optimizer.register_step_post_hook(lambda *_: step_end(model))
+def track_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reduce: Callable[[Sequence[Tensor]], None] | None = None,
+) -> RemovableHandle:
+    """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
+    return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
 
 
 def add_losses(loss: Tensor, model: nn.Module) -> Tensor:
@@ -244,18 +257,14 @@ def materialize(model: nn.Module) -> nn.Module:
         scorer.kernels = router.score.kernels
         plain.append((router, scorer))
     for router, scorer in plain:
-        router.score = scorer
+        router.score, router.losses = scorer, {}
         router.spec = _plain_spec(router)
     return model
 
 
 def _plain_spec(router: Router) -> str:
-    head, plus, tail = router.spec.partition("+")
-    name, *options = head.split(":")
-    kept = [
-        option for option in options if option.partition("=")[0] in ("balance", "z_loss", "capacity", "renormalize")
-    ]
-    if name in ("smoe", "switch"):
-        return router.spec
-    bias = [] if getattr(router.score, "bias", None) is not None else ["bias=false"]
-    return ":".join(["smoe", *bias, *kept]) + plus + tail
+    parsed = parse_spec(router.spec)
+    options = {name: value for name, value in parsed.options.items() if name in COMMON.options}
+    if getattr(router.score, "bias", None) is None:
+        options = {"bias": "false", **options}
+    return format_spec(parsed._replace(router="smoe", options=options), {})

@@ -37,6 +37,7 @@ class MoE(nn.Module):
         attach_losses: True: autograd adds the router's losses to whatever the output enters, so that no training loop
             can forget them; in evaluation, too, wherever gradients are on. Their scale is `loss_scale`, whatever the
             loop does to its own loss. False: `pointsman.add_losses` adds them, or nobody does.
+        vocab_size: the number of token ids, for routers that route by them.
     """
 
     role = "moe"
@@ -55,12 +56,13 @@ class MoE(nn.Module):
         dropout: float = 0.0,
         experts: str = "ffn",
         attach_losses: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         if experts not in EXPERTS:
             raise ValueError(f"unknown experts {experts!r}: {did_you_mean(experts, EXPERTS)}")
         if isinstance(router, str):
-            router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k)
+            router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=vocab_size)
         if (router.dim, router.num_experts) != (dim, num_experts):
             raise ValueError(
                 f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; "

@@ -103,7 +103,7 @@ class Routing:
         losses: name -> scalar, already weighted.
         carry: what the router needs of these tokens later, for `RoutingContext.past`.
         unmixed: [B*T, E], the distribution before mixing; `probs` itself without a mixer.
-        statistics: what the router gathers for `step_end`, detached.
+        statistics: what the router's stages sum over a step, by `stage.name`, detached.
         flat: pairs that a router chose itself (expert choice); otherwise they follow from experts and weights.
     """
 

@@ -13,11 +13,15 @@ from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
 NON_CAUSAL = [f"smoe+{name}" for name in ("attention:heads=lowest-entropy-sequence",)]
+NON_CAUSAL_TRAINING: list[str] = []  # causal in evaluation
 SPECS = [
     *list_routers(),
     *(f"{router}+{mixer}" for router in list_routers() for mixer in list_mixers()),
     "smoe:gate=sigmoid",
     "smoe:capacity=1.0",
+    "smoe:noise=0.1",
+    "smoe:scale=2.5:balance_scope=step:balance_on=scores",
+    "switch:jitter=0.1",
     "smoe:renormalize=false",
     "hyperrouter:share=true:embed_dim=5:hyper_dim=7",
     "xmoe:gate=sigmoid",
@@ -50,6 +54,7 @@ def test_contract(check: Check, spec: str) -> None:
 def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
     router = case(spec).router()
     assert router.causal == (spec not in NON_CAUSAL)
+    assert router.training_causal == (spec not in NON_CAUSAL + NON_CAUSAL_TRAINING)
     assert router.batch_invariant == (not spec.endswith("+shuffled"))
 
 
@@ -71,15 +76,20 @@ def test_which_routers_materialize(spec: str) -> None:
 
 
 class Cheat(Mixer):
-    """A mixer that declares itself causal, batch invariant and deterministic, and is not: `kind` says in what."""
+    """A mixer that declares itself causal, batch invariant and deterministic, and is not: `kind` says in what.
 
-    def __init__(self, kind: str) -> None:
+    `in_training`: in training only.
+    """
+
+    def __init__(self, kind: str, in_training: bool) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.in_training = kind, in_training
 
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        if self.in_training and not self.training:
+            return probs, {}, {}
         count = torch.arange(1, probs.shape[1] + 1, dtype=probs.dtype)[:, None]
         if self.kind == "looks ahead":
             mixed = probs.flip(1).cumsum(1).flip(1) / count.flip(0)
@@ -92,6 +102,7 @@ class Cheat(Mixer):
         return mixed, {}, {}
 
 
+@pytest.mark.parametrize("in_training", [False, True])
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
@@ -101,8 +112,14 @@ class Cheat(Mixer):
         ("draws", checks.stochastic_flag),
     ],
 )
-def test_a_mixer_with_a_false_flag_fails(kind: str, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._MIXERS, "cheat", registry.Entry("cheat", lambda site: Cheat(kind), "", ""))
+def test_a_mixer_with_a_false_flag_fails(
+    kind: str, check: Check, in_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_training and check is checks.segments:
+        pytest.skip("models carry state over in evaluation")
+    monkeypatch.setitem(
+        registry.MIXERS, "cheat", registry.Entry("cheat", lambda site: Cheat(kind, in_training), "", "")
+    )
     assert "cheat" in list_mixers()
     with pytest.raises(AssertionError):
         check(case("smoe+cheat"))

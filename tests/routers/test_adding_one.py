@@ -22,7 +22,7 @@ def test_the_example_of_the_page_runs() -> None:
         assert layer.router.score.sharpness == 2.0
         assert registry.entry("mine").summary.startswith("One line that")
     finally:
-        registry._ROUTERS.pop("mine", None)
+        registry.ROUTERS.pop("mine", None)
 
 
 def test_a_scorer_with_a_forward_of_its_own_gets_raised_hidden_states() -> None:

@@ -137,7 +137,7 @@ def test_a_layer_is_built_without_memory_first(spec: str) -> None:
 
 
 def test_statistics_are_gathered_without_attached_losses() -> None:
-    from tests.contract.test_routers import trace
+    from pointsman.testing.case import attention_trace as trace
 
     layer, hidden = MoE(24, 8, 4, router="smoe+attention", attach_losses=False), torch.randn(2, 5, 24)
     layer(hidden, RoutingContext(attention=trace(hidden))).sum().backward()

@@ -31,7 +31,7 @@ RUN = [
 
 def forget() -> None:
     """As if the process were a new one."""
-    registry._ROUTERS.pop("mine", None)
+    registry.ROUTERS.pop("mine", None)
     for name in [name for name in sys.modules if name.startswith(("pointsman_import_", "my_"))]:
         del sys.modules[name]
 
@@ -40,11 +40,11 @@ def forget() -> None:
 def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = dict(registry._ROUTERS)
+    before = dict(registry.ROUTERS)
     yield
     forget()
-    registry._ROUTERS.clear()
-    registry._ROUTERS.update(before)
+    registry.ROUTERS.clear()
+    registry.ROUTERS.update(before)
 
 
 @pytest.fixture

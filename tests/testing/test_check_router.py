@@ -46,7 +46,7 @@ def add(monkeypatch: pytest.MonkeyPatch) -> None:
         "crash": lambda layer: Stages(Crash(layer.dim, layer.num_experts)),
     }.items():
         build.__annotations__["layer"] = LayerSpec
-        monkeypatch.setitem(registry._ROUTERS, name, registry.Entry(name, build, "", ""))
+        monkeypatch.setitem(registry.ROUTERS, name, registry.Entry(name, build, "", ""))
 
 
 @pytest.mark.slow

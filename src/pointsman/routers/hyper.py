@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import FrozenStage, Scorer, Stages
+from pointsman.routers.stages import Scorer, Stage, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 
 
-class FrozenLinear(FrozenStage):
+class FrozenLinear(Stage):
     """A linear map whose weight and bias never train: buffers, so that nothing can thaw them."""
 
     def __init__(self, width_in: int, width_out: int) -> None:

@@ -1,4 +1,4 @@
-"""Named routers and mixers, the spec grammar, and building a router from a spec.
+"""The grammar of router specs, and building a router from a spec.
 
     name[:option=value]*[+mixer[:option=value]*]        xmoe:gate=sigmoid:routing_dim=8+similarity:tau=0.1
 
@@ -8,142 +8,52 @@ checked against, its docstring what `pointsman routers NAME` prints.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole, convert, written
+from pointsman.routers.balance import Balance
+from pointsman.routers.entries import (
+    BASELINES,
+    COMMON,
+    MIXERS,
+    ROUTERS,
+    Entry,
+    LayerSpec,
+    entry,
+    is_baseline,
+    list_mixers,
+    list_routers,
+    register_mixer,
+    register_router,
+)
 from pointsman.routers.router import Router, check_top_k
-from pointsman.routers.select import Capacity, TopK
-from pointsman.routers.stages import Mixer, Selector, Stages
+from pointsman.routers.select import TopK
+from pointsman.routers.stages import Mixer, Selector, Softmax, Stages
 
-BASELINES = {
-    "dense": "One feed-forward layer with the parameters of all experts; no router.",
-    "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
-}
-"""Baselines without a router: models build them, `compare` lists them."""
-
-
-def is_baseline(spec: str) -> bool:
-    """Whether a router setting (a spec, or several) is a baseline, which always stands alone."""
-    return spec.partition(":")[0] in BASELINES
-
-
-@dataclass
-class LayerSpec:
-    """Where a router will stand.
-
-    Attributes:
-        dim, num_experts, top_k: the layer's sizes; `top_k` is the k at construction.
-        shared: what the routers of one model share (a hypernetwork), by key.
-    """
-
-    dim: int
-    num_experts: int
-    top_k: int
-    shared: dict[str, nn.Module] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A registered router or mixer."""
-
-    name: str
-    build: Callable[..., Any]
-    summary: str
-    paper: str
-    balance: float = 0.0
-    renormalize: Callable[[LayerSpec], bool] = lambda layer: True
-
-    @property
-    def options(self) -> dict[str, inspect.Parameter]:
-        """Its own options by name, with annotation and default."""
-        hints = get_type_hints(self.build)
-        return {
-            name: parameter.replace(annotation=hints[name])
-            for name, parameter in inspect.signature(self.build).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-
-
-_ROUTERS: dict[str, Entry] = {}
-_MIXERS: dict[str, Entry] = {}
-
-
-def _common(
-    *,
-    balance: float = 0.0,
-    z_loss: float = 0.0,
-    capacity: float | None = None,
-    renormalize: bool | None = None,
-    lr_scale: float = 1.0,
-) -> None:
-    """The options of every router.
-
-    balance: weight of the balance loss E sum_i f_i P_i, which is 1 at perfect balance.
-    z_loss: weight of the mean squared log-sum-exp of the logits.
-    capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
-    renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
-    lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
-    """
-
-
-COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
-
-
-def register_router(
-    name: str, *, paper: str, balance: float = 0.0, renormalize: bool | Callable[[LayerSpec], bool] = True
-) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
-    """Registers a function `(layer, *, options) -> Stages` under `name`.
-
-    Args:
-        paper: where the router comes from.
-        balance: default weight of the balance loss.
-        renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
-    """
-
-    def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
-        rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
-        _ROUTERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule)
-        return build
-
-    return add
-
-
-def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]], Callable[..., Mixer]]:
-    """Registers a function `(layer, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
-
-    def add(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
-        _MIXERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper)
-        return build
-
-    return add
-
-
-def list_routers() -> list[str]:
-    """Names of all registered routers, sorted. Baselines and mixers are not among them."""
-    return sorted(_ROUTERS)
-
-
-def list_mixers() -> list[str]:
-    """Names of all registered mixers, sorted."""
-    return sorted(_MIXERS)
-
-
-def entry(name: str) -> Entry:
-    """The registered router or mixer of that name.
-
-    Raises:
-        ValueError: there is none; names the nearest.
-    """
-    known = _ROUTERS | _MIXERS
-    if name not in known:
-        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")
-    return known[name]
+__all__ = [
+    "BASELINES",
+    "COMMON",
+    "MIXERS",
+    "ROUTERS",
+    "Entry",
+    "LayerSpec",
+    "ParsedSpec",
+    "build_router",
+    "build_routers",
+    "entry",
+    "format_spec",
+    "is_baseline",
+    "list_mixers",
+    "list_routers",
+    "parse_spec",
+    "register_mixer",
+    "register_router",
+    "split_specs",
+]
 
 
 class ParsedSpec(NamedTuple):
@@ -165,23 +75,23 @@ def parse_spec(spec: str) -> ParsedSpec:
     name, options = _parse_part(parts[0], spec)
     mixer: str | None = None
     mixer_options: dict[str, str] = {}
-    if name in _MIXERS:
+    if name in MIXERS:
         if len(parts) == 2:
             raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put a router before '+'")
         name, options, mixer, mixer_options = "smoe", {}, name, options
     elif len(parts) == 2:
         mixer, mixer_options = _parse_part(parts[1], spec)
-        if mixer not in _MIXERS:
-            raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, _MIXERS)}")
+        if mixer not in MIXERS:
+            raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
     if name in BASELINES:
         if options or mixer:
             raise ValueError(f"router spec {spec!r}: {name!r} has no router and takes no options")
         return ParsedSpec(name, {}, None, {})
-    if name not in _ROUTERS:
-        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, _ROUTERS | _MIXERS | BASELINES)}")
-    _convert(options, _ROUTERS[name], spec, COMMON)
+    if name not in ROUTERS:
+        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, ROUTERS | MIXERS | BASELINES)}")
+    _convert(options, ROUTERS[name], spec, COMMON)
     if mixer is not None:
-        _convert(mixer_options, _MIXERS[mixer], spec)
+        _convert(mixer_options, MIXERS[mixer], spec)
     return ParsedSpec(name, options, mixer, mixer_options)
 
 
@@ -222,7 +132,14 @@ def _convert(
 
 
 def build_router(
-    spec: str, *, dim: int, num_experts: int, top_k: int = 2, shared: dict[str, nn.Module] | None = None, **options: Any
+    spec: str,
+    *,
+    dim: int,
+    num_experts: int,
+    top_k: int = 2,
+    shared: dict[str, nn.Module] | None = None,
+    vocab_size: int | None = None,
+    **options: Any,
 ) -> Router:
     """Builds the router that `spec` names.
 
@@ -230,8 +147,10 @@ def build_router(
         spec: `name[:option=value]*[+mixer[:option=value]*]`.
         dim: width of the hidden states.
         num_experts: E.
-        top_k: experts a token at construction (`set_top_k` changes it later; `switch` always starts at 1).
+        top_k: experts a token at construction (`set_top_k` changes it later). A router may start at a k of its own:
+            `switch` at 1.
         shared: modules that several routers share; `build_routers` passes one dict for a whole model.
+        vocab_size: the number of token ids, for routers that look at them.
         options: the router's options by keyword, on top of the spec's.
 
     Raises:
@@ -242,28 +161,30 @@ def build_router(
         raise ValueError(f"{parsed.router!r} is a baseline without a router; models build it from the spec themselves")
     for name, value in (("dim", dim), ("num_experts", num_experts)):
         check_whole(name, value)
-    entry = _ROUTERS[parsed.router]
-    if entry.name == "switch":
-        top_k = 1
-    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared)
+    if vocab_size is not None:
+        check_whole("vocab_size", vocab_size)
+    entry = ROUTERS[parsed.router]
+    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
     values = _convert({**parsed.options, **options}, entry, spec, COMMON)
-    common = {name: values.pop(name) for name in COMMON.options if name in values}
+    common = {name: option.default for name, option in COMMON.options.items()} | {"balance": entry.balance}
+    common |= {name: values.pop(name) for name in COMMON.options if name in values}
+    _check_common(common, spec)
+    renormalize = common.pop("renormalize")
+    layer.renormalize = entry.renormalize(layer) if renormalize is None else renormalize
     stages: Stages = entry.build(layer, **values)
     mixer: Mixer | None = None
     if parsed.mixer is not None:
-        mixer_entry = _MIXERS[parsed.mixer]
+        mixer_entry = MIXERS[parsed.mixer]
         mixer = mixer_entry.build(layer, **_convert(parsed.mixer_options, mixer_entry, spec))
-    for name in ("balance", "z_loss"):
-        if common.get(name, 0.0) < 0:
-            raise ValueError(f"router spec {spec!r}: option {name}={common[name]}: allowed are numbers from 0")
-    if not common.get("lr_scale", 1.0) > 0:
-        raise ValueError(f"router spec {spec!r}: option lr_scale={common['lr_scale']}: allowed are numbers above 0")
-    renormalize = common.get("renormalize")
-    select: Selector = stages.select or TopK(entry.renormalize(layer) if renormalize is None else renormalize)
-    if common.get("capacity") is not None:
-        if common["capacity"] <= 0:
-            raise ValueError(f"router spec {spec!r}: option capacity={common['capacity']}: allowed is a number above 0")
-        select = Capacity(select, common["capacity"])
+    select: Selector = stages.select or TopK(layer.renormalize)
+    temperature = stages.balance_temperature
+    balancing = Balance(
+        scope=common.pop("balance_scope"),
+        basis=common.pop("balance_on"),
+        temperature=temperature,
+        reuse=isinstance(stages.normalize, Softmax) and temperature == 1.0,
+        counted=stages.counted,
+    )
     return Router(
         stages,
         select,
@@ -271,11 +192,20 @@ def build_router(
         spec=format_spec(parsed, options) if options else spec.strip(),
         dim=dim,
         num_experts=num_experts,
-        top_k=layer.top_k,
-        balance=common.get("balance", entry.balance),
-        z_loss=common.get("z_loss", 0.0),
-        lr_scale=common.get("lr_scale", 1.0),
+        top_k=layer.top_k if entry.starts_at is None else entry.starts_at(layer),
+        balancing=balancing,
+        **common,
     )
+
+
+def _check_common(common: Mapping[str, Any], spec: str) -> None:
+    """ValueError for a number that is out of range."""
+    for name in ("balance", "z_loss", "capacity", "scale", "lr_scale"):
+        value = common[name]
+        zero = name in ("balance", "z_loss")
+        if value is not None and (value < 0 or (value == 0 and not zero)):
+            allowed = "numbers from 0" if zero else "numbers above 0"
+            raise ValueError(f"router spec {spec!r}: option {name}={value}: allowed are {allowed}")
 
 
 def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:
@@ -289,7 +219,13 @@ def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:
 
 
 def build_routers(
-    spec: str | Sequence[str], *, layers: int, dim: int, num_experts: int, top_k: int = 2
+    spec: str | Sequence[str],
+    *,
+    layers: int,
+    dim: int,
+    num_experts: int,
+    top_k: int = 2,
+    vocab_size: int | None = None,
 ) -> list[Router]:
     """One router for each of `layers` sparse layers; several specs (`a|b` or a list) are cycled.
 
@@ -301,6 +237,13 @@ def build_routers(
     specs = split_specs(spec)
     shared: dict[str, nn.Module] = {}
     return [
-        build_router(specs[layer % len(specs)], dim=dim, num_experts=num_experts, top_k=top_k, shared=shared)
+        build_router(
+            specs[layer % len(specs)],
+            dim=dim,
+            num_experts=num_experts,
+            top_k=top_k,
+            shared=shared,
+            vocab_size=vocab_size,
+        )
         for layer in range(layers)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,20 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ops.linear import upcast
-from pointsman.routers.stages import Mixer, Scores, Selector, Softmax, Stages
+from pointsman.routers.balance import Balance
+from pointsman.routers.select import within_capacity
+from pointsman.routers.stages import (
+    Loss,
+    LossInput,
+    Mixer,
+    Scored,
+    Scores,
+    Selection,
+    Selector,
+    Stage,
+    Stages,
+    Tensors,
+)
 from pointsman.routing import Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
@@ -22,14 +35,28 @@ class Router(nn.Module):
 
     Computes in at least float32 whatever the dtype of its input and its parameters.
 
+    Args:
+        balancing: the balance loss; None: over the micro-batch, on softmax(logits).
+        balance, z_loss: weights of the balance loss and of the z-loss.
+        capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence; None: all of them.
+        scale: factor of the combine weights.
+
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
         lr_scale: factor of the learning rate for the router's parameters, for training loops that read it.
-        causal, batch_invariant, stochastic, needs, objective: the router's contract.
+        losses: the router's own losses by name, besides balance and z-loss.
+        causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
+        ragged, needs, objective: the rest of the contract.
     """
 
     role = "router"
+    causal: bool
+    batch_invariant: bool
+    stochastic: bool
+    training_causal: bool
+    training_batch_invariant: bool
+    training_stochastic: bool
 
     def __init__(
         self,
@@ -43,6 +70,9 @@ class Router(nn.Module):
         top_k: int,
         balance: float = 0.0,
         z_loss: float = 0.0,
+        balancing: Balance | None = None,
+        capacity: float | None = None,
+        scale: float = 1.0,
         lr_scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -50,25 +80,35 @@ class Router(nn.Module):
         self.normalize = stages.normalize
         self.mix = mix
         self.select = select
+        self.balancing = Balance() if balancing is None else balancing
         self.spec = spec
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = check_top_k(top_k, num_experts)
         self.balance = balance
         self.z_loss = z_loss
+        self.losses: Mapping[str, Loss] = dict(stages.losses)
+        self.capacity = capacity
+        self.scale = scale
         self.lr_scale = lr_scale
-        self.balance_temperature = stages.balance_temperature
         self.objective = stages.objective
         self.objective_weight = stages.objective_weight
-        parts = [part for part in (self.score, self.normalize, mix, select) if part is not None]
-        self.causal = all(part.causal for part in parts)
-        self.batch_invariant = all(part.batch_invariant for part in parts)
-        self.stochastic = any(part.stochastic for part in parts)
+        parts = [part for _, part in self._stages()]
+        for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
+            setattr(self, flag, combine(getattr(part, flag) for part in parts))
+            setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
+        self.ragged = select.ragged
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self._frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()
+
+    def _stages(self) -> Iterator[tuple[str, Stage]]:
+        for name in ("score", "normalize", "mix", "select", "balancing"):
+            stage = getattr(self, name)
+            if stage is not None:
+                yield name, stage
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
@@ -85,43 +125,67 @@ class Router(nn.Module):
             return self._route(hidden, context)
 
     def _route(self, hidden: Tensor, context: RoutingContext) -> Routing:
+        batch, length, _ = hidden.shape
         if self.mix is not None or not getattr(self.score, "accepts_half", False):
             hidden = upcast(hidden)
-        logits = self.score(hidden, context)
+        scored = self.score(hidden, context)
+        if not isinstance(scored, Scored):
+            scored = Scored(scored)
+        logits = scored.logits
         unmixed = self.normalize(logits)
-        probs, carry, statistics = unmixed, None, {}
+        probs, carry, mixed = unmixed, None, {}
         if self.mix is not None:
-            probs, carry, statistics = self.mix(unmixed, hidden, context)
-        ranked = logits if self.mix is None and self.normalize.increasing else probs
-        scores = Scores(logits, probs, ranked)
-        chosen, weights = self.select(scores, self.top_k, context)
-        flat_logits, flat_unmixed = logits.flatten(0, 1), unmixed.flatten(0, 1)
+            probs, carry, mixed = self.mix(unmixed, hidden, context)
+        choice = logits if self.mix is None and self.normalize.increasing else probs
+        selection = self.select(Scores(logits, probs, choice, scored.extra), self.top_k, context)
+        if not isinstance(selection, Selection):
+            selection = Selection(*selection)
+        if self.scale != 1:
+            selection = selection.scaled(self.scale)
+        chosen, weights = selection.experts, selection.weights
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
         if mask is not None:
             chosen = chosen.masked_fill(~mask[:, None], -1)
-        experts = self.select.drop(chosen, scores, context)
-        if mask is not None or experts is not chosen:
+            weights = weights.masked_fill(chosen < 0, 0)
+        flat_unmixed = unmixed.flatten(0, 1)
+        given = LossInput(
+            logits=logits.flatten(0, 1),
+            unmixed=flat_unmixed,
+            probs=flat_unmixed if probs is unmixed else probs.flatten(0, 1),
+            choice=choice.flatten(0, 1),
+            experts=chosen,
+            weights=weights,
+            extra=scored.extra,
+            mask=mask,
+            batch=batch,
+            length=length,
+            context=context,
+        )
+        losses, statistics = self._losses(given)
+        for name, one in (("score", scored.statistics), ("mix", mixed), ("select", selection.statistics)):
+            statistics |= {f"{name}.{key}": value for key, value in one.items()}
+        experts = chosen
+        if self.capacity is not None:
+            experts = within_capacity(chosen, self.num_experts, self.capacity, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
             weights=weights,
-            probs=flat_unmixed if probs is unmixed else probs.flatten(0, 1),
-            logits=flat_logits,
-            losses=self._losses(flat_logits, flat_unmixed, chosen, mask),
+            probs=given.probs,
+            logits=given.logits,
+            losses=losses,
             carry=carry,
             unmixed=flat_unmixed,
             statistics=statistics,
+            flat=selection.flat if experts is chosen else None,
         )
 
-    def _losses(self, logits: Tensor, unmixed: Tensor, experts: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = {}
-        if self.balance:
-            softmax = isinstance(self.normalize, Softmax) and self.balance_temperature == 1.0
-            probs = unmixed if softmax else torch.softmax(logits / self.balance_temperature, -1)
-            values["balance"] = self.balance * auxiliary.balance(probs, experts, mask)
-        if self.z_loss:
-            values["z_loss"] = self.z_loss * auxiliary.z_loss(logits, mask)
-        return values
+    def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The weighted losses by name, and the statistics of the balance loss."""
+        every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
+        values = {name: loss.weight * loss.function(given) for name, loss in every.items() if loss.weight}
+        counted = self.balancing.statistics(given) if self.balance else {}
+        return values, {f"balancing.{key}": value for key, value in counted.items()}
 
     @property
     def frozen(self) -> bool:
@@ -143,22 +207,30 @@ class Router(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self._moved_since_step_end = None  # loading is no step
 
-    def gather(self, statistics: Mapping[str, Tensor]) -> None:
+    def gather(self, statistics: Tensors) -> None:
         """Hands one micro-batch's statistics to the stages; called in backward, once per micro-batch."""
         if self.frozen:
             return
-        for stage in (self.score, self.normalize, self.mix, self.select):
-            if stage is not None:
-                stage.gather(statistics)
+        for name, stage in self._stages():
+            own = {key.partition(".")[2]: value for key, value in statistics.items() if key.startswith(f"{name}.")}
+            if own:
+                stage.gather(own)
+
+    def gathered(self) -> list[Tensor]:
+        """The sums that the next `step_end` reads: many processes add them up in place before it."""
+        return [value for stage in self._sums() for value in stage.values()]
+
+    def _sums(self) -> Iterator[dict[str, Tensor]]:
+        return (module.sums for module in self.modules() if isinstance(module, Stage))
 
     def step_end(self) -> None:
         """Once after each optimizer step: norms kept, running statistics taken over."""
-        if self.frozen:
-            return
-        for stage in (self.score, self.normalize, self.mix, self.select):
-            if stage is not None:
+        if not self.frozen:
+            for _, stage in self._stages():
                 stage.step_end()
-        self._moved_since_step_end = self._parameter_version()
+            self._moved_since_step_end = self._parameter_version()
+        for sums in self._sums():
+            sums.clear()
 
     def _parameter_version(self) -> int:
         return sum(parameter._version for parameter in self.parameters())
@@ -200,6 +272,15 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def _in_training(part: Stage, flag: str) -> bool:
+    own: bool | None = getattr(part, f"training_{flag}")
+    return bool(getattr(part, flag)) if own is None else own
+
+
+def _z_loss(given: LossInput) -> Tensor:
+    return auxiliary.z_loss(given.logits, given.mask)
 
 
 def check_top_k(top_k: int, num_experts: int) -> int:

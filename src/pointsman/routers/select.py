@@ -54,40 +54,28 @@ class RandomExperts(Selector):
         return experts, torch.full((tokens, k), 1 / k, dtype=probs.dtype, device=probs.device)
 
 
-class Capacity(Selector):
-    """Drops what exceeds an expert's capacity: ceil(factor * T * k / E) assignments a sequence, earlier tokens first.
+def within_capacity(experts: Tensor, num_experts: int, factor: float, context: RoutingContext, batch: int) -> Tensor:
+    """The experts [N, k] with -1 where an expert is full: ceil(factor * T * k / E) assignments of a sequence each.
 
-    The order is (token, rank of the choice), so that what is kept at a token depends on no later token, but on how many
-    there are: T, without padding, which takes no place. The published layers count over the batch, or let all first
-    choices go before all second ones.
+    Earlier tokens come first, then better choices of a token, so that what is kept at a token depends on no later
+    token, but on how many there are: T, without padding, which takes no place. The published layers count over the
+    batch, or let all first choices go before all second ones.
     """
-
-    def __init__(self, inner: Selector, factor: float) -> None:
-        super().__init__()
-        self.inner = inner
-        self.factor = factor
-        self.renormalize = getattr(inner, "renormalize", False)
-        self.stochastic = inner.stochastic
-
-    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        return self.inner(scores, k, context)  # type: ignore[no-any-return]
-
-    def drop(self, experts: Tensor, scores: Scores, context: RoutingContext) -> Tensor:
-        batch, length, num_experts = scores.probs.shape
-        k = experts.shape[1]
-        each = self.factor * k / num_experts
-        slots = experts.reshape(batch, length * k)
-        capacity: Tensor | int = math.ceil(each * length - ROUNDING)
-        if context.padding_mask is not None:
-            real = context.padding_mask.repeat_interleave(k, dim=1)
-            slots = torch.where(real, slots, num_experts)
-            exact = torch.float32 if real.device.type == "mps" else torch.float64  # which has nothing better
-            capacity = torch.ceil(each * context.padding_mask.sum(1, keepdim=True, dtype=exact) - ROUNDING).long()
-        # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
-        order = torch.argsort(slots, dim=1, stable=True)
-        sorted_slots = slots.gather(1, order)
-        start = torch.searchsorted(sorted_slots, sorted_slots, right=False)
-        place = torch.empty_like(slots).scatter_(
-            1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
-        )
-        return experts.masked_fill((place >= capacity).reshape(batch * length, k), -1)
+    k = experts.shape[1]
+    length = len(experts) // max(batch, 1)
+    each = factor * k / num_experts
+    slots = experts.reshape(batch, length * k)
+    capacity: Tensor | int = math.ceil(each * length - ROUNDING)
+    if context.padding_mask is not None:
+        real = context.padding_mask.repeat_interleave(k, dim=1)
+        slots = torch.where(real, slots, num_experts)
+        exact = torch.float32 if real.device.type == "mps" else torch.float64  # which has nothing better
+        capacity = torch.ceil(each * context.padding_mask.sum(1, keepdim=True, dtype=exact) - ROUNDING).long()
+    # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
+    order = torch.argsort(slots, dim=1, stable=True)
+    sorted_slots = slots.gather(1, order)
+    start = torch.searchsorted(sorted_slots, sorted_slots, right=False)
+    place = torch.empty_like(slots).scatter_(
+        1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
+    )
+    return experts.masked_fill((place >= capacity).reshape(batch * length, k), -1)

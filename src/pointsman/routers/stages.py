@@ -1,75 +1,171 @@
 """The stages of a router, score -> normalize -> mix -> select: what each takes and gives.
 
-Each stage is a small module. A stage may define `step_end()`, called once after each optimizer step, and declares with
-class attributes what it does to the contract: `causal`, `batch_invariant`, `stochastic`, `needs`.
+Each stage is a small module. It declares its part of the router's contract with class attributes, and may change its
+state in `step_end()`, once after each optimizer step, from the sums of what its forwards returned as statistics.
+
+Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pointsman.ops.kernels import Kernels
-from pointsman.routing import RouterState, RoutingContext
+from pointsman.routing import Pairs, RouterState, RoutingContext
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a scorer may return in place of its logits.
+
+    Attributes:
+        logits: [B, T, E], at least float32.
+        extra: tensors that the selector or a loss of the same router reads.
+        statistics: summed over a step by `Stage.gather`, detached.
+    """
+
+    logits: Tensor
+    extra: Tensors = field(default_factory=dict)
+    statistics: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the stages pass on.
+    """What the stages before it hand to the selector.
 
     Attributes:
         logits: [B, T, E], at least float32.
         probs: [B, T, E]; the combine weights come from these.
         choice: [B, T, E], what selection ranks by.
+        extra: `Scored.extra`.
     """
 
     logits: Tensor
     probs: Tensor
     choice: Tensor
+    extra: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selector may return in place of (experts, weights).
+
+    Attributes:
+        experts: [N, width] int64, -1 for none; the width is at most E and need not be k.
+        weights: [N, width], 0 where experts is -1.
+        flat: pairs that follow from a choice by the experts; None: they follow from experts and weights.
+        statistics: summed over a step by `Stage.gather`, detached.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    flat: Pairs | None = None
+    statistics: Tensors = field(default_factory=dict)
+
+    def scaled(self, factor: float) -> Selection:
+        """The same with all weights times `factor`."""
+        flat = None if self.flat is None else replace(self.flat, weight=self.flat.weight * factor)
+        return replace(self, weights=self.weights * factor, flat=flat)
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """What a loss of a router sees. Every loss is a function of one of these and returns a scalar.
+
+    Attributes:
+        logits: [N, E]; unmixed: [N, E], the probabilities before mixing; probs: [N, E], after it.
+        choice: [N, E], what selection ranked by.
+        experts: [N, width], what was chosen, before capacity drops anything; -1 for padding and for none.
+        weights: [N, width], 0 where experts is -1.
+        extra: `Scored.extra`, as the scorer returned it.
+        mask: [N] bool, True for a real token; None where all are real.
+        batch, length: B and T.
+        context: what the router was given.
+    """
+
+    logits: Tensor
+    unmixed: Tensor
+    probs: Tensor
+    choice: Tensor
+    experts: Tensor
+    weights: Tensor
+    extra: Tensors
+    mask: Tensor | None
+    batch: int
+    length: int
+    context: RoutingContext
+
+
+class Loss(NamedTuple):
+    """An auxiliary loss: `function` of a `LossInput`, times `weight`.
+
+    A function that reads parameters or buffers must be a bound method of their stage: a copy of the router then reads
+    the copies.
+    """
+
+    function: Callable[[LossInput], Tensor]
+    weight: float
 
 
 class Stage(nn.Module):
-    """One stage of a router, with its part of the router's contract."""
+    """One stage of a router, with its part of the router's contract.
+
+    Its buffers keep at least float32 when the model is cast to bf16 or half: they never train.
+
+    Attributes:
+        causal: whether a token's routing depends on no later token of its sequence.
+        batch_invariant: whether it depends on no other sequence.
+        stochastic: whether it draws random numbers.
+        training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
+        needs: fields of `RoutingContext` that must be there.
+        needs_step_end: whether training without `step_end` is a mistake.
+        sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
+    """
 
     causal: bool = True
     batch_invariant: bool = True
     stochastic: bool = False
+    training_causal: bool | None = None
+    training_batch_invariant: bool | None = None
+    training_stochastic: bool | None = None
     needs: frozenset[str] = frozenset()
     needs_step_end: bool = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Tensor] = {}
+
+    def gather(self, statistics: Tensors) -> None:
+        """Adds the statistics of one micro-batch to `sums`: called in backward, once."""
+        for name, value in statistics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+
     def step_end(self) -> None:
-        """Called once after each optimizer step."""
+        """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
 
-    def gather(self, statistics: Mapping[str, Tensor]) -> None:
-        """Takes in the statistics of one micro-batch: called in backward, once."""
-
-
-class FrozenStage(Stage):
-    """A stage whose buffers keep at least float32 when the model is cast to bf16 or half: they never train."""
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> FrozenStage:
-        kept = {name: (module, buffer) for name, module, buffer in _own_buffers(self)}
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, (module, before) in kept.items():
-            after = module._buffers[name.rpartition(".")[2]]
+        for module, name, before in kept:
+            after = module._buffers[name]
             if after is not None and after.dtype in (torch.bfloat16, torch.float16):
-                module._buffers[name.rpartition(".")[2]] = before.to(after.device)
+                module._buffers[name] = before.to(after.device)
         return self
 
 
-def _own_buffers(stage: nn.Module) -> list[tuple[str, nn.Module, Tensor]]:
-    return [
-        (f"{path}.{name}", module, buffer)
-        for path, module in stage.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-
-
-class Scorer(FrozenStage):
+class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones).
 
     Attributes:
@@ -85,7 +181,7 @@ class Scorer(FrozenStage):
         if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:
             cls.accepts_half = False
 
-    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         raise NotImplementedError
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
@@ -93,12 +189,12 @@ class Scorer(FrozenStage):
         return None
 
 
-class Normalizer(FrozenStage):
+class Normalizer(Stage):
     """logits [B, T, E] -> probabilities [B, T, E].
 
     Attributes:
         increasing: whether larger logits have larger probabilities, at every token: selection then ranks by the logits,
-            which differ where probabilities have run into 0 or 1.
+            which still differ where probabilities are rounded to 0 or 1.
     """
 
     increasing = False
@@ -125,25 +221,27 @@ class Sigmoid(Normalizer):
         return torch.sigmoid(logits)
 
 
-class Mixer(FrozenStage):
+class Mixer(Stage):
     """Tokens inform each other: probabilities [B, T, E] -> probabilities [B, T, E], and what to carry on."""
 
     def forward(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext
-    ) -> tuple[Tensor, RouterState | None, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor, RouterState | None, Tensors]:
         """Returns the mixed probabilities, the carry, and statistics for `gather`."""
         raise NotImplementedError
 
 
 class Selector(Stage):
-    """Scores and k -> experts [B*T, k] (-1 = none) and weights [B*T, k]."""
+    """Scores and k -> experts [N, k] (-1 = none) and weights [N, k].
 
-    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+    Attributes:
+        ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
+    """
+
+    ragged: bool = False
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor] | Selection:
         raise NotImplementedError
-
-    def drop(self, experts: Tensor, scores: Scores, context: RoutingContext) -> Tensor:
-        """The experts [B*T, k] without the assignments that find no place: -1. Losses count what was chosen."""
-        return experts
 
 
 @dataclass
@@ -152,6 +250,8 @@ class Stages:
 
     Attributes:
         balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).
+        counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
+        losses: further losses by name. Their weights must be 0 or above.
         objective: None, or the name of a training objective that the router needs ("consistency").
         objective_weight: weight of that objective's extra term.
     """
@@ -160,5 +260,7 @@ class Stages:
     normalize: Normalizer = field(default_factory=Softmax)
     select: Selector | None = None
     balance_temperature: float = 1.0
+    counted: Callable[[LossInput], Tensor] | None = None
+    losses: Mapping[str, Loss] = field(default_factory=dict)
     objective: str | None = None
     objective_weight: float = 0.0

@@ -36,7 +36,7 @@ class LinearScorer(Scorer):
             raise ValueError(f"option jitter={jitter}: allowed are numbers from 0 to 1")
         self.noise = noise
         self.jitter = jitter
-        self.stochastic = noise > 0 or jitter > 0
+        self.training_stochastic = noise > 0 or jitter > 0
         self.weight = nn.Parameter(torch.randn(num_experts, dim) * INIT_STD)
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
 
@@ -69,7 +69,13 @@ def smoe(
     )
 
 
-@register_router("switch", paper="Fedus et al. 2022, arXiv 2101.03961", balance=0.01, renormalize=False)
+@register_router(
+    "switch",
+    paper="Fedus et al. 2022, arXiv 2101.03961",
+    balance=0.01,
+    renormalize=False,
+    starts_at=lambda layer: 1,
+)
 def switch(layer: LayerSpec, *, jitter: float = 0.0) -> Stages:
     """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
 

@@ -13,6 +13,8 @@ from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
 from pointsman.routing import AttentionTrace, Routing, RoutingContext
 
+VOCABULARY = 64
+
 
 @dataclass(frozen=True)
 class Case:
@@ -34,12 +36,12 @@ class Case:
     def router(self, **options: object) -> Router:
         """A router of this spec, with the same weights at every call."""
         torch.manual_seed(1)
-        return build_router(self.spec, dim=self.dim, num_experts=self.num_experts, **options)  # type: ignore[arg-type]
+        return build_router(self.spec, dim=self.dim, num_experts=self.num_experts, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
 
     def layer(self, **options: object) -> MoE:
         """A layer with this router, with the same weights at every call."""
         torch.manual_seed(1)
-        return MoE(self.dim, 16, self.num_experts, router=self.spec, **options)  # type: ignore[arg-type]
+        return MoE(self.dim, 16, self.num_experts, router=self.spec, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
 
     def hidden(self) -> Tensor:
         """Hidden states [batch, length, dim], the same at every call."""

@@ -6,13 +6,13 @@ Each check takes a `Case` and raises AssertionError; the first line of its docst
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 
 from pointsman.control import set_top_k
 from pointsman.routers.router import Router
-from pointsman.routers.select import Capacity
 from pointsman.routers.stages import Softmax
 from pointsman.routing import RoutingContext
 from pointsman.testing.case import (
@@ -28,8 +28,14 @@ from pointsman.testing.case import (
 
 
 def drops(router: Router) -> bool:
-    """Whether tokens may lose experts to a limit of capacity."""
-    return isinstance(router.select, Capacity)
+    """Whether a token may have fewer than k experts: by a limit of capacity, or since k is a cap."""
+    return router.capacity is not None or router.ragged
+
+
+def modes(case: Case) -> Iterator[tuple[str, Router]]:
+    """The router in evaluation, then in training."""
+    for mode in ("evaluation", "training"):
+        yield mode, case.router().train(mode == "training")
 
 
 def sums_to_one(router: Router) -> bool:
@@ -43,13 +49,20 @@ def shapes_and_sums(case: Case) -> None:
     for k in range(1, case.num_experts + 1):
         set_top_k(router, k)
         routing = route(router, case.hidden())
-        for name, width in (("experts", k), ("weights", k), ("probs", case.num_experts), ("logits", case.num_experts)):
+        chosen_width = k if routing.flat is None else routing.experts.shape[-1]
+        widths = {
+            "experts": chosen_width,
+            "weights": chosen_width,
+            "probs": case.num_experts,
+            "logits": case.num_experts,
+        }
+        for name, width in widths.items():
             shape = list(getattr(routing, name).shape)
             expect(shape == [tokens, width], f"k={k}: {name} must be {[tokens, width]}, got {shape}")
         expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
         least, most = int(routing.experts.min()), int(routing.experts.max())
         expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
-        expect(least >= (-1 if drops(router) else 0), f"k={k}: expert {least}")
+        expect(least >= (-1 if drops(router) or routing.flat is not None else 0), f"k={k}: expert {least}")
         for row in routing.experts:
             chosen = row[row >= 0]
             expect(chosen.unique().numel() == chosen.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")
@@ -57,7 +70,8 @@ def shapes_and_sums(case: Case) -> None:
         if sums_to_one(router):
             expect_close(routing.probs.sum(-1), torch.ones(tokens), f"k={k}: the sum of probs")
         if getattr(router.select, "renormalize", False) and not drops(router):
-            expect_close(routing.weights.sum(-1), torch.ones(tokens), f"k={k}: the sum of renormalised weights")
+            total = torch.full((tokens,), router.scale)
+            expect_close(routing.weights.sum(-1), total, f"k={k}: the sum of renormalised weights")
 
 
 def k_of_all_experts(case: Case) -> None:
@@ -125,8 +139,9 @@ def odd_sizes(case: Case) -> None:
     """One token, one sequence, no token and no sequence are routed."""
     for batch, length in ((1, 1), (1, 7), (5, 1), (2, 33), (2, 0), (0, 5)):
         router = case.router()
-        shape = list(route(router, torch.randn(batch, length, case.dim)).experts.shape)
-        wanted = [batch * length, router.top_k]
+        routing = route(router, torch.randn(batch, length, case.dim))
+        shape = list(routing.experts.shape)
+        wanted = [batch * length, router.top_k if routing.flat is None else shape[-1]]
         expect(shape == wanted, f"{batch} sequences of {length} tokens: experts must be {wanted}, got {shape}")
 
 
@@ -140,24 +155,25 @@ def one_sequence(case: Case) -> None:
     expect_equal(flat.experts, route(router, hidden[:1]).experts, "experts")
 
 
+@torch.no_grad()
 def causal_flag(case: Case) -> None:
-    """`causal` is true exactly if a change at token t changes no routing before t."""
-    router, hidden = case.router().eval(), case.hidden()
-    if router.stochastic:
-        return
-    before, changed = route(router, hidden), False
-    torch.manual_seed(0)
-    for t in range(1, case.length):
-        other = hidden.clone()
-        other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
-        after = route(router, other)
-        for name in ("experts", "weights", "probs", "logits"):
-            left = getattr(before, name).view(case.batch, case.length, -1)[:, :t]
-            right = getattr(after, name).view(case.batch, case.length, -1)[:, :t]
-            same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
-            expect(same or not router.causal, f"declared causal, but {name} before token {t} changed with token {t}")
-            changed = changed or not same
-    expect(changed or router.causal, "declared not causal, but no earlier token changed")
+    """`causal` and `training_causal` are true exactly if a change at token t changes no routing before t."""
+    for mode, router in modes(case):
+        before, changed = route(router, case.hidden()), False
+        causal = router.training_causal if router.training else router.causal
+        torch.manual_seed(0)
+        for t in range(1, case.length):
+            other = case.hidden()
+            other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
+            after = route(router, other)  # with equal draws
+            for name in ("experts", "weights", "probs", "logits"):
+                left = getattr(before, name).view(case.batch, case.length, -1)[:, :t]
+                right = getattr(after, name).view(case.batch, case.length, -1)[:, :t]
+                same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
+                told = f"declared causal in {mode}, but {name} before token {t} changed with token {t}"
+                expect(same or not causal, told)
+                changed = changed or not same
+        expect(changed or causal, f"declared not causal in {mode}, but no earlier token changed")
 
 
 def segments(case: Case) -> None:
@@ -180,40 +196,44 @@ def segments(case: Case) -> None:
             past = part.carry
 
 
+@torch.no_grad()
 def batch_invariant_flag(case: Case) -> None:
-    """`batch_invariant` is true exactly if other sequences of the batch change nothing."""
-    router, hidden = case.router().eval(), case.hidden()
-    if router.stochastic:
-        return
-    other = hidden.clone()
-    torch.manual_seed(0)
-    other[1:] = 3 * torch.randn(case.batch - 1, case.length, case.dim)
-    left, right = route(router, hidden), route(router, other)
-    changed = [
-        name
-        for name in ("experts", "weights", "probs")
-        if not torch.allclose(getattr(left, name)[: case.length], getattr(right, name)[: case.length], 1.3e-6, 1e-5)
-    ]
-    if router.batch_invariant:
-        expect(not changed, f"declared batch invariant, but another sequence changed {', '.join(changed)}")
-    else:
-        expect(bool(changed), "declared not batch invariant, but no other sequence changed anything")
+    """`batch_invariant` and `training_batch_invariant` are true exactly if other sequences change nothing."""
+    for mode, router in modes(case):
+        invariant = router.training_batch_invariant if router.training else router.batch_invariant
+        hidden, other = case.hidden(), case.hidden()
+        torch.manual_seed(0)
+        other[1:] = 3 * torch.randn(case.batch - 1, case.length, case.dim)
+        left, right = route(router, hidden), route(router, other)
+        rows = slice(case.length)
+        changed = [
+            name
+            for name in ("experts", "weights", "probs")
+            if not torch.allclose(getattr(left, name)[rows], getattr(right, name)[rows], 1.3e-6, 1e-5)
+        ]
+        if invariant:
+            expect(
+                not changed, f"declared batch invariant in {mode}, but another sequence changed {', '.join(changed)}"
+            )
+        elif bool(left.logits.any()):  # equal scores of all experts (THOR's): no mixing changes them
+            expect(bool(changed), f"declared not batch invariant in {mode}, but no other sequence changed anything")
 
 
+@torch.no_grad()
 def stochastic_flag(case: Case) -> None:
-    """`stochastic` is true exactly if two seeds give two routings."""
-    router, hidden = case.router().eval(), case.hidden()
-    same = torch.equal(route(router, hidden, seed=3).experts, route(router, hidden, seed=4).experts)
-    expect(
-        same != router.stochastic,
-        "declared stochastic, but two seeds agree" if same else "declared not stochastic, but two seeds differ",
-    )
+    """`stochastic` and `training_stochastic` are true exactly if two seeds give two routings."""
+    for mode, router in modes(case):
+        stochastic = router.training_stochastic if router.training else router.stochastic
+        left, right = (route(router, case.hidden(), seed=seed) for seed in (3, 4))
+        same = all(torch.equal(getattr(left, name), getattr(right, name)) for name in ("experts", "weights", "probs"))
+        told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"
+        expect(same != stochastic, f"declared in {mode} {told}")
 
 
 def padding(case: Case) -> None:
     """Padding has expert -1 and weight 0, and changes no other token's routing and no loss."""
     router, hidden = case.router(), case.hidden()
-    if router.stochastic:
+    if router.training_stochastic:
         return
     router.balance, router.z_loss = 0.01, 0.001
     mask = torch.ones(case.batch, case.length, dtype=torch.bool)
@@ -229,7 +249,7 @@ def padding(case: Case) -> None:
     expect_close(left.weights, right.weights, "weights after padding changed")
     for name in left.losses:
         expect_close(left.losses[name], right.losses[name], f"the loss {name!r} after padding changed")
-    if router.batch_invariant:
+    if router.training_batch_invariant:
         alone = route(router, hidden[:1, :8])
         expect_close(left.weights[:8], alone.weights, "weights of a sequence with padding and without")
 

@@ -256,7 +256,7 @@ def test_padded_and_negative_targets_count_nothing():
 
 def test_a_router_that_sees_later_tokens_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(InformedMixer, "causal", False)
-    from pointsman.routers.registry import _MIXERS, register_mixer
+    from pointsman.routers.registry import MIXERS, register_mixer
 
     register_mixer("informed", paper="none")(lambda site: InformedMixer())
     try:
@@ -264,7 +264,20 @@ def test_a_router_that_sees_later_tokens_is_refused_by_name(monkeypatch):
             build(router="smoe+informed")
         assert build(router="smoe+informed", allow_non_causal=True).layers[0].moe.router.causal is False
     finally:
-        del _MIXERS["informed"]
+        del MIXERS["informed"]
+
+
+def test_a_router_that_sees_later_tokens_in_training_only_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(InformedMixer, "training_causal", False)
+    from pointsman.routers.registry import MIXERS, register_mixer
+
+    register_mixer("informed", paper="none")(lambda site: InformedMixer())
+    try:
+        with pytest.raises(ValueError, match=r"'smoe\+informed'.*in training.*allow_non_causal_training=True"):
+            build(router="smoe+informed")
+        assert build(router="smoe+informed", allow_non_causal_training=True).layers[0].moe.router.causal
+    finally:
+        del MIXERS["informed"]
 
 
 # --- initial weights -----------------------------------------------------------------------------------------------

@@ -201,8 +201,8 @@ def test_long_sequences_are_sampled() -> None:
     router = build_router("attention", dim=DIM, num_experts=EXPERTS).double()
     hidden = draw(B, 200, DIM)
     statistics = router(hidden, RoutingContext(attention=trace(hidden))).statistics
-    assert statistics["head_tokens"] == B * 16
-    mean = statistics["head_entropy"] / statistics["head_tokens"]
+    assert statistics["mix.head_tokens"] == B * 16
+    mean = statistics["mix.head_entropy"] / statistics["mix.head_tokens"]
     torch.testing.assert_close(mean, exact_entropies(hidden), rtol=0.1, atol=0.1)
 
 

@@ -68,7 +68,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
         heads = getattr(homes[home].config, "num_attention_heads", None)
         router = _build(gate, one, start, shared, heads)
-        if not router.causal:
+        if not (router.causal and router.training_causal):
             raise ValueError(f"replace_routers: {one!r} looks at later tokens; layer {gate.layer!r} is a decoder's")
         if "attention" in router.needs:
             find_attention(model, gate.name)

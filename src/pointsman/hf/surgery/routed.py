@@ -94,7 +94,9 @@ class StrengthMixer(Mixer):
         super().__init__()
         self.mixer = mixer
         self.strength = Strength(start)
-        self.causal, self.batch_invariant = mixer.causal, mixer.batch_invariant
+        for flag in ("causal", "batch_invariant", "stochastic"):
+            setattr(self, flag, getattr(mixer, flag))
+            setattr(self, f"training_{flag}", getattr(mixer, f"training_{flag}"))
         self.needs, self.needs_step_end = mixer.needs, mixer.needs_step_end
 
     def forward(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> tuple[Tensor, RouterState | None, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.routers.hyper import HyperScorer
-from pointsman.routers.registry import parse_spec
+from pointsman.routers.registry import entry, parse_spec
 from pointsman.routers.router import Router
 from pointsman.routers.select import TopK
 from pointsman.routers.smoe_dropout import FrozenLinearScorer
@@ -18,8 +18,11 @@ from pointsman.routing import RoutingContext
 CLASS_OPTIONS = {
     "gate": "softmax or sigmoid is the model class's own affair",
     "renormalize": "renormalisation is the model class's own affair",
+    "scale": "scaling is the model class's own affair",
     "capacity": "the model class never drops tokens",
     "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
+    "balance_scope": "use the model's own losses",
+    "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
 }
 SHARE_FROM = 2**24
@@ -109,7 +112,8 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> tuple
     Raises:
         ValueError: a router that is more than scores.
     """
-    if type(router.select) is not TopK or router.spec.partition(":")[0] == "switch":
+    starts_at = entry(parse_spec(router.spec).router).starts_at
+    if type(router.select) is not TopK or starts_at is not None or router.losses:
         raise ValueError(
             f"replace_routers: {router.spec!r} is defined by how it selects, which a Hugging Face model does itself"
         )

@@ -74,6 +74,7 @@ class TransformerXLConfig:
         checkpoint_activations: layers compute their activations anew in backward.
         allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
             the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
+        allow_non_causal_training: take routers that look at later tokens in training only (BASE, Sinkhorn).
     """
 
     vocab_size: int
@@ -96,6 +97,7 @@ class TransformerXLConfig:
     init_std: float = 0.02
     checkpoint_activations: bool = False
     allow_non_causal: bool = False
+    allow_non_causal_training: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "dim", "num_heads", "head_dim", "hidden_dim", "num_experts"):

@@ -100,7 +100,8 @@ class TransformerXL(nn.Module):
     """A causal language model of relative-attention layers with memory.
 
     Raises:
-        ValueError: a router that looks at later tokens, unless the configuration says `allow_non_causal=True`.
+        ValueError: a router that looks at later tokens, unless the configuration says `allow_non_causal=True`; one
+            that does so in training only, unless it says `allow_non_causal_training=True`.
     """
 
     def __init__(self, config: TransformerXLConfig) -> None:
@@ -148,7 +149,12 @@ class TransformerXL(nn.Module):
             )
         with seeded(config.seed, f"{name}.router"):
             router = build_router(
-                spec, dim=config.dim, num_experts=config.num_experts, top_k=config.top_k, shared=self._shared
+                spec,
+                dim=config.dim,
+                num_experts=config.num_experts,
+                top_k=config.top_k,
+                shared=self._shared,
+                vocab_size=config.vocab_size,
             )
         self._check_causal(router)
         return MoE(
@@ -172,6 +178,12 @@ class TransformerXL(nn.Module):
             raise ValueError(
                 f"router {router.spec!r} looks at later tokens, which a language model predicts; "
                 "allow_non_causal=True takes it all the same"
+            )
+        allowed = self.config.allow_non_causal or self.config.allow_non_causal_training
+        if not router.training_causal and not allowed:
+            raise ValueError(
+                f"router {router.spec!r} looks at later tokens in training, though not in evaluation; "
+                "allow_non_causal_training=True takes it all the same"
             )
 
     def forward(

@@ -191,7 +191,7 @@ def stochastic(router: str) -> bool:
 
     try:
         return any(
-            build_router(spec, dim=8, num_experts=4, top_k=2).stochastic
+            build_router(spec, dim=8, num_experts=4, top_k=2, vocab_size=16).training_stochastic
             for spec in split_specs(router)
             if spec not in BASELINES
         )

@@ -110,7 +110,6 @@ class AttentionInform(TokenMixer):
         if heads == "lowest-entropy":
             self.register_buffer("head_entropy", torch.zeros(0))
             self.register_buffer("head_steps", torch.zeros((), dtype=torch.int64))
-        self._gathered: tuple[Tensor, Tensor] | None = None
 
     def sees_earlier(self, context: RoutingContext) -> bool:
         return context.causal or _trace(context).causal
@@ -160,20 +159,12 @@ class AttentionInform(TokenMixer):
         sums, counts = head_entropies(_trace(context), visible, sample=True)
         return {"head_entropy": sums.sum(0), "head_tokens": counts.sum()}
 
-    def gather(self, statistics: Mapping[str, Tensor]) -> None:
-        if "head_entropy" not in statistics:
-            return
-        now = statistics["head_entropy"], statistics["head_tokens"]
-        before = self._gathered
-        self._gathered = now if before is None else (before[0] + now[0], before[1] + now[1])
-
     @torch.no_grad()
     def step_end(self) -> None:
         """The running mean takes over what was gathered since the last step."""
-        if self._gathered is None:
+        if not self.sums:
             return
-        sums, tokens = self._gathered
-        self._gathered = None
+        sums, tokens = self.sums["head_entropy"], self.sums["head_tokens"]
         mean = (sums / tokens.clamp_min(1)).to(self.sigma.dtype)
         if len(self.head_entropy) != len(mean):
             self.head_entropy = torch.zeros_like(mean)

@@ -1,0 +1,161 @@
+"""What is registered: named routers and mixers, with their options as the signature of a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_type_hints
+
+from torch import nn
+
+from pointsman._errors import did_you_mean
+from pointsman.routers.stages import Mixer, Stages
+
+BASELINES = {
+    "dense": "One feed-forward layer with the parameters of all experts; no router.",
+    "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
+}
+"""Baselines without a router: models build them, `compare` lists them."""
+
+
+def is_baseline(spec: str) -> bool:
+    """Whether a router setting (a spec, or several) is a baseline, which always stands alone."""
+    return spec.partition(":")[0] in BASELINES
+
+
+@dataclass
+class LayerSpec:
+    """Where a router will stand.
+
+    Attributes:
+        dim, num_experts, top_k: the layer's sizes; `top_k` is the k at construction.
+        shared: what the routers of one model share (a hypernetwork), by key.
+        vocab_size: how many token ids there are; None where the model does not say (`need_vocab_size`).
+        renormalize: whether the k weights are divided by their sum: the option, or the router's default.
+    """
+
+    dim: int
+    num_experts: int
+    top_k: int
+    shared: dict[str, nn.Module] = field(default_factory=dict)
+    vocab_size: int | None = None
+    renormalize: bool = True
+
+    def need_vocab_size(self, router: str) -> int:
+        """The vocabulary's size; ValueError, in the router's name, where it is not known."""
+        if self.vocab_size is None:
+            raise ValueError(f"{router}: the router routes by token ids and needs vocab_size, the number of token ids")
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered router or mixer; the fields are `register_router`'s arguments."""
+
+    name: str
+    build: Callable[..., Any]
+    summary: str
+    paper: str
+    balance: float = 0.0
+    renormalize: Callable[[LayerSpec], bool] = lambda layer: True
+    starts_at: Callable[[LayerSpec], int] | None = None
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Its own options by name, with annotation and default."""
+        hints = get_type_hints(self.build)
+        return {
+            name: parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(self.build).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+
+ROUTERS: dict[str, Entry] = {}
+MIXERS: dict[str, Entry] = {}
+
+
+def _common(
+    *,
+    balance: float = 0.0,
+    balance_scope: Literal["batch", "sequence", "step"] = "batch",
+    balance_on: Literal["softmax", "scores"] = "softmax",
+    z_loss: float = 0.0,
+    capacity: float | None = None,
+    renormalize: bool | None = None,
+    scale: float = 1.0,
+    lr_scale: float = 1.0,
+) -> None:
+    """The options of every router.
+
+    balance: weight of the balance loss E sum_i f_i P_i, which is 1 at perfect balance.
+    balance_scope: f and P over the micro-batch (batch); of each sequence, then the mean (sequence); f over all
+        micro-batches of the optimizer step so far (step).
+    balance_on: P is the mean of softmax(logits) or of the scores divided by their sum.
+    z_loss: weight of the mean squared log-sum-exp of the logits.
+    capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
+    renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
+    scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
+    lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
+    """
+
+
+COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
+
+
+def register_router(
+    name: str,
+    *,
+    paper: str,
+    balance: float = 0.0,
+    renormalize: bool | Callable[[LayerSpec], bool] = True,
+    starts_at: Callable[[LayerSpec], int] | None = None,
+) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
+    """Registers a function `(layer, *, options) -> Stages` under `name`.
+
+    Args:
+        paper: where the router comes from.
+        balance: default weight of the balance loss.
+        renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
+        starts_at: the router's first k as a function of the `LayerSpec`, whose `top_k` is the layer's; None: that.
+    """
+
+    def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
+        rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
+        ROUTERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at)
+        return build
+
+    return add
+
+
+def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]], Callable[..., Mixer]]:
+    """Registers a function `(layer, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
+
+    def add(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
+        MIXERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper)
+        return build
+
+    return add
+
+
+def list_routers() -> list[str]:
+    """Names of all registered routers, sorted. Baselines and mixers are not among them."""
+    return sorted(ROUTERS)
+
+
+def list_mixers() -> list[str]:
+    """Names of all registered mixers, sorted."""
+    return sorted(MIXERS)
+
+
+def entry(name: str) -> Entry:
+    """The registered router or mixer of that name.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
+    known = ROUTERS | MIXERS
+    if name not in known:
+        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")
+    return known[name]
