@@ -1,4 +1,4 @@
-"""MoE = Router + Experts: the only place they meet."""
+"""MoE = Router + Experts (+ shared experts): the only place they meet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
+from pointsman.experts.shared import SharedExperts
 from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 
 class MoE(nn.Module):
-    """A sparse mixture of experts: y = sum over the chosen experts of weight * expert(x).
+    """A sparse mixture of experts: y = sum over the chosen experts of weight * expert(x), + shared experts(x).
 
     Args:
         dim: width of the hidden states.
@@ -37,6 +39,8 @@ class MoE(nn.Module):
         attach_losses: True: autograd adds the router's losses to whatever the output enters, so that no training loop
             can forget them; in evaluation, too, wherever gradients are on. Their scale is `loss_scale`, whatever the
             loop does to its own loss. False: `pointsman.add_losses` adds them, or nobody does.
+        shared_experts: how many experts every token takes besides (`SharedExperts`); 0: none.
+        shared_gate: whether their output is scaled by a sigmoid of its own.
         vocab_size: the number of token ids, for routers that route by them.
     """
 
@@ -56,6 +60,8 @@ class MoE(nn.Module):
         dropout: float = 0.0,
         experts: str = "ffn",
         attach_losses: bool = True,
+        shared_experts: int = 0,
+        shared_gate: bool = False,
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
@@ -72,6 +78,20 @@ class MoE(nn.Module):
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
         )
+        check_whole("shared_experts", shared_experts, least=0)
+        if shared_gate and not shared_experts:
+            raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
+        self.shared: SharedExperts | None = None
+        if shared_experts:
+            self.shared = SharedExperts(
+                dim,
+                shared_experts * hidden_dim,
+                activation=activation,
+                gated=gated,
+                bias=bias,
+                dropout=dropout,
+                gate=shared_gate,
+            )
         self.attach_losses = attach_losses
         self.loss_scale: Tensor
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
@@ -108,6 +128,8 @@ class MoE(nn.Module):
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
         output = self.experts(rows, routing)
+        if self.shared is not None:
+            output = output + self.shared(rows)
         if routing.losses or routing.statistics or self.last_losses:
             output = self._attach(output, routing)
         return output.view(hidden.shape), routing

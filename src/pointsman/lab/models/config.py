@@ -64,6 +64,7 @@ class TransformerXLConfig:
         activation: "relu", "gelu" or "silu".
         experts: "ffn", or "base": three residual sublayers as one expert, with neither residual nor norm around it;
             with moe_layers="after:6" X-MoE's sparse layer.
+        shared_experts, shared_gate: as of `MoE`; a dense baseline is as much wider.
         dropout: on embeddings, positions, sublayers, experts' hidden units and the last hidden states.
         attention_dropout: on attention probabilities.
         pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
@@ -89,6 +90,8 @@ class TransformerXLConfig:
     moe_layers: str = "all"
     activation: str = "relu"
     experts: str = "ffn"
+    shared_experts: int = 0
+    shared_gate: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.0
     pre_norm: bool = False
@@ -105,6 +108,9 @@ class TransformerXLConfig:
         if self.dim % 2:
             raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
         check_top_k(self.top_k, self.num_experts)
+        check_whole("shared_experts", self.shared_experts, least=0)
+        if self.shared_gate and not self.shared_experts:
+            raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
         if not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std={self.init_std!r}: allowed are numbers above 0")
         for name in ("dropout", "attention_dropout"):

@@ -30,7 +30,7 @@ class ParameterTable:
 
     Attributes:
         attention: of all layers, with the two biases that they share; without norms.
-        experts: of all sparse layers.
+        experts: of all sparse layers, shared ones included.
         feed_forward: dense feed-forward layers.
         norms: weights and biases of all norms.
         embeddings: token embedding, tied with the output, and the output's bias.
@@ -88,6 +88,7 @@ class CostRow:
 ROLES = {
     "attention": "attention",
     "experts": "experts",
+    "shared-experts": "experts",
     "feed-forward": "feed_forward",
     "norm": "norms",
     "embedding": "embeddings",
@@ -148,6 +149,8 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
             weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
             total += tokens * top_k * (sum(tensor.numel() for tensor in weights) // experts.num_experts)
             total += tokens * router_products(module.router)
+            shared = () if module.shared is None else module.shared.parameters()
+            total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
     return 2 * total
 
 

@@ -142,10 +142,10 @@ class TransformerXL(nn.Module):
         if spec in BASELINES:
             return FeedForward(
                 config.dim,
-                config.hidden_dim * config.num_experts,
+                config.hidden_dim * (config.num_experts + config.shared_experts),
                 activation=config.activation,
                 dropout=DENSE_DROPOUT[spec],
-                blocks=config.num_experts,
+                blocks=config.num_experts + config.shared_experts,
             )
         with seeded(config.seed, f"{name}.router"):
             router = build_router(
@@ -166,6 +166,8 @@ class TransformerXL(nn.Module):
             activation=config.activation,
             dropout=config.dropout,
             experts=config.experts,
+            shared_experts=config.shared_experts,
+            shared_gate=config.shared_gate,
         )
 
     def _dense(self) -> FeedForward:
