@@ -48,6 +48,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     from pointsman.lab.finetuning.run import is_finetuned
     from pointsman.lab.report.attack_table import attack_tables
     from pointsman.lab.robustness import comparison_under_attack
+    from pointsman.lab.runs.compact import write_record
     from pointsman.lab.runs.comparison import read_comparison, read_plan
 
     with Display() as display, stop_on_signals() as stop:
@@ -69,6 +70,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             wanted = "-".join([name.replace("attacks-", "attack-", 1), *([values.task] if values.task else [])])
             [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
             paths = table.write(values.out or values.run)
+            write_record(values.run)
             print(table.text())
             print(f"saved: {paths[0]}", file=sys.stderr)
             return 0

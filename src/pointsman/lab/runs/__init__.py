@@ -10,5 +10,6 @@ A run directory:
     evaluation.json        the final results                   evaluation.py
     finetune/VARIANT/seed-S/   run directories of their own    paths.py
 
-A comparison directory: comparison.json (comparison.py) and runs/ROUTER/seed-S/, run directories.
+A comparison directory: comparison.json (comparison.py), record.jsonl (compact.py: its finished runs in one file) and
+runs/ROUTER/seed-S/, run directories.
 """

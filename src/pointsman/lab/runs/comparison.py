@@ -11,6 +11,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, read_json, write_whole
 from pointsman.lab.runs.checkpoints import steps_of
+from pointsman.lab.runs.compact import restore
 from pointsman.lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path
 from pointsman.lab.runs.record import RunRecord, label, read_run
 
@@ -123,7 +124,7 @@ class Comparison:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """Reads a run directory or a comparison directory; RunError where it is neither."""
+    """Reads a run directory or a comparison directory, whose runs a record may hold; RunError where it is neither."""
     path = Path(path)
     if not path.exists():
         raise RunError(f"{path}: no such directory")
@@ -132,6 +133,7 @@ def read_comparison(path: Path) -> Comparison:
         if (path / CONFIG).is_file():
             return gather([read_run(path)])
         raise RunError(f"{path}: neither a run directory ({CONFIG}) nor a comparison ({COMPARISON})")
+    restore(path)
     routers, seeds = [label(spec) for spec in plan.get("routers", ())], [int(seed) for seed in plan.get("seeds", ())]
     runs: dict[tuple[str, int], RunRecord] = {}
     for config in find(path, f"runs/*/seed-*/{CONFIG}"):

@@ -1,0 +1,156 @@
+"""record.jsonl: the finished runs of a comparison in one compact file, a JSON line a run.
+
+A line is `{"format": 1, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
+the run: settings, environment with versions, evaluation with its protocol, diagnoses, attacks and fine-tunings as they
+are, and `metrics.jsonl` as a list of rows, thinned to what a curve shows. Weights, vocabularies and explorer samples
+are left out. `restore` makes the run directories again: tables come out identical, and `compare` takes the runs as
+finished on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._files import disk_errors, find, read_json, read_text, within, write_whole
+from pointsman.lab.runs.metrics import read_metrics
+from pointsman.lab.runs.paths import CONFIG, EVALUATION, METRICS, VOCABULARY
+
+FORMAT = 1
+RECORD = "record.jsonl"
+LEFT_OUT = (VOCABULARY, "explorer.json")
+ROWS = {"train": 160, "routing": 60}
+"""At most so many steps of a kind of metrics are kept, evenly spaced: as many points as the page's curves have."""
+KEPT = {
+    "train": ("kind", "step", "loss", "top_k"),
+    "routing": ("kind", "step", "layer", "entropy", "load", "margin", "dead"),
+}
+"""Fields that are kept; of other kinds of rows all are."""
+DIGITS = 6
+
+
+def write_record(folder: Path) -> Path | None:
+    """Writes record.jsonl of a comparison: every finished run on the disk, and those that only the record knows.
+
+    Returns:
+        The file; None where no run is finished.
+
+    Raises:
+        RunError: a damaged record, or a folder that cannot be written.
+    """
+    entries = {entry["path"]: entry for entry in read_record(folder)}
+    for config in find(folder, f"runs/*/seed-*/{CONFIG}"):
+        run = config.parent
+        if (run / EVALUATION).is_file():
+            path = run.relative_to(folder).as_posix()
+            entries[path] = {"format": FORMAT, "path": path, "files": packed(run)}
+    if not entries:
+        return None
+    lines = (json.dumps(entries[path], separators=(",", ":"), ensure_ascii=False) for path in sorted(entries))
+    return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
+
+
+def restore(folder: Path) -> list[Path]:
+    """Makes the run directories of record.jsonl that are not on the disk; each appears whole or not at all.
+
+    Returns:
+        The directories made.
+
+    Raises:
+        RunError: a damaged record, or a folder that cannot be written.
+    """
+    made = []
+    for entry in read_record(folder):
+        run = within(folder, *PurePosixPath(entry["path"]).parts)
+        if run.exists():
+            continue
+        aside = run.with_name(f".{run.name}.restoring-{os.getpid()}")
+        with disk_errors(run, "the run of the record was not restored"):
+            try:
+                for name, content in entry["files"].items():
+                    file = within(aside, *PurePosixPath(name).parts)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(_written(content), encoding="utf-8")
+                aside.replace(run)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+        made.append(run)
+    return made
+
+
+def read_record(folder: Path) -> Iterator[dict[str, Any]]:
+    """The entries of record.jsonl, in file order; none without the file.
+
+    Raises:
+        RunError: a line that is no entry of this format; names file and line.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):
+            raise RunError(f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged")
+        yield entry
+
+
+def packed(run: Path) -> dict[str, Any]:
+    """File name -> content, of a run and of its fine-tunings: JSON objects, and lists of rows for metrics."""
+    found: dict[str, Any] = {}
+    for file in [*find(run, "*.json"), *find(run, "finetune/*/seed-*/*.json")]:
+        name = file.relative_to(run).as_posix()
+        if file.name not in LEFT_OUT and not file.name.startswith(".") and (content := read_json(file)) is not None:
+            found[name] = content
+    for file in [*find(run, METRICS), *find(run, f"finetune/*/seed-*/{METRICS}")]:
+        config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
+        found[file.relative_to(run).as_posix()] = thinned(read_metrics(file), config.get("steps"))
+    return found
+
+
+def thinned(rows: Iterable[Mapping[str, Any]], steps: int | None) -> list[dict[str, Any]]:
+    """Rows of metrics, the last steps of equal stretches of the run, rounded; what is thin already stays as it is."""
+    every = list(rows)
+    last = max([steps or 1, *(int(row["step"]) for row in every)])
+    kept: dict[tuple[str, int], int] = {}
+    for row in every:
+        if (kind := str(row["kind"])) in ROWS:
+            kept[kind, math.ceil(int(row["step"]) * ROWS[kind] / last)] = int(row["step"])
+    steps_kept = {(kind, step) for (kind, _), step in kept.items()}
+    return [
+        {key: rounded(value) for key, value in row.items() if row["kind"] not in KEPT or key in KEPT[str(row["kind"])]}
+        for row in every
+        if row["kind"] not in ROWS or (row["kind"], int(row["step"])) in steps_kept
+    ]
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six significant digits, in lists too."""
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _is_whole(entry: Mapping[str, Any]) -> bool:
+    path, files = entry.get("path"), entry.get("files")
+    if not isinstance(path, str) or not isinstance(files, dict) or not {CONFIG, EVALUATION} <= files.keys():
+        return False
+    parts = PurePosixPath(path).parts
+    names = [PurePosixPath(name) for name in files]
+    inside = all(not name.is_absolute() and ".." not in name.parts for name in [PurePosixPath(path), *names])
+    return inside and len(parts) == 3 and parts[0] == "runs"
+
+
+def _written(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(json.dumps(row) + "\n" for row in content)
+    return json.dumps(content, indent=2) + "\n"

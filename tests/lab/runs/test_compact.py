@@ -1,0 +1,95 @@
+"""record.jsonl: what it keeps is enough for tables and page, and it is refused when it is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.lab.report.fixtures import write_comparison
+
+from pointsman._errors import RunError
+from pointsman.lab.report.page import render
+from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.runs.compact import RECORD, packed, restore, thinned, write_record
+from pointsman.lab.runs.comparison import read_comparison
+
+
+def test_tables_and_page_come_out_the_same(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe", "xmoe+similarity:tau=0.1"), seeds=(0, 1))
+    before = ComparisonTable.read(out)
+    page = render(read_comparison(out))
+    file = write_record(out)
+    assert file == out / RECORD
+    content = file.read_bytes()
+    assert len(content.splitlines()) == 4
+    shutil.rmtree(out / "runs")
+    assert len(restore(out)) == 4
+    assert restore(out) == []
+    after = ComparisonTable.read(out)
+    assert (after.text(), after.csv(), after.latex()) == (before.text(), before.csv(), before.latex())
+    assert abs(len(render(read_comparison(out))) - len(page)) < 0.05 * len(page)
+    write_record(out)
+    assert file.read_bytes() == content, "what is thin already stays as it is"
+
+
+def test_reading_a_comparison_restores_what_is_missing_and_only_that(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe", "xmoe"), seeds=(0,))
+    write_record(out)
+    shutil.rmtree(out / "runs" / "r1")
+    changed = out / "runs" / "r0" / "seed-0" / "environment.json"
+    changed.write_text('{"python": "4"}')
+    found = read_comparison(out)
+    assert found.missing() == []
+    assert found.runs["smoe", 0].environment == {"python": "4"}
+    shutil.rmtree(out / "runs" / "r1")
+    write_record(out)
+    assert '"path":"runs/r1/seed-0"' in (out / RECORD).read_text(), "a run that only the record knows stays in it"
+
+
+def test_a_record_holds_neither_weights_nor_unfinished_runs(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0, 1))
+    run = out / "runs" / "r0" / "seed-0"
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "checkpoints" / "step-1" / "state.json").write_text("{}")
+    (run / "vocabulary.json").write_text("{}")
+    assert {"config.json", "environment.json", "evaluation.json", "metrics.jsonl"} <= packed(run).keys()
+    assert not {"vocabulary.json", "checkpoints/step-1/state.json"} & packed(run).keys()
+    (out / "runs" / "r0" / "seed-1" / "evaluation.json").unlink()
+    write_record(out)
+    assert [json.loads(line)["path"] for line in (out / RECORD).read_text().splitlines()] == ["runs/r0/seed-0"]
+    assert write_record(tmp_path) is None
+
+
+def test_metrics_are_thinned_evenly_and_once() -> None:
+    rows = [{"kind": "train", "step": s, "loss": 1 / (s + 2), "step_seconds": 0.1} for s in range(1, 1001)]
+    rows += [{"kind": "valid", "step": 500, "top_k": 1, "value": 1.23456789012}]
+    thin = thinned(rows, 1000)
+    kept = [row["step"] for row in thin if row["kind"] == "train"]
+    assert len(kept) == 160
+    assert kept[-1] == 1000
+    assert max(b - a for a, b in pairwise(kept)) <= 7
+    assert thin[0].keys() == {"kind", "step", "loss"}
+    assert thin[-1] == {"kind": "valid", "step": 500, "top_k": 1, "value": 1.23457}
+    assert thinned(thin, 1000) == thin
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"format": 2, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 1, "path": "runs/../seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 1, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}, "../x": {}}}',
+        '{"format": 1, "path": "runs/a/seed-0", "files": {"config.json": {}}}',
+    ],
+)
+def test_a_damaged_record_is_refused_by_line(tmp_path: Path, line: str) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    write_record(out)
+    with (out / RECORD).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RunError, match=r"record\.jsonl, line 2: .*damaged"):
+        restore(out)
