@@ -6,12 +6,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
 from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
+
+if TYPE_CHECKING:
+    from pointsman.lab.progress import Progress
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
@@ -25,7 +29,7 @@ Interrupted, the same command goes on where it was. The table is also written as
 
 TRAINING_FLAGS = (
     "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
-    "--set",
+    "--set", "--jobs",
 )  # fmt: skip
 
 
@@ -33,6 +37,12 @@ def parser() -> Parser:
     flags = Parser("compare", "Train routers on equal footing and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
     flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
+    flags.add_argument(
+        "--jobs",
+        type=whole(1),
+        metavar="N",
+        help="runs at a time, one thread each (default: as many as cores where the model is small)",
+    )
     add_run_flags(flags)
     add_compare_flags(flags)
     flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
@@ -58,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
         print(write_page(values.out, look_inside=False), file=sys.stderr)
         return 0
-    from pointsman.lab.training.compare import Plan, compare, ordered_seeds
+    from pointsman.lab.training.compare import Plan, compare, default_jobs, ordered_seeds
 
     name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
     out = values.out = values.out or Path("runs") / name
@@ -72,7 +82,10 @@ def run(arguments: Sequence[str]) -> int:
     )
     with Display() as display, stop_on_signals() as stop:
         tables = Tables(display, out)
-        compare(plan, out, device=device, progress=display, watcher=tables, stop=stop, data_progress=display.data)
+        jobs = default_jobs(base, device) if values.jobs is None else values.jobs
+        compare(
+            plan, out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop, data_progress=display.data
+        )
     text = write_tables(out)
     print(text)
     if values.task:
@@ -82,25 +95,27 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class Tables:
-    """Shows which run is under way, and writes the tables anew after each."""
+    """Shows which run is under way, and writes tables and record anew after each."""
 
     def __init__(self, display: Display, out: Path) -> None:
         self.display = display
         self.out = out
 
-    def begins(self, number: int, total: int, router: str, seed: int) -> None:
-        self.display.title = f"{number}/{total} {router}, seed {seed}"
+    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
+        line.title = f"{number}/{total} {router}, seed {seed}"
 
     def ended(self, router: str, seed: int) -> None:
         write_tables(self.out)
 
 
 def write_tables(out: Path) -> str:
-    """Writes table.txt, .csv, .md and .tex, and returns the text."""
+    """Writes table.txt, .csv, .md and .tex, and record.jsonl; returns the text."""
     from pointsman.lab.report.tables import ComparisonTable
+    from pointsman.lab.runs.compact import write_record
 
     table = ComparisonTable.read(out)
     table.write(out)
+    write_record(out)
     return table.text()
 
 

@@ -26,6 +26,7 @@ from pointsman.cli.progress import Display, stop_on_signals
 
 if TYPE_CHECKING:
     from pointsman.lab.finetuning import Finetuning
+    from pointsman.lab.progress import Progress
     from pointsman.lab.runs.record import RunRecord
 
 EPILOG = """examples:
@@ -97,6 +98,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
     from pointsman.lab.finetuning import compare_tasks
     from pointsman.lab.report.task_table import TaskTable
+    from pointsman.lab.runs.compact import write_record
 
     changes: dict[str, Any] = dict(overrides(values.task_set))
     if values.top_k is not None:
@@ -111,6 +113,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     tables = [TaskTable.read(out, one.variant) for one in variants]
     for table in tables:
         table.write(out)
+    write_record(out)
     print("\n".join(table.text() for table in tables))
     print(
         f"saved: {', '.join(f'task-{table.name}.txt' for table in tables)} in {out}, also .csv, .md, .tex",
@@ -126,8 +129,8 @@ class _Tables:
         self.out = out
         self.variants = variants
 
-    def begins(self, number: int, total: int, router: str, seed: int) -> None:
-        self.display.title = f"{number}/{total} {router}, seed {seed}"
+    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
+        line.title = f"{number}/{total} {router}, seed {seed}"
 
     def ended(self, router: str, seed: int) -> None:
         from pointsman.lab.report.task_table import TaskTable

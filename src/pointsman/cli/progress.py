@@ -17,37 +17,15 @@ from rich.text import Text
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
-class Display:
-    """Shows phases of work: a live bar on a terminal, a line now and then elsewhere. A `lab.progress.Progress`.
+class Line:
+    """One line of a display: the phases of one piece of work."""
 
-    A context manager. `title` stands before every phase ("3/8 hyperrouter, seed 0").
-    """
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True)
+    def __init__(self, bar: Progress, console: Console) -> None:
         self.title = ""
-        self._live = self.console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.fields[title]}"),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            _Remaining(),
-            console=self.console,
-            transient=True,
-            disable=not self._live,
-        )
+        self.console = console
+        self._bar, self._live = bar, console.is_terminal
         self._task: TaskID | None = None
         self._phase, self._total, self._printed, self._started, self._first = "", 0, 0.0, 0.0, 0
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         if self._task is not None:
@@ -70,6 +48,40 @@ class Display:
 
     def note(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def line(self) -> Line:
+        return Line(self._bar, self.console)
+
+
+class Display(Line):
+    """Shows phases of work: a live bar on a terminal, a line now and then elsewhere. A `lab.progress.Progress`.
+
+    A context manager. `title` stands before every phase ("3/8 hyperrouter, seed 0"). `line` gives work that goes on
+    beside other work a line of its own.
+    """
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        bar = Progress(
+            TextColumn("{task.fields[title]}"),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            _Remaining(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        super().__init__(bar, console)
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
     def data(self, what: str, done: int, total: int) -> None:
         """Progress of reading a corpus: "tokenizing", done and total bytes."""

@@ -9,7 +9,13 @@ from pointsman._errors import Stopped
 
 
 class Progress(Protocol):
-    """A progress display. Phases: "train" (in steps), "validate" and "evaluate" (in batches over all k)."""
+    """A progress display. Phases: "train" (in steps), "validate" and "evaluate" (in batches over all k).
+
+    Attributes:
+        title: stands before every phase: which run it is.
+    """
+
+    title: str
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         """A phase of `total` units starts; a resumed run has `done` of them already."""
@@ -20,9 +26,14 @@ class Progress(Protocol):
     def note(self, message: str) -> None:
         """One line that the user should see: a damaged checkpoint, or the step at which a run continues."""
 
+    def line(self) -> Progress:
+        """A line of its own on the same display, for work beside other work."""
+
 
 class Quiet:
     """A `Progress` that shows nothing."""
+
+    title = ""
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         return
@@ -32,6 +43,9 @@ class Quiet:
 
     def note(self, message: str) -> None:
         return
+
+    def line(self) -> Progress:
+        return self
 
 
 class Stop(Protocol):

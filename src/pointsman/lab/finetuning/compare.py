@@ -66,7 +66,7 @@ def compare_tasks(
     with alone(out):
         for place, (settings, router, seed, own_seed) in enumerate(todo, 1):
             if watcher:
-                watcher.begins(place, len(todo), f"{router} on {settings.variant}", own_seed)
+                watcher.begins(place, len(todo), f"{router} on {settings.variant}", own_seed, progress)
             try:
                 result = finetune(
                     run_path(out, router, seed),

@@ -8,8 +8,10 @@ trained for all routers before the next.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,18 +21,23 @@ from pointsman._errors import RunError, Stopped
 from pointsman._files import LOCK, alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import open_corpus
+from pointsman.lab.models import TransformerXL
 from pointsman.lab.progress import Progress, Stop
+from pointsman.lab.runs.compact import restore
 from pointsman.lab.runs.comparison import read_plan, write_plan
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
+from pointsman.lab.training.jobs import Work, available_cores, side_by_side
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.trainer import train
+from pointsman.ops.kernels import Kernels
 from pointsman.routers.registry import split_specs
 
+SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
 ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
 """Settings that may change between two calls, but not between the rows of a table."""
@@ -113,9 +120,11 @@ def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
 class Watcher(Protocol):
     """Told of every run of a comparison."""
 
-    def begins(self, number: int, total: int, router: str, seed: int) -> None: ...
+    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
+        """A run begins that `line` shows."""
 
-    def ended(self, router: str, seed: int) -> None: ...
+    def ended(self, router: str, seed: int) -> None:
+        """A run has its evaluation."""
 
 
 def compare(
@@ -123,6 +132,7 @@ def compare(
     out: Path,
     *,
     device: str = "cpu",
+    jobs: int | None = None,
     progress: Progress,
     watcher: Watcher,
     stop: Stop | None = None,
@@ -133,6 +143,8 @@ def compare(
     Args:
         plan: the routers and seeds asked for; those that the directory holds already stay in its table.
         out: the comparison's directory; an interrupted comparison goes on where it was.
+        jobs: how many runs go on at a time. Each has one thread then, and with more than one job a process of its own:
+            any number of jobs gives the same bits. None: one run after another in this process, with all its threads.
         watcher: told when a run begins and when it has its evaluation.
         stop: asks to save and end.
         data_progress: told of reading and tokenizing the data.
@@ -151,7 +163,8 @@ def compare(
     task = LanguageModelling(corpus)
     task.check(plan.base)
     _check_models(plan, task)
-    with alone(out):
+    with alone(out), _threads(jobs):
+        restore(out)  # runs that another machine has finished
         before = read_plan(out) or {}
         if before.get("data", corpus.fingerprint) != corpus.fingerprint:
             raise RunError(
@@ -162,21 +175,69 @@ def compare(
             out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
             kernels=kernels.to_dict(), data=corpus.fingerprint,
         )  # fmt: skip
-        todo = [(router, seed) for seed in plan.seeds for router in plan.routers]
-        for number, (router, seed) in enumerate(todo, 1):
-            config, path = plan.config(router, seed), run_path(out, router, seed)
-            if task.is_current(RunDirectory(path).read_json(EVALUATION), config):
-                continue  # finished; its checkpoints need not be there any more
-            watcher.begins(number, len(todo), router, seed)
-            try:
-                train(
-                    config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
-                    progress=progress, monitor=RoutingMonitor, stop=stop,
-                )  # fmt: skip
-            except Interrupted as saved:
-                raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
-            watcher.ended(router, seed)
+        every = [(router, seed) for seed in plan.seeds for router in plan.routers]
+
+        def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
+            record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
+            return task.is_current(record, plan.config(router, seed))
+
+        todo = [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+
+        def begins(place: int, line: Progress) -> None:
+            number, router, seed = todo[place]
+            watcher.begins(number, len(every), router, seed, line)
+
+        def ended(place: int) -> None:
+            watcher.ended(*todo[place][1:])
+
+        runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
+        if jobs is not None and min(jobs, len(runs)) > 1:
+            setup = partial(_trainer, plan.base.data, kernels, device)
+            side_by_side(runs, setup, min(jobs, len(runs)), progress=progress, begins=begins, ended=ended, stop=stop)
+            return whole
+        work = _trainer(plan.base.data, kernels, device, task)
+        for place, run in enumerate(runs):
+            begins(place, progress)
+            work(run, progress, stop)
+            ended(place)
     return whole
+
+
+def _trainer(data: str, kernels: Kernels, device: str, task: Task | None = None) -> Work:
+    """Trains and evaluates (settings, directory), or goes on with it; in a worker the data are read again."""
+    task = task or LanguageModelling(open_corpus(data))
+
+    def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:
+        config, path = run
+        try:
+            train(
+                config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
+                progress=progress, monitor=RoutingMonitor, stop=stop,
+            )  # fmt: skip
+        except Interrupted as saved:
+            raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
+
+    return work
+
+
+@contextmanager
+def _threads(jobs: int | None) -> Iterator[None]:
+    """One thread inside, whatever the number of jobs; all of them without one."""
+    before = torch.get_num_threads()
+    if jobs is not None:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def default_jobs(config: RunConfig, device: str) -> int | None:
+    """As many jobs as cores for a small model on a CPU, which more threads would make no faster; otherwise None."""
+    with torch.device("meta"):
+        layers = TransformerXL(config.model).layers
+    small = sum(parameter.numel() for parameter in layers.parameters()) <= SMALL_MODEL
+    return available_cores() if small and torch.device(device).type == "cpu" else None
 
 
 def _check_models(plan: Plan, task: Task) -> None:

@@ -1,0 +1,135 @@
+"""Jobs side by side: the same bits as one after another, one stop, and failures that leave the others saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pointsman._errors import RunError, Stopped
+from pointsman.lab.progress import Progress, Quiet, Stop
+from pointsman.lab.training.compare import Plan, compare, default_jobs
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.jobs import Work, side_by_side
+
+
+class Notes(Quiet):
+    """Keeps what it is told, of all lines."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        self.told.append(f"{self.title}{name} {done}/{total}")
+
+    def note(self, message: str) -> None:
+        self.told.append(message)
+
+    def line(self) -> Notes:
+        return self
+
+
+def sums(folder: Path) -> Work:
+    def work(job: Any, progress: Progress, stop: Stop | None) -> None:
+        progress.phase("adds", 10)
+        if job == "wrong":
+            raise RunError("the third job is wrong")
+        if job == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while job == "waits":
+            assert stop is not None
+            if stop.is_set():
+                (folder / "saved").touch()
+                raise Stopped("stopped and saved")
+            time.sleep(0.01)
+        (folder / str(job)).write_text(str(torch.get_num_threads()))
+
+    return work
+
+
+def run(jobs: list[Any], folder: Path, stop: threading.Event | None = None) -> tuple[list[int], list[int], Notes]:
+    begun: list[int] = []
+
+    def begins(place: int, line: Progress) -> None:
+        begun.append(place)
+        if stop is not None and len(begun) == 2:
+            stop.set()
+
+    ended: list[int] = []
+    notes = Notes()
+    side_by_side(
+        jobs, partial(sums, folder), 2, progress=notes, begins=begins, ended=ended.append, stop=stop,
+    )  # fmt: skip
+    return begun, ended, notes
+
+
+@pytest.mark.slow
+def test_every_job_is_done_once_with_one_thread(tmp_path: Path) -> None:
+    begun, ended, notes = run(list(range(5)), tmp_path)
+    assert sorted(begun) == sorted(ended) == [0, 1, 2, 3, 4]
+    assert {(tmp_path / str(job)).read_text() for job in range(5)} == {"1"}
+    assert notes.told.count("adds 0/10") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bad", "message"), [("wrong", "third job is wrong"), ("dies", "died with exit code -9")])
+def test_a_failure_stops_the_others_when_they_have_saved(tmp_path: Path, bad: str, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        run(["waits", bad, "never"], tmp_path)
+    assert (tmp_path / "saved").exists()
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_one_stop_reaches_all(tmp_path: Path) -> None:
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        run(["waits", "waits", "never"], tmp_path, stop)
+    assert (tmp_path / "saved").exists()
+    assert not (tmp_path / "never").exists()
+
+
+class Seen:
+    """A watcher."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, int]] = []
+
+    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
+        line.title = f"{number}/{total} {router} {seed}: "
+
+    def ended(self, router: str, seed: int) -> None:
+        self.ends.append((router, seed))
+
+
+@pytest.mark.slow
+def test_any_number_of_jobs_gives_the_same_bits(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
+    plan = Plan(settings(steps=4), ("smoe", "hyperrouter"), (0, 1))
+    results: dict[int, Mapping[str, bytes]] = {}
+    before = torch.get_num_threads()
+    for jobs in (1, 2):
+        seen, out = Seen(), tmp_path / str(jobs)
+        compare(plan, out, jobs=jobs, progress=Notes(), watcher=seen)
+        assert len(seen.ends) == 4
+        results[jobs] = {
+            str(file.relative_to(out)): file.read_bytes()
+            for file in out.glob("runs/*/*/checkpoints/*/model.safetensors")
+        }
+    assert torch.get_num_threads() == before
+    assert len(results[1]) >= 4
+    assert results[1] == results[2]
+
+
+def test_the_default_follows_the_size_of_the_model(settings: Callable[..., RunConfig]) -> None:
+    small, large = settings(), settings(**{"model.dim": 1024, "model.hidden_dim": 1024})
+    assert (default_jobs(small, "cpu") or 0) >= 1
+    assert default_jobs(large, "cpu") is None
+    assert default_jobs(small, "cuda") is None
