@@ -254,7 +254,6 @@ def materialize(model: nn.Module) -> nn.Module:
                 scorer.bias.copy_(bias)
         scorer.train(router.training)
         scorer.requires_grad_(not router.frozen)
-        scorer.kernels = router.score.kernels
         plain.append((router, scorer))
     for router, scorer in plain:
         router.score, router.losses = scorer, {}

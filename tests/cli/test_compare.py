@@ -20,6 +20,7 @@ from pointsman.cli.main import main
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.run import load_run
+from pointsman.ops.kernels import using
 
 TEXT = "".join(f"the {i}th wagon leaves on track {i * i % 7}; the pointsman sets the points.\n" for i in range(900))
 SMALL = [
@@ -174,8 +175,9 @@ def test_an_export_loads_as_one(text: Path, tmp_path: Path) -> None:
     model = TransformerXL(config.model).eval()
     assert safetensors.torch.load_model(model, plain / "model.safetensors") == (set(), [])
     tokens = torch.arange(12).view(1, 12)
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, load_run(run).model(tokens).logits)
+    saved = load_run(run)
+    with torch.no_grad(), using(saved.kernels):
+        assert torch.equal(model(tokens).logits, saved.model(tokens).logits)
 
 
 def test_an_export_that_cannot_be_written(

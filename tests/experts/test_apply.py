@@ -11,11 +11,12 @@ from torch.autograd import forward_ad
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.cpu import function
 from pointsman.experts.reference import ExpertParameters
-from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.kernels import PLAIN, Kernels, using
 
 
 def run(case: Any, kernels: Kernels | None = None) -> Tensor:
-    return apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+    with using(kernels):
+        return apply_experts(case.hidden, case.routing, case.parameters, case.activation)
 
 
 def test_subclasses_of_tensor_take_the_plain_path(problem: Callable[..., Any]) -> None:
@@ -107,5 +108,6 @@ def test_a_routing_of_other_tokens_is_refused(
     problem: Callable[..., Any], tokens: int, kernels: Kernels | None
 ) -> None:
     case = problem(6)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"of 6 tokens, the hidden states are of {tokens}"):
-        apply_experts(torch.randn(tokens, 24), case.routing, case.parameters, "relu", 0.0, kernels)
+    refused = pytest.raises(ValueError, match=f"of 6 tokens, the hidden states are of {tokens}")
+    with torch.no_grad(), using(kernels), refused:
+        apply_experts(torch.randn(tokens, 24), case.routing, case.parameters)

@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import gemm
-from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels, using
 
 KERNELS = {name: Kernels("fast", name) for name in ("blas", "onednn")}
 
 
 def run(case: Any, kernels: Kernels | None = None) -> Tensor:
-    return apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+    with using(kernels):
+        return apply_experts(case.hidden, case.routing, case.parameters, case.activation)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
@@ -222,8 +223,9 @@ class TestDropout:
         with torch.no_grad():
             case.parameters.w_out.copy_(torch.eye(16).expand(3, 16, 16))
             case.weights.zero_()[:, 0] = 1
-            clean = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.0, kernels)
-            dropped = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.25, kernels)
+            with using(kernels):
+                clean = apply_experts(case.hidden, case.routing, case.parameters, activation)
+                dropped = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.25)
         kept = dropped != 0
         visible = clean.abs() > 1e-6
         assert abs(float(kept[visible].float().mean()) - 0.75) < 0.02
@@ -248,10 +250,12 @@ class TestDropout:
             remaining = iter(tensors)
             parameters = ExpertParameters(*(None if t is None else next(remaining) for t in case.parameters))
             routing = type(case.routing)(case.routing.experts, weights, case.routing.probs, case.routing.logits)
-            return (apply_experts(hidden, routing, parameters, activation, 0.4, kernels).double() * gradient).sum()
+            with using(kernels):
+                return (apply_experts(hidden, routing, parameters, activation, 0.4).double() * gradient).sum()
 
         torch.manual_seed(5)
-        output = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.4, kernels)
+        with using(kernels):
+            output = apply_experts(case.hidden, case.routing, case.parameters, activation, 0.4)
         gradients = torch.autograd.grad(output, case.leaves, gradient)
         slope = sum(float((g * way).sum()) for g, way in zip(gradients, direction, strict=True))
         difference = float(loss(1e-3) - loss(-1e-3)) / 2e-3
@@ -265,7 +269,8 @@ class TestDropout:
         for seed, k in ((0, 1), (1, 3), (2, 6)):
             case = problem(seed=seed, k=k)
             torch.manual_seed(1)
-            apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.5, kernels)
+            with using(kernels):
+                apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.5)
             after.append(float(torch.rand(())))
         assert len(set(after)) == 1
         torch.manual_seed(1)

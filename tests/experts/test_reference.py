@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pointsman.experts import reference
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ExpertParameters
-from pointsman.ops.kernels import PLAIN
+from pointsman.ops.kernels import PLAIN, using
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -46,5 +46,6 @@ def test_plain_path_passes_gradcheck(problem: Callable[..., Any], activation: st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_kernels_take_the_reference(problem: Callable[..., Any], dtype: torch.dtype) -> None:
     case = problem(dtype=dtype)
-    plain = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, PLAIN)
+    with using(PLAIN):
+        plain = apply_experts(case.hidden, case.routing, case.parameters, "relu")
     assert torch.equal(plain, reference.apply_experts(case.hidden, case.routing, case.parameters, "relu"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import attention as ops
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.relative import RelativeBias
 
 
@@ -132,7 +132,8 @@ def test_lower_precision(dtype, tolerance, kernels):
     inputs = draw(length=70, memory=30, width=16, dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = reference(*exact, 0.25)
-    got = relative_attention(*inputs, scale=0.25, kernels=kernels)
+    with using(kernels):
+        got = relative_attention(*inputs, scale=0.25)
     assert got.dtype == dtype
     upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(got, inputs, upper.to(dtype))

@@ -1,5 +1,6 @@
 """Choosing, recording and falling back."""
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pointsman import MoE
 from pointsman.ops import gemm
 from pointsman.ops import kernels as kernels_module
-from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.ops.kernels import PLAIN, Kernels, active, measure_kernels, using
 
 
 def test_measured_once_and_recorded() -> None:
@@ -21,17 +23,81 @@ def test_measured_once_and_recorded() -> None:
 
 
 def test_as_a_word() -> None:
-    kernels = Kernels("fast", "onednn", "mv", "rows", "dots", "columns", "padded")
+    kernels = Kernels("fast", "onednn", "mv", "dots", "padded")
     assert Kernels.decoded(kernels.code) == kernels
-    assert Kernels.decoded("") == measure_kernels()
-    assert kernels.decoding(torch.float32) == ("mv", "rows")
-    assert kernels.decoding(torch.bfloat16) == ("dots", "columns")
+    assert kernels.row_of(torch.float32) == "mv"
+    assert kernels.row_of(torch.bfloat16) == "dots"
 
 
-def test_records_from_before_these_choices() -> None:
-    kernels = Kernels.from_dict({"path": "fast", "gemm": "onednn"})
-    assert kernels.decoding(torch.float32) == ("dots", "rows")
-    assert kernels.batched_bf16 == "small"
+@pytest.mark.parametrize(
+    ("recorded", "kernels"),
+    [
+        ({"path": "fast", "gemm": "onednn"}, Kernels(gemm="onednn")),
+        (
+            {"path": "fast", "gemm": "blas", "row": "mv", "few": "rows", "row_bf16": "mv", "few_bf16": "columns"},
+            Kernels(row="mv", row_bf16="mv"),
+        ),
+    ],
+)
+def test_records_of_earlier_versions(recorded: dict[str, str], kernels: Kernels) -> None:
+    assert Kernels.from_dict(recorded) == kernels
+
+
+class TestUsing:
+    """One active choice for all that is computed inside."""
+
+    def test_nested(self) -> None:
+        onednn = Kernels(gemm="onednn")
+        assert active() == measure_kernels()
+        with using(PLAIN):
+            assert active() == PLAIN
+            with using(onednn):
+                assert active() == onednn
+            with using(None):
+                assert active() == measure_kernels()
+            assert active() == PLAIN
+        assert active() == measure_kernels()
+
+    def test_left_by_an_error(self) -> None:
+        with pytest.raises(KeyError), using(PLAIN):
+            raise KeyError
+        assert active() == measure_kernels()
+
+    def test_two_threads_have_their_own(self) -> None:
+        both, seen = threading.Barrier(2), {}
+
+        def work(kernels: Kernels) -> None:
+            with using(kernels):
+                both.wait(10)
+                seen[kernels] = active()
+                both.wait(10)
+
+        choices = [PLAIN, Kernels(gemm="onednn")]
+        threads = [threading.Thread(target=work, args=(kernels,)) for kernels in choices]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == {kernels: kernels for kernels in choices}
+
+    def test_a_thread_without_a_choice_follows_the_one_entered_last(self) -> None:
+        seen = []
+        with using(PLAIN):
+            thread = threading.Thread(target=lambda: seen.append(active()))
+            thread.start()
+            thread.join()
+        assert seen == [PLAIN]
+
+    def test_backward_follows_its_forward(self) -> None:
+        """The plain path has second derivatives, the fast one refuses them: also where backward runs outside."""
+        layer, hidden = MoE(8, 12, 4), torch.randn(6, 8, requires_grad=True)
+        with using(PLAIN):
+            output = layer(hidden)
+        (first,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+        first.sum().backward()
+        output = layer(hidden)
+        with using(PLAIN), pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("name", ["dots", "mv"])
@@ -44,7 +110,7 @@ def test_the_faster_row_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         return right(*args)
 
     monkeypatch.setattr(*slower, slow)
-    assert kernels_module._measure_decoding(torch.float32, gemm.BLAS).row == name
+    assert kernels_module._measure_row(torch.float32) == name
 
 
 @pytest.mark.parametrize(("slower", "chosen"), [("mm", "padded"), ("bmm", "small")])
@@ -76,10 +142,10 @@ def test_near_ties_fall_the_same_way(seconds: float, chosen: str, monkeypatch: p
 
 def test_without_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module.dots, "works", lambda: False)
-    assert kernels_module._measure_decoding(torch.float32, gemm.BLAS).row == "mv"
+    assert kernels_module._measure_row(torch.float32) == "mv"
 
 
-@pytest.mark.parametrize("values", [{"path": "fats"}, {"gemm": "one-dnn"}, {"row": "dot"}, {"few_bf16": "column"}])
+@pytest.mark.parametrize("values", [{"path": "fats"}, {"gemm": "one-dnn"}, {"row": "dot"}, {"row_bf16": "nv"}])
 def test_unknown_values_are_named(values: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))}=.*did you mean"):
         Kernels(**values)

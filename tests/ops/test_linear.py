@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pointsman.ops import linear as module
 from pointsman.ops.gemm import onednn_works
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.linear import linear, upcast
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
@@ -28,7 +28,8 @@ def test_forward_and_gradients_equal_torch(shape, with_bias, gemm):
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     expected = F.linear(hidden, weight, bias)
     upper = torch.randn_like(expected)
-    got = linear(hidden, weight, bias, Kernels(gemm=gemm))
+    with using(Kernels(gemm=gemm)):
+        got = linear(hidden, weight, bias)
     assert got.shape == expected.shape
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for mine, exact in zip(
@@ -46,7 +47,8 @@ def test_half_precision_meets_a_float32_weight(small_blocks, dtype, rows, gemm):
     upper = torch.randn(rows, 27)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
     expected = F.linear(*exact)
-    got = linear(hidden, weight, bias, Kernels(gemm=gemm))
+    with using(Kernels(gemm=gemm)):
+        got = linear(hidden, weight, bias)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     results = torch.autograd.grad(got, (hidden, weight, bias), upper)
@@ -64,15 +66,18 @@ def test_half_precision_is_raised_block_by_block(small_blocks, monkeypatch):
     monkeypatch.setattr(
         type(products), "linear_into", lambda self, output, rows, *rest: sizes.append(len(rows)), raising=True
     )
-    linear(torch.randn(603, 20).bfloat16(), torch.randn(5, 20), None, Kernels(gemm="onednn"))
-    linear(torch.randn(600, 100).bfloat16(), torch.randn(5, 100), None, Kernels(gemm="onednn"))
+    with using(Kernels(gemm="onednn")):
+        linear(torch.randn(603, 20).bfloat16(), torch.randn(5, 20))
+        linear(torch.randn(600, 100).bfloat16(), torch.randn(5, 100))
     assert sizes == [300, 300, 3, 256, 256, 88]
 
 
 def test_second_derivatives_in_half_precision():
     hidden, weight = torch.randn(6, 4).bfloat16().requires_grad_(), torch.randn(5, 4, requires_grad=True)
     second = []
-    for output in (linear(hidden, weight, None, Kernels(gemm="onednn")), F.linear(upcast(hidden), weight)):
+    with using(Kernels(gemm="onednn")):
+        fast = linear(hidden, weight)
+    for output in (fast, F.linear(upcast(hidden), weight)):
         (first,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
         second.append(torch.autograd.grad(first.float().square().sum(), weight)[0])
     torch.testing.assert_close(*second, rtol=1e-2, atol=1e-1)
@@ -82,9 +87,8 @@ def test_only_what_is_wanted_is_computed():
     if not onednn_works(torch.float32):
         pytest.skip("oneDNN's products do not work here")
     weight = torch.randn(5, 4, requires_grad=True)
-    output = linear(
-        torch.randn(3, 4).transpose(0, 1).contiguous().transpose(0, 1), weight, None, Kernels(gemm="onednn")
-    )
+    with using(Kernels(gemm="onednn")):
+        output = linear(torch.randn(3, 4).transpose(0, 1).contiguous().transpose(0, 1), weight)
     assert type(output.grad_fn.next_functions[0][0]).__name__ == "_LinearBackward"
     (gradient,) = torch.autograd.grad(output.expand(2, 3, 5).sum(), weight)
     assert gradient.shape == (5, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.kernels import PLAIN, Kernels, using
 from pointsman.ops.scoring import FEW, linear, score, score_backward
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
@@ -34,13 +34,14 @@ def test_compiled_equals_eager(dtype, gemm, rows, bias):
     leaves, gradient = [tensor for tensor in tensors if tensor is not None], torch.randn(2, rows, 8)
 
     def scores():
-        return linear(*tensors, Kernels(gemm=gemm))
+        return linear(*tensors)
 
     def results(output):
         return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
 
-    eager = results(scores())
-    compiled = results(torch.compile(scores, fullgraph=True, backend="aot_eager")())
+    with using(Kernels(gemm=gemm)):
+        eager = results(scores())
+        compiled = results(torch.compile(scores, fullgraph=True, backend="aot_eager")())
     exact = results(exact_scores(*tensors))
     assert torch.equal(eager[0], compiled[0])
     rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
@@ -54,17 +55,21 @@ def test_second_derivatives(kernels):
     hidden, weight, _ = tensors = inputs(FEW, bias=False)
     upper = torch.randn(2, FEW, 8)
     second = []
-    for function in (lambda: linear(*tensors, kernels), lambda: F.linear(*tensors)):
-        (first,) = torch.autograd.grad((function().square() * upper).sum(), hidden, create_graph=True)
+    for function in (linear, F.linear):
+        with using(kernels):
+            output = function(*tensors)
+        (first,) = torch.autograd.grad((output.square() * upper).sum(), hidden, create_graph=True)
         second.append(torch.autograd.grad(first.square().sum(), weight)[0])
     torch.testing.assert_close(second[0], second[1], rtol=1e-4, atol=1e-1)
 
 
 def test_few_rows_and_plain_kernels_take_the_ordinary_product():
     hidden, weight, bias = inputs(FEW)
-    assert torch.equal(linear(hidden, weight, bias, PLAIN), F.linear(hidden, weight, bias))
+    with using(PLAIN):
+        assert torch.equal(linear(hidden, weight, bias), F.linear(hidden, weight, bias))
     few = hidden[:1, :7]
-    assert torch.equal(linear(few, weight, bias, Kernels(gemm="onednn")), F.linear(few, weight, bias))
+    with using(Kernels(gemm="onednn")):
+        assert torch.equal(linear(few, weight, bias), F.linear(few, weight, bias))
 
 
 @pytest.mark.parametrize("gemm", ["blas", "onednn"])
@@ -74,10 +79,11 @@ def test_compiled_takes_any_strides(gemm):
     upper = torch.randn(FEW, 8)
 
     def results(function):
-        output = function(hidden, weight, None, Kernels(gemm=gemm))
+        output = function(hidden, weight)
         return [output.detach(), *torch.autograd.grad(output, (hidden, weight), upper)]
 
-    compiled, eager = results(torch.compile(linear, fullgraph=True, backend="aot_eager")), results(linear)
+    with using(Kernels(gemm=gemm)):
+        compiled, eager = results(torch.compile(linear, fullgraph=True, backend="aot_eager")), results(linear)
     for one, other in zip(compiled, eager, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
     rows = hidden.detach()  # what compilers are told of the strides is so
@@ -87,8 +93,8 @@ def test_compiled_takes_any_strides(gemm):
 
 def test_function_transforms():
     hidden, weight, bias = (tensor.detach() for tensor in inputs(FEW))
-    onednn = Kernels(gemm="onednn")
-    each = torch.func.vmap(torch.func.grad(lambda one: linear(one, weight, bias, onednn).square().sum()))(hidden)
+    with using(Kernels(gemm="onednn")):
+        each = torch.func.vmap(torch.func.grad(lambda one: linear(one, weight, bias).square().sum()))(hidden)
     right = torch.func.vmap(torch.func.grad(lambda one: F.linear(one, weight, bias).square().sum()))(hidden)
     torch.testing.assert_close(each, right)
 
@@ -99,5 +105,6 @@ def test_weight_and_bias_may_be_views_of_one_matrix(gemm, compiled):
     torch.compiler.reset()
     hidden, both = torch.randn(FEW, 20), torch.randn(8, 21)  # what HyperRouter generates
     product = torch.compile(linear, fullgraph=True, backend="aot_eager") if compiled else linear
-    scores = product(hidden, both[:, :-1], both[:, -1], Kernels(gemm=gemm))
+    with using(Kernels(gemm=gemm)):
+        scores = product(hidden, both[:, :-1], both[:, -1])
     torch.testing.assert_close(scores, F.linear(hidden, both[:, :-1], both[:, -1]), rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from pointsman.experts import grouped_mm, reference
 from pointsman.experts.cpu import custom_op, function
 from pointsman.experts.reference import ExpertParameters
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import active, active_code, plain_wanted
 from pointsman.ops.linear import transformed
 from pointsman.routing import Routing
 
@@ -20,7 +20,6 @@ def apply_experts(
     parameters: ExpertParameters,
     activation: str = "relu",
     dropout: float = 0.0,
-    kernels: Kernels | None = None,
 ) -> Tensor:
     """`reference.apply_experts` on the fastest path that this device has.
 
@@ -33,20 +32,19 @@ def apply_experts(
         routing: whose experts and weights are combined.
         activation: "relu", "gelu" or "silu".
         dropout: probability with which hidden units of an expert are dropped (0 in evaluation).
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
 
     Returns:
         [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
-        return _apply(hidden, routing, parameters, activation, dropout, kernels)
+        return _apply(hidden, routing, parameters, activation, dropout)
     dtype = torch.get_autocast_dtype(kind)
     hidden = hidden.to(dtype)
     cast = (None if tensor is None else tensor.to(dtype) for tensor in parameters)
     parameters = ExpertParameters(*cast)  # type: ignore[arg-type]
     with torch.autocast(kind, enabled=False):
-        return _apply(hidden, routing, parameters, activation, dropout, kernels)
+        return _apply(hidden, routing, parameters, activation, dropout)
 
 
 def _apply(
@@ -55,7 +53,6 @@ def _apply(
     parameters: ExpertParameters,
     activation: str,
     dropout: float,
-    kernels: Kernels | None,
 ) -> Tensor:
     pairs = routing.flat
     if pairs is None:
@@ -64,7 +61,7 @@ def _apply(
             raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
     else:
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
-    path = _path(hidden, parameters, expert, kernels)
+    path = _path(hidden, parameters, expert)
     if path == "cuda":
         return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
@@ -73,17 +70,16 @@ def _apply(
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
     hidden = hidden.contiguous()
-    code = "" if kernels is None else kernels.code
     if torch.compiler.is_compiling():
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
-        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, code)
-    options = function.Options(activation, dropout, 0 if seed is None else int(seed), code)
+        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, active_code())
+    options = function.Options(activation, dropout, 0 if seed is None else int(seed), active())
     return function.apply(hidden, weight, function.Assignments(token, expert), parameters, options)
 
 
-def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor, kernels: Kernels | None) -> str:
+def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
-    if (kernels is not None and kernels.path == "plain") or not expert.numel() or transformed():
+    if plain_wanted() or not expert.numel() or transformed():
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES.get(kind, set()):

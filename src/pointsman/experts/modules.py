@@ -12,7 +12,6 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
-from pointsman.ops.kernels import Kernels
 from pointsman.routing import Routing
 
 
@@ -34,7 +33,6 @@ class Experts(nn.Module):
     `b_out` [E, dim].
 
     Attributes:
-        kernels: which kernels compute; None: those that a timing at the first use chooses.
         starts_at_zero: whether W_out starts at 0, also where a model draws the initial weights.
     """
 
@@ -61,7 +59,6 @@ class Experts(nn.Module):
             raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 up to, not including, 1")
         self.dim, self.hidden_dim, self.num_experts = dim, hidden_dim, num_experts
         self.activation, self.dropout = activation, dropout
-        self.kernels: Kernels | None = None
         self.w_in = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w_out = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w_gate = nn.Parameter(torch.empty(num_experts, hidden_dim, dim)) if gated else None
@@ -90,7 +87,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim]: the weighted sum of each token's experts."""
         dropout = self.dropout if self.training else 0.0
-        return apply_experts(hidden, routing, self.expert_parameters, self.activation, dropout, self.kernels)
+        return apply_experts(hidden, routing, self.expert_parameters, self.activation, dropout)
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.experts.reference import ACTIVATIONS
-from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 
 
@@ -29,7 +28,6 @@ class SharedExperts(nn.Module):
     """
 
     role = "shared-experts"
-    kernels: Kernels | None = None
 
     def __init__(
         self,
@@ -61,14 +59,14 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[tokens, dim] -> [tokens, dim]."""
-        units = linear(hidden, self.w_in, self.b_in, self.kernels)
+        units = linear(hidden, self.w_in, self.b_in)
         activate = ACTIVATIONS[self.activation]
         if self.w_gate is None:
             units = activate(units)
         else:
-            units = units * activate(linear(hidden, self.w_gate, self.b_gate, self.kernels))
-        output = linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out, self.kernels)
-        return output if self.gate is None else output * torch.sigmoid(linear(hidden, self.gate, None, self.kernels))
+            units = units * activate(linear(hidden, self.w_gate, self.b_gate))
+        output = linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
+        return output if self.gate is None else output * torch.sigmoid(linear(hidden, self.gate))
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""

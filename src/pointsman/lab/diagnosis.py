@@ -17,6 +17,7 @@ from pointsman.control import named_routers
 from pointsman.diagnostics.consistency import consistency_over_training
 from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
 from pointsman.lab.progress import Progress
+from pointsman.ops.kernels import using
 
 if TYPE_CHECKING:
     from pointsman.lab.training.run import Run
@@ -129,15 +130,16 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     if watch:
         watch.phase("diagnose", len(stream))
     try:
-        found = diagnose(
-            run.model,
-            _batches(stream),
-            against={label: other.model for label, other in others.items()},
-            history=_history(run, settings) if _step_of(path) is None else {},
-            top_k=top_k,
-            reader=_reader(run, config.eval_memory_length),
-            advance=None if watch is None else lambda done: watch.advance(done, {}),
-        )
+        with using(run.kernels):
+            found = diagnose(
+                run.model,
+                _batches(stream),
+                against={label: other.model for label, other in others.items()},
+                history=_history(run, settings) if _step_of(path) is None else {},
+                top_k=top_k,
+                reader=_reader(run, config.eval_memory_length),
+                advance=None if watch is None else lambda done: watch.advance(done, {}),
+            )
     except ValueError as mistake:
         raise RunError(str(mistake)) from None
     found["source"] = {"run": str(path), "step": run.step, "router": config.model.router, "seed": config.seed}

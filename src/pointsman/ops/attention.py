@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pointsman.ops.gemm import Gemm, choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import Gemm
+from pointsman.ops.kernels import active_gemm
 from pointsman.ops.relative import by_key
 
 MASKED = -1e30  # a padded key: finite, so that a row whose keys are all padded stays finite
@@ -42,7 +42,6 @@ def traced_attention(
     scale: float,
     key_mask: Tensor | None = None,
     dropout: float = 0.0,
-    kernels: Kernels | None = None,
     trace: bool = True,
 ) -> tuple[Tensor, tuple[Heads, Heads, Heads] | None]:
     """Causal attention with relative positions, and its queries, keys and values head by head.
@@ -56,7 +55,6 @@ def traced_attention(
         key_mask: [B, S] bool, True for a real token; None where all are real. A query without any real key gets the
             mean of the values before it.
         dropout: probability with which attention probabilities are dropped.
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
         trace: whether queries, keys and values are wanted.
 
     Returns:
@@ -64,9 +62,7 @@ def traced_attention(
         keys and values as H tensors [B, T or S, D] each. A gradient that flows back through one of these costs that
         head's share; through `query` it would cost a tensor of all heads.
     """
-    gemm: Gemm | None = None
-    if query.device.type == "cpu":
-        gemm = choose((kernels or measure_kernels()).gemm, query.dtype)
+    gemm = active_gemm(query.dtype) if query.device.type == "cpu" else None
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     output, *each = _RelativeAttention.apply(
         query,

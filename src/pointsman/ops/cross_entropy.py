@@ -8,29 +8,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pointsman.ops.gemm import BLAS, Gemm, choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import BLAS, Gemm
+from pointsman.ops.kernels import active_gemm
 
 ELEMENTS = 2**25  # logits that live at once: 128 MB in float32
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, kernels: Kernels | None = None
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(W h + b)[target] for each token, without keeping the logits.
 
     Args:
         hidden: [tokens, dim].
         weight, bias: [vocabulary, dim], [vocabulary].
         targets: [tokens] int64, each in the vocabulary.
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
 
     Returns:
         [tokens], nats, at least float32. Under autocast the products run in autocast's dtype.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    gemm = choose((kernels or measure_kernels()).gemm, dtype) if device == "cpu" else BLAS
+    gemm = active_gemm(dtype) if device == "cpu" else BLAS
     losses: Tensor = _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets, gemm)  # type: ignore[no-untyped-call]
     return losses
 

@@ -195,6 +195,8 @@ def _as_columns(rows: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -
 
 
 BLAS, BLAS_RELU, ONEDNN, BATCHED = Blas(), BlasRelu(), OneDNN(), Batched()
+GEMMS: dict[str, Gemm] = {"blas": BLAS, "blas+relu": BLAS_RELU, "onednn": ONEDNN}
+"""What `choose` gives, by name."""
 
 
 @cache

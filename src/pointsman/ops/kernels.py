@@ -1,41 +1,36 @@
-"""Which kernels a run uses: chosen once by a timing, recorded, and reused.
+"""Which kernels a run uses: one active choice, made once by a timing, recorded, and reused.
 
-They differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore
-keeps its choice: `Kernels.to_dict` goes into the run's record, `Kernels.from_dict` brings it back.
+Kernels differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore keeps
+its choice: `Kernels.to_dict` goes into the run's record, `Kernels.from_dict` reads it, and everything computed inside
+`with using(kernels):` follows it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, astuple, dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman._errors import did_you_mean
 from pointsman.ops import dots
-from pointsman.ops.gemm import BATCHED, Gemm, choose, onednn_works
+from pointsman.ops.gemm import BATCHED, GEMMS, Gemm, choose, onednn_works
 
-_ROW, _FEW = ("dots", "mv"), ("rows", "columns")
+_ROW = ("dots", "mv")
 _ALLOWED = {
     "path": ("fast", "plain"),
     "gemm": ("blas", "onednn"),
     "row": _ROW,
-    "few": _FEW,
     "row_bf16": _ROW,
-    "few_bf16": _FEW,
     "batched_bf16": ("small", "padded"),
 }
-
-
-class Decoding(NamedTuple):
-    """How few rows meet the weights of experts, where no backward follows: `row` and `few` of `Kernels`."""
-
-    row: str
-    few: str
+_RETIRED = ("few", "few_bf16")
+"""Choices that earlier records may hold and that no longer exist."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +39,17 @@ class Kernels:
 
     Attributes:
         path: "fast", or "plain": the reference, one expert after the other through autograd.
-        gemm: on a CPU in float32, matrix products of the fast path through "blas" or "onednn".
-        row: without gradients in float32, an expert's only row through "dots" (`ops.dots`) or through "mv" (torch.mv).
-        few: the same for few rows and a large weight: "rows", as `gemm` does, or "columns", the weight times them.
+        gemm: on a CPU in float32, the matrix products: "blas" or "onednn".
+        row: without gradients in float32, an expert's only row: "dots" (`ops.dots`) or "mv" (torch.mv).
         row_bf16: `row` for bfloat16.
-        few_bf16: `few` for bfloat16.
-        batched_bf16: in bfloat16, which experts of many tokens one torch.bmm computes: only "small" ones, for which
-            calls would take the time, or all that are "padded" to the same number of rows by up to a fifth.
+        batched_bf16: in bfloat16, which experts with many tokens share a torch.bmm: only "small" ones, where the calls
+            would take the time, or all, "padded" to the same number of rows by up to a fifth.
     """
 
     path: str = "fast"
     gemm: str = "blas"
     row: str = "dots"
-    few: str = "rows"
     row_bf16: str = "dots"
-    few_bf16: str = "rows"
     batched_bf16: str = "small"
 
     def __post_init__(self) -> None:
@@ -70,19 +61,17 @@ class Kernels:
 
     @cached_property
     def code(self) -> str:
-        """All of it in a word, for operators that take no objects."""
+        """All choices in one word, for operators that take no objects."""
         return ",".join(astuple(self))
 
     @staticmethod
     def decoded(code: str) -> Kernels:
-        """Back from `code`; "": what `measure_kernels` chooses for this process."""
-        return _decoded(code) if code else measure_kernels()
+        """Back from `code`."""
+        return _decoded(code)
 
-    def decoding(self, dtype: torch.dtype) -> Decoding:
-        """Those for few rows of a dtype."""
-        if dtype == torch.bfloat16:
-            return Decoding(self.row_bf16, self.few_bf16)
-        return Decoding(self.row, self.few)
+    def row_of(self, dtype: torch.dtype) -> str:
+        """`row` for a dtype."""
+        return self.row_bf16 if dtype == torch.bfloat16 else self.row
 
     def to_dict(self) -> dict[str, str]:
         """For environment.json and checkpoints."""
@@ -90,11 +79,11 @@ class Kernels:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, str]) -> Kernels:
-        """What `to_dict` gave."""
+        """What `to_dict` gave, also in an earlier version."""
         for name in values:
-            if name not in _ALLOWED:
+            if name not in _ALLOWED and name not in _RETIRED:
                 raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
-        return cls(**values)
+        return cls(**{name: value for name, value in values.items() if name in _ALLOWED})
 
 
 @cache
@@ -105,15 +94,72 @@ def _decoded(code: str) -> Kernels:
 PLAIN = Kernels("plain", "blas")
 """The reference path: what deterministic runs take."""
 
+_own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
+_entered: list[Kernels] = []  # by all threads; the last one is for threads that have no choice of their own
+
+
+@contextmanager
+def using(kernels: Kernels | None) -> Iterator[None]:
+    """Everything inside computes with these kernels; None: with those that `measure_kernels` chooses.
+
+    A choice belongs to its thread. Threads that have made none, such as autograd's on a GPU, follow the one entered
+    last. A backward pass follows its forward. A graph of torch.compile keeps what was active when it was traced.
+    """
+    kernels = kernels or measure_kernels()
+    token = _own.set(kernels)
+    _entered.append(kernels)
+    try:
+        yield
+    finally:
+        _entered.remove(kernels)
+        _own.reset(token)
+
+
+def _chosen() -> Kernels | None:
+    return _own.get() or (_entered[-1] if _entered else None)
+
+
+def active() -> Kernels:
+    """The kernels of computations here and now. Code that torch.compile traces calls one of the three below."""
+    return _chosen() or measure_kernels()
+
+
+def plain_wanted() -> bool:
+    """Whether the active choice is the plain path. Measures nothing."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops import recompilation
+
+        wanted: bool = recompilation.plain_wanted()
+        return wanted
+    kernels = _chosen()
+    return kernels is not None and kernels.path == "plain"
+
+
+def active_code() -> str:
+    """`active().code`, also where torch.compile traces: a constant of the graph."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops import recompilation
+
+        code: str = recompilation.active_code()
+        return code
+    return active().code
+
+
+def active_gemm(dtype: torch.dtype) -> Gemm:
+    """The active matrix products on a CPU for a dtype, also where torch.compile traces."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops import recompilation
+
+        return GEMMS[recompilation.active_gemm(dtype)]
+    return choose(active().gemm, dtype)
+
 
 @cache
 def measure_kernels() -> Kernels:
     """The faster kernels of this process, timed at the first call (about 0.3 s) and remembered."""
     gemm = _measure_products()
-    row, few = _measure_decoding(torch.float32, choose(gemm, torch.float32))
-    half = choose(gemm, torch.bfloat16)
-    row_bf16, few_bf16 = _measure_decoding(torch.bfloat16, half)
-    return Kernels("fast", gemm, row, few, row_bf16, few_bf16, _measure_batches(half))
+    row, row_bf16 = _measure_row(torch.float32), _measure_row(torch.bfloat16)
+    return Kernels("fast", gemm, row, row_bf16, _measure_batches(choose(gemm, torch.bfloat16)))
 
 
 def _measure_products() -> str:
@@ -138,20 +184,18 @@ def _measure_products() -> str:
     return fastest({name: with_products(choose(name, torch.float32)) for name in ("blas", "onednn")}, 15, LEAD)
 
 
-def _measure_decoding(dtype: torch.dtype, gemm: Gemm) -> Decoding:
-    """The faster way for one row, and for few rows, of each of some experts, whose weights fill more than a cache."""
-    rows, weight = few_and_large(dtype)
-    single, index = rows[:, 0].contiguous(), torch.arange(len(rows), device="cpu")
+def _measure_row(dtype: torch.dtype) -> str:
+    """The faster way for one row of each of some experts, whose weights fill more than a cache."""
+    experts, width = 8, 1024
+    weight = torch.full((experts, width, width), 0.5, dtype=dtype, device="cpu")
+    rows, index = torch.full((experts, width), 0.5, dtype=dtype, device="cpu"), torch.arange(experts, device="cpu")
+    if not dots.suits(weight):
+        return "mv"
     ways: dict[str, Callable[[], object]] = {
-        "dots": lambda: dots.linear(single, index, weight, index),
-        "mv": lambda: [torch.mv(*pair) for pair in zip(weight, single, strict=True)],
+        "dots": lambda: dots.linear(rows, index, weight, index),
+        "mv": lambda: [torch.mv(*pair) for pair in zip(weight, rows, strict=True)],
     }
-    row = fastest(ways, 5) if dots.suits(weight) else "mv"
-    ways = {
-        "rows": lambda: [gemm.linear(*pair) for pair in zip(rows, weight, strict=True)],
-        "columns": lambda: in_columns(rows, weight),
-    }
-    return Decoding(row, fastest(ways, 5))
+    return fastest(ways, 5)
 
 
 def _measure_batches(gemm: Gemm) -> str:
@@ -179,18 +223,6 @@ def _measure_batches(gemm: Gemm) -> str:
     return fastest({"small": one_by_one, "padded": at_once}, 5, LEAD)
 
 
-def few_and_large(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What decoding is timed on: a few rows [8, 6, 1024] for each of some weights [8, 1024, 1024]."""
-    experts, several, width = 8, 6, 1024
-    weight = torch.full((experts, width, width), 0.5, dtype=dtype, device="cpu")
-    return torch.full((experts, several, width), 0.5, dtype=dtype, device="cpu"), weight
-
-
-def in_columns(rows: Tensor, weight: Tensor) -> list[Tensor]:
-    """Each weight times its rows as columns: [out, rows]."""
-    return [torch.mm(one, inputs.t()) for inputs, one in zip(rows, weight, strict=True)]
-
-
 LEAD = 0.1  # of what is usual for products: what is ahead of it in one shape may be behind in others
 ENOUGH = 0.3  # seconds of one comparison
 
@@ -214,10 +246,3 @@ def fastest(ways: Mapping[str, Callable[[], object]], rounds: int, lead: float =
                 break
     first = next(iter(ways))
     return min(best, key=lambda name: best[name] * (1 - lead if name == first else 1))
-
-
-def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Makes all experts, routers and layers of a model use these kernels."""
-    for module in model.modules():
-        if hasattr(module, "kernels"):
-            module.kernels = kernels  # type: ignore[assignment]

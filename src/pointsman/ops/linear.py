@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from pointsman.ops.gemm import ONEDNN, Gemm, choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import ONEDNN, Gemm
+from pointsman.ops.kernels import active_gemm
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 19  # elements upcast at a time, if that is enough rows for a product
@@ -26,16 +26,15 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: hidden [..., in], weight [out, in], bias [out] -> [..., out].
 
     Args:
         hidden: in the dtype of `weight`; or in half precision, with a float32 weight: then it is upcast.
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling() or not suits(hidden, weight):
         return _plain(hidden, weight, bias)
-    if choose((kernels or measure_kernels()).gemm, torch.float32) is not ONEDNN:
+    if active_gemm(torch.float32) is not ONEDNN:
         return _plain(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     output: Tensor = _Linear.apply(rows.contiguous(), weight.contiguous(), bias)  # type: ignore[no-untyped-call]

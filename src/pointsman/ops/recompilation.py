@@ -1,6 +1,9 @@
-"""Room for one compiled graph for each k: imported only while torch.compile traces, as it brings the compiler along."""
+"""What torch.compile asks for while it traces. Imported only then, because it imports the whole compiler."""
 
 import torch
+
+from pointsman.ops import kernels
+from pointsman.ops.gemm import GEMMS, choose
 
 BESIDE = 8  # torch's own limit for one function: shapes, dtypes
 
@@ -18,3 +21,23 @@ def allow_a_graph_for_each_k(num_experts: int) -> bool:
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
     return True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def active_code() -> str:
+    """`kernels.active().code` at the time of tracing."""
+    return kernels.active().code
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def active_gemm(dtype: torch.dtype) -> str:
+    """The name in `GEMMS` of the products that are active at the time of tracing."""
+    gemm = choose(kernels.active().gemm, dtype)
+    return next(name for name, one in GEMMS.items() if one is gemm)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def plain_wanted() -> bool:
+    """`kernels.plain_wanted()` at the time of tracing."""
+    chosen = kernels._chosen()
+    return chosen is not None and chosen.path == "plain"

@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops import linear as plain
-from pointsman.ops.gemm import Gemm, choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import choose
+from pointsman.ops.kernels import active_code
 
 FEW = 256  # rows, with which the faster product gains less than its call costs
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> Tensor:
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """hidden [..., dim] times weight [E, dim] transposed, plus bias [E]: [..., E], in at least float32.
 
     Args:
         hidden: of any precision; upcast to at least float32, like weight and bias.
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     dtype = torch.float32 if hidden.dtype in plain.HALF else hidden.dtype
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -31,19 +30,15 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, kernels: 
         return F.linear(hidden if hidden.dtype == dtype else hidden.to(dtype), weight, bias)
     if torch.compiler.is_compiling() and plain.suits(hidden, weight):
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        scores: Tensor = score(rows, weight.contiguous(), bias, "" if kernels is None else kernels.gemm)
+        scores: Tensor = score(rows, weight.contiguous(), bias, active_code().split(",")[1])
         return scores.view(*hidden.shape[:-1], -1)
-    return plain.linear(hidden, weight, bias, kernels)
-
-
-def _products(gemm: str, dtype: torch.dtype) -> Gemm:
-    return choose(gemm or measure_kernels().gemm, dtype)
+    return plain.linear(hidden, weight, bias)
 
 
 @torch.library.custom_op("pointsman::score", mutates_args=())
 def score(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
-    """rows [n, dim], contiguous, times weight [E, dim] transposed, plus bias; `gemm` as of `Kernels`, "" measured."""
-    return plain.forward(rows, weight, bias, _products(gemm, weight.dtype))
+    """rows [n, dim], contiguous, times weight [E, dim] transposed, plus bias; `gemm` as of `Kernels`."""
+    return plain.forward(rows, weight, bias, choose(gemm, weight.dtype))
 
 
 @score.register_fake
@@ -54,7 +49,7 @@ def _(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
 @torch.library.custom_op("pointsman::score_backward", mutates_args=())
 def score_backward(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weight."""
-    d_rows, d_weight = plain.backward(gradient.contiguous(), rows, weight, (True, True), _products(gemm, weight.dtype))
+    d_rows, d_weight = plain.backward(gradient.contiguous(), rows, weight, (True, True), choose(gemm, weight.dtype))
     assert d_rows is not None
     assert d_weight is not None
     return d_rows, d_weight

@@ -67,7 +67,7 @@ class HyperScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self.plain_linear()
-        return linear(hidden, weight, bias, self.kernels)
+        return linear(hidden, weight, bias)
 
     def train(self, mode: bool = True) -> HyperScorer:
         self._cache = None

@@ -35,7 +35,7 @@ class FrozenLinearScorer(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         weight, bias = self._plain()
-        return linear(hidden, weight, bias, self.kernels)
+        return linear(hidden, weight, bias)
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         return self._plain()

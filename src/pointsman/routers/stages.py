@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.kernels import Kernels
 from pointsman.routing import Pairs, RouterState, RoutingContext
 
 Tensors = Mapping[str, Tensor]
@@ -166,14 +165,13 @@ class Stage(nn.Module):
 
 
 class Scorer(Stage):
-    """hidden [B, T, dim] -> logits [B, T, E], through the matrix products `kernels` (None: the measured ones).
+    """hidden [B, T, dim] -> logits [B, T, E].
 
     Attributes:
         accepts_half: whether `forward` takes half precision and upcasts it itself (`ops.scoring.linear`). Otherwise it
             gets float32. A subclass with a `forward` of its own must set it again.
     """
 
-    kernels: Kernels | None = None
     accepts_half = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -44,7 +44,7 @@ class LinearScorer(Scorer):
         if self.training and self.jitter:
             hidden = upcast(hidden)
             hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
-        logits = linear(hidden, self.weight, self.bias, self.kernels)
+        logits = linear(hidden, self.weight, self.bias)
         if self.training and self.noise:
             logits = logits + self.noise * torch.randn_like(logits)
         return logits

@@ -58,11 +58,11 @@ class CosineScorer(Scorer):
         if self.projection is None:
             tokens = upcast(hidden)
         else:
-            tokens = linear(hidden, self.projection.weight, None, self.kernels)
+            tokens = linear(hidden, self.projection.weight)
         experts = self.expert_embeddings.to(tokens.dtype)
         if self.normalize_experts:
             experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
-        scores = linear(tokens, experts, None, self.kernels)
+        scores = linear(tokens, experts)
         if self.normalize_tokens:
             scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
         return scores

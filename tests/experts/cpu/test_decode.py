@@ -14,15 +14,15 @@ from pointsman.experts import reference
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.cpu import decode
 from pointsman.ops import dots
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, using
 
 DOTS = Kernels("fast", "onednn")
-MV = Kernels("fast", "blas", "mv", "columns", "mv", "columns")
+MV = Kernels("fast", "blas", "mv", "mv")
 
 
 def check(case: Any, kernels: Kernels = DOTS) -> None:
-    with torch.no_grad():
-        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+    with torch.no_grad(), using(kernels):
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation)
         exact = case.exact()
         expected = reference.apply_experts(exact.hidden, exact.routing, exact.parameters, exact.activation)
     assert output.dtype == case.hidden.dtype
@@ -58,8 +58,8 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
         if draw(st.booleans(), "large"):
             patch.setattr(decode, "IN_CACHE", 0)
             patch.setattr(decode, "TINY", 0)
-        row, several = draw(st.sampled_from(["dots", "mv"]), "row"), draw(st.sampled_from(["rows", "columns"]), "few")
-        check(case, Kernels("fast", draw(st.sampled_from(["blas", "onednn"]), "gemm"), row, several, row, several))
+        row = draw(st.sampled_from(["dots", "mv"]), "row")
+        check(case, Kernels("fast", draw(st.sampled_from(["blas", "onednn"]), "gemm"), row, row))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 6, 40])
@@ -80,92 +80,21 @@ def test_weights_beyond_the_cache(
     check(case, kernels)
 
 
-def ways(case: Any, monkeypatch: pytest.MonkeyPatch, kernels: Kernels = DOTS) -> list[str]:
-    """How the rows of a case come about."""
-    taken: list[str] = []
-    for name in ("_by_dots", "_one_by_one_row", "_batched", "_grouped", "_one_by_one"):
-        genuine = getattr(decode, name)
-
-        def spy(*given: Any, name: str = name, genuine: Callable[..., Any] = genuine) -> Any:
-            taken.append(name)
-            return genuine(*given)
-
-        monkeypatch.setattr(decode, name, spy)
-    check(case, kernels)
-    return taken
-
-
-LARGE = {"dim": 520, "hidden_dim": 1040, "num_experts": 9, "k": 1}
-
-
-WITH_DOTS = [
-    ({"tokens": 1}, torch.float32, ["_by_dots"]),
-    ({"tokens": 1}, torch.bfloat16, ["_by_dots"]),
-    ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_by_dots"]),
-    ({"tokens": 2, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.bfloat16, ["_grouped"]),
-    ({"tokens": 4}, torch.float32, ["_by_dots"]),
-    ({"tokens": 4}, torch.bfloat16, ["_batched"]),
-    ({"tokens": 40, "num_experts": 40, "k": 1}, torch.float32, ["_by_dots"]),  # enough to be sorted
-    ({"tokens": 30}, torch.float32, ["_batched"]),
-    ({"tokens": 30}, torch.bfloat16, ["_batched"]),
-    ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, torch.float32, ["_grouped"]),
-    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.float32, ["_one_by_one"]),
-    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, torch.bfloat16, ["_grouped"]),
-    ({"tokens": 7, **LARGE}, torch.float32, ["_by_dots", "_one_by_one"]),
-    ({"tokens": 7, **LARGE}, torch.bfloat16, ["_by_dots", "_grouped"]),
-]
-WITH_MV = [
-    ({"tokens": 1}, ["_by_dots"]),  # so small that one call is faster
-    ({"tokens": 1, "dim": 192, "hidden_dim": 256}, ["_one_by_one_row"]),
-    ({"tokens": 4}, ["_batched"]),
-    ({"tokens": 20, "num_experts": 40, "k": 1, "favourite": 30.0}, ["_grouped"]),
-    ({"tokens": 2, "seed": 1, **LARGE}, ["_one_by_one_row"]),
-    ({"tokens": 7, **LARGE}, ["_one_by_one_row", "_one_by_one"]),
-    ({"tokens": 20, "dim": 520, "hidden_dim": 1040, "num_experts": 3}, ["_one_by_one"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("given", "dtype", "expected", "kernels"),
-    [
-        *((*case, DOTS) for case in WITH_DOTS),
-        *((given, dtype, expected, MV) for given, expected in WITH_MV for dtype in (torch.float32, torch.bfloat16)),
-    ],
-)
-def test_the_way_follows_from_counts_sizes_and_kernels(
-    problem: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, Any],
-    dtype: torch.dtype,
-    expected: list[str],
-    kernels: Kernels,
-) -> None:
-    assert ways(problem(dtype=dtype, **given), monkeypatch, kernels) == expected
-
-
-def test_small_float32_experts_share_no_call_where_blas_is_the_faster(
-    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"dim": 192, "hidden_dim": 256}
-    assert ways(problem(20, **sizes), monkeypatch, MV) == ["_grouped"]
-    assert ways(problem(20, dtype=torch.bfloat16, **sizes), monkeypatch, MV) == ["_batched"]
-
-
 def test_nothing_chosen_of_experts_beyond_the_cache(
     problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dots, "works", lambda: False)
     for dim in (520, 521):
-        assert ways(problem(2, dim, 1040, 2, 1, dropped=1.0), monkeypatch) == []
+        check(problem(2, dim, 1040, 2, 1, dropped=1.0))
 
 
-def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any]) -> None:
     case = problem(1)
     experts, hidden_dim, dim = case.parameters.w_in.shape
     apart = hidden_dim * dim + 1
     w_in = torch.randn(experts * apart).as_strided((experts, hidden_dim, dim), (apart, dim, 1))
     case.parameters = case.parameters._replace(w_in=w_in)
-    assert ways(case, monkeypatch) == ["_one_by_one_row"]
+    check(case)
 
 
 @pytest.mark.parametrize("kernels", [DOTS, MV])
@@ -173,8 +102,8 @@ def test_experts_that_lie_apart_by_no_whole_row(problem: Callable[..., Any], mon
 def test_experts_in_narrow_integers(problem: Callable[..., Any], tokens: int, kernels: Kernels) -> None:
     case = problem(tokens)
     case.routing = replace(case.routing, experts=case.routing.experts.int())
-    with torch.no_grad():
-        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation, 0.0, kernels)
+    with torch.no_grad(), using(kernels):
+        output = apply_experts(case.hidden, case.routing, case.parameters, case.activation)
     expected = case.reference(torch.zeros_like(case.hidden))[0]
     assert (output.double() - expected).norm() <= 1e-5 * expected.norm()
 
@@ -193,22 +122,6 @@ def test_a_dropped_weight_is_not_read(problem: Callable[..., Any]) -> None:
             case.routing.experts[:, 0] = -1
             case.weights[:, 0] = torch.nan
             assert apply_experts(case.hidden, case.routing, case.parameters, "relu").isfinite().all()
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(1, True), (128, True), (129, False)])
-def test_only_few_tokens_without_gradient_and_dropout(
-    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, expected: bool
-) -> None:
-    called: list[bool] = []
-    genuine = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *given: called.append(True) or genuine(*given))
-    case = problem(tokens)
-    apply_experts(case.hidden, case.routing, case.parameters, "relu")
-    with torch.no_grad():
-        apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.5)
-        assert not called
-        apply_experts(case.hidden, case.routing, case.parameters, "relu")
-    assert bool(called) == expected
 
 
 def test_a_token_at_a_time_equals_all_at_once() -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.lab.models import Memory, TransformerXL, TransformerXLConfig
 from pointsman.lab.models.vocabulary import AdaptiveEmbedding
-from pointsman.ops.kernels import Kernels, use_kernels
 from pointsman.routers.stages import Mixer
 
 VOCABULARY = 31
@@ -469,7 +468,6 @@ def test_a_model_with_adaptive_softmax_trains_all_of_it():
 def test_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
     model = build(num_layers=1, router="hyperrouter")
-    use_kernels(model, Kernels())
     compiled = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
     memory = None
     for segment in range(2):

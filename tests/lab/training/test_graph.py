@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.objectives import objective_of
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
-from pointsman.ops.kernels import Kernels, use_kernels
+from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.mutual import posterior
 from pointsman.routers.select import TopK
 
@@ -119,6 +119,13 @@ class TapeRecorder:
         return replay, passed
 
 
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """No timing on the way."""
+    with using(Kernels()):
+        yield
+
+
 @pytest.fixture
 def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors take the way of those on a GPU, wherever they are."""
@@ -133,9 +140,7 @@ def state_of(config: RunConfig, corpus: Corpus, device: str, recorder: TapeRecor
 
 def state(config: RunConfig, corpus: Corpus, recorder: TapeRecorder | None = None) -> TrainingState:
     config = config.with_overrides({"cuda_graph": recorder is not None})
-    made = state_of(config, corpus, "cpu", recorder)
-    use_kernels(made.model, Kernels())
-    return made
+    return state_of(config, corpus, "cpu", recorder)
 
 
 def step(one: TrainingState, monitor: RoutingMonitor | None = None) -> dict[str, Any]:
@@ -291,7 +296,6 @@ def on_meta(gpu_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def pass_without_waiting(config: RunConfig, device: str) -> None:
     """Forward and backward of two segments."""
     model = TransformerXL(config.model).to(device)
-    use_kernels(model, Kernels())
     objective, memory = objective_of(model), None
     tokens = torch.zeros(4, 16, dtype=torch.int64, device=device)
     for _ in range(2):

@@ -15,6 +15,7 @@ from pointsman.experts.cpu.dispatch import rows_at_most
 from pointsman.experts.cpu.function import Assignments, Options, Work, evaluate, sharing
 from pointsman.experts.cpu.hidden_units import Gradients, Kept
 from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.kernels import Kernels
 
 
 def apply(
@@ -57,7 +58,7 @@ def experts_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output [tokens, dim], and `room` elements with what `experts_backward` needs; 0 where none follows."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    options = Options(activation, dropout, int(seed), code)
+    options = Options(activation, dropout, int(seed), Kernels.decoded(code))
     assignments = Assignments(token, expert)
     if not room:
         return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
@@ -103,7 +104,9 @@ def experts_backward(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    work = Work(hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), code))
+    work = Work(
+        hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), Kernels.decoded(code))
+    )
     gradients = Gradients(
         *(
             torch.empty_like(tensor) if needed and tensor is not None else None

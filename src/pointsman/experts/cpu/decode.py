@@ -19,12 +19,9 @@ from pointsman.experts.cpu.hidden_units import HiddenUnits, one
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops import dots
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
-from pointsman.ops.kernels import Decoding
 
 MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
 
-COLUMNS = {torch.float32: range(4, 33), torch.bfloat16: range(2, 65)}
-"""For how many rows a large weight takes them as columns, where `Decoding.few` says so: measured with Intel's AMX."""
 TINY = 1 << 15  # elements of a weight that is read in less time than a call takes
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -37,7 +34,7 @@ def forward(
     expert: Tensor,
     parameters: ExpertParameters,
     first: HiddenUnits,
-    decoding: Decoding,
+    row: str,
 ) -> Tensor:
     """The combined output [tokens, dim].
 
@@ -46,7 +43,7 @@ def forward(
         weight: [tokens, k], at least float32.
         expert: [tokens, k], -1 for none.
         first: the experts' first half, without dropout.
-        decoding: what the timings of `measure_kernels` chose.
+        row: how an expert's only row is computed: `Kernels.row`.
     """
     tokens, k = expert.shape
     # so few that lists are sorted and counted in a fraction of the time that calls into torch or numpy take
@@ -59,10 +56,10 @@ def forward(
             return torch.zeros_like(hidden)
         experts = [experts[place] for place in kept]
     elif tokens == 1:
-        rows = _single(parameters, decoding)(hidden, Chosen([0] * k, experts), parameters, first.activation)
+        rows = _single(parameters, row)(hidden, Chosen([0] * k, experts), parameters, first.activation)
         return torch.mm(weight.to(hidden.dtype), rows)
     source = [place // k for place in kept]
-    results = _results(hidden, Chosen(source, experts), parameters, first, decoding)
+    results = _results(hidden, Chosen(source, experts), parameters, first, row)
     factor = weight.to(hidden.dtype).reshape(-1)
     if len(kept) < tokens * k:
         factor = factor[_tensor(kept)]
@@ -112,10 +109,10 @@ def _ordered(rows: Tensor, order: list[int]) -> Results:
     return Results(rows, place)
 
 
-def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, decoding: Decoding) -> Results:
+def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, row: str) -> Results:
     """What the chosen experts [S] give for their tokens."""
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    single = _single(p, decoding)
+    single = _single(p, row)
     with_dots = single is _by_dots
     counts = chosen.counts(len(p.w_in))
     most = max(counts)
@@ -138,18 +135,16 @@ def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenU
             results.append(single(hidden, chosen.take(left), p, first.activation))
     if shared:
         rows = hidden.index_select(0, _tensor(chosen.source[place] for place in shared))
-        in_columns = decoding.few == "columns" and not small
-        if not in_columns and _grouped_suits(hidden, p, first, small):
+        if _grouped_suits(hidden, p, first, small):
             results.append(_grouped(rows, counts, p, first.activation))
         else:
-            columns = COLUMNS[hidden.dtype] if in_columns else range(0)
-            results.append(_one_by_one(rows, counts, p, first, columns))
+            results.append(_one_by_one(rows, counts, p, first))
     return _ordered(torch.cat(results) if len(results) > 1 else results[0], order)
 
 
-def _single(p: ExpertParameters, decoding: Decoding) -> Callable[[Tensor, Chosen, ExpertParameters, str], Tensor]:
+def _single(p: ExpertParameters, row: str) -> Callable[[Tensor, Chosen, ExpertParameters, str], Tensor]:
     """How the rows of experts that have only one come about: [S, dim]."""
-    with_mv = decoding.row == "mv" and p.w_in.shape[1] * p.w_in.shape[2] > TINY
+    with_mv = row == "mv" and p.w_in.shape[1] * p.w_in.shape[2] > TINY
     if with_mv or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
         return _one_by_one_row
     return _by_dots
@@ -232,25 +227,16 @@ def _grouped(rows: Tensor, counts: list[int], p: ExpertParameters, activation: s
     return _feed_forward(rows, p, activation, linear)
 
 
-def _one_by_one(
-    rows: Tensor, counts: list[int], parameters: ExpertParameters, first: HiddenUnits, columns: range
-) -> Tensor:
-    """What `_grouped` does, an expert after the other; those of so many rows as are in `columns` take columns."""
-
-    def of_columns(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.mm(weight, inputs) if bias is None else torch.addmm(bias[:, None], weight, inputs)
-
+def _one_by_one(rows: Tensor, counts: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
+    """What `_grouped` does, one expert after the other."""
     results, start = [], 0
     for index, count in enumerate(counts):
         if not count:
             continue
         end = start + count
-        expert, inputs = one(parameters, index), rows[start:end]
-        if end - start in columns:
-            results.append(_feed_forward(inputs.t(), expert, first.activation, of_columns).t())
-        else:
-            units, _ = first.forward(inputs, expert)
-            results.append(first.gemm.linear(units, expert.w_out, expert.b_out))
+        expert = one(parameters, index)
+        units, _ = first.forward(rows[start:end], expert)
+        results.append(first.gemm.linear(units, expert.w_out, expert.b_out))
         start = end
     return torch.cat(results)
 

@@ -24,16 +24,12 @@ PADDING = 20  # rows for every 100
 
 @dataclass(frozen=True)
 class Options:
-    """How experts compute: activation, dropout probability and the seed of its mask, `Kernels.code`."""
+    """How experts compute: activation, dropout probability and the seed of its mask, kernels."""
 
     activation: str
     dropout: float
     seed: int
-    code: str
-
-    @property
-    def kernels(self) -> Kernels:
-        return Kernels.decoded(self.code)
+    kernels: Kernels
 
     def hidden_units(self, dtype: torch.dtype) -> HiddenUnits:
         generator = torch.Generator().manual_seed(self.seed) if self.dropout else None
@@ -171,8 +167,8 @@ def evaluate(
     """`apply` where no backward follows."""
     token, expert = assignments.token, assignments.expert
     if token is None and expert.numel() <= decode.MOST and not options.dropout:
-        first, decoding = options.hidden_units(hidden.dtype), options.kernels.decoding(hidden.dtype)
-        return decode.forward(hidden, weight, expert, parameters, first, decoding)
+        first, row = options.hidden_units(hidden.dtype), options.kernels.row_of(hidden.dtype)
+        return decode.forward(hidden, weight, expert, parameters, first, row)
     return Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=False)[0]
 
 

@@ -145,6 +145,6 @@ def refuse_second_derivatives() -> None:
     """Called in a backward pass: gradients are on there only under `create_graph=True`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "the experts' fast path has no second derivatives: without create_graph=True, or with kernels PLAIN "
-            "(pointsman.ops.kernels)"
+            "the experts' fast path has no second derivatives: leave create_graph=True out, or compute the forward "
+            "inside `with using(PLAIN):` (pointsman.ops.kernels)"
         )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pointsman.lab.benchmark.cases import Case
 from pointsman.layer import MoE
-from pointsman.ops.gemm import choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import BLAS
+from pointsman.ops.kernels import active_gemm
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -63,7 +63,6 @@ class Limit(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.kernels: Kernels | None = None
         self.device, self.dtype = case.device, getattr(torch, case.dtype)
         self.rows = case.tokens * case.k
         self.chunk = self.rows if case.device != "cpu" else min(self.rows, 2048)
@@ -73,8 +72,7 @@ class Limit(nn.Module):
         self.input = torch.randn(self.chunk, case.dim, dtype=self.dtype, device=case.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        name = (self.kernels or measure_kernels()).gemm if self.device == "cpu" else "blas"
-        gemm = choose(name, self.dtype)
+        gemm = active_gemm(self.dtype) if self.device == "cpu" else BLAS
         for start in range(0, self.rows, self.chunk):
             part = self.input[: min(self.chunk, self.rows - start)]
             gemm.linear(gemm.linear(part, self.inward, None, relu=True), self.outward)

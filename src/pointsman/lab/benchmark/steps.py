@@ -16,7 +16,7 @@ from pointsman.lab.recipes import preset
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.state import TrainingState
-from pointsman.ops.kernels import use_kernels
+from pointsman.ops.kernels import using
 
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
 """HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
@@ -43,22 +43,25 @@ class Steps:
         self.device = torch.device(device)
         task = LanguageModelling(corpus)
         self.state = TrainingState(task.prepared(config), task, self.device)
-        use_kernels(self.state.model, choose_kernels(config, None, None))
+        self.kernels = choose_kernels(config, None, None)
         if way == "compiled":
             self.state.model.compile(dynamic=False)
-        for _ in range(FIRST):
-            self.state.train_step()
+        with using(self.kernels):
+            for _ in range(FIRST):
+                self.state.train_step()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def measure(self, turn: int) -> dict[str, float]:
         """Mean seconds of a few steps in a row; one before them wakes the device."""
-        self.state.train_step()
-        start = self._now()
-        for _ in range(STEPS):
+        with using(self.kernels):
             self.state.train_step()
-        return {"total": (self._now() - start) / STEPS}
+            start = self._now()
+            for _ in range(STEPS):
+                self.state.train_step()
+            end = self._now()
+        return {"total": (end - start) / STEPS}
 
     def memory(self, turn: int) -> dict[str, float]:
         """Bytes that the device holds for the run at its peak: what lies in a graph's pool is never given back."""

@@ -7,6 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pointsman.experts.cpu import memory
 from pointsman.lab.benchmark.cases import Case
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
-from pointsman.ops.kernels import Kernels, use_kernels
+from pointsman.ops.kernels import Kernels, using
 
 AWAKE = 0.02  # seconds of work before a measurement
 WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # the first seed, and how many calls at most; compared four by four
@@ -42,8 +43,7 @@ class Worker:
             self.layer, self.module = IMPLEMENTATIONS[name].build(case)
         self.module.to(case.device, dtype)
         self.module.train(case.train)
-        if kernels is not None:
-            use_kernels(self.module, kernels)
+        self.kernels = kernels
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
         generator = torch.Generator(self.case.device).manual_seed(seed)
@@ -80,6 +80,10 @@ class Worker:
 
     def once(self, seed: int) -> dict[str, float]:
         """Seconds of one call on new tokens."""
+        with self._chosen():
+            return self._once(seed)
+
+    def _once(self, seed: int) -> dict[str, float]:
         hidden = self.hidden(seed)
         if self.name in LIMITS or not self.case.train:
             with torch.no_grad():
@@ -104,9 +108,10 @@ class Worker:
         assert isinstance(router, nn.Module)
         hidden, gradient = self.hidden(seed).requires_grad_(), torch.ones(self.case.tokens, self.case.k)
         self.module.zero_grad()
-        start = self._now()
-        router(hidden).weights.backward(gradient)
-        return {"router": self._now() - start}
+        with self._chosen():
+            start = self._now()
+            router(hidden).weights.backward(gradient)
+            return {"router": self._now() - start}
 
     def memory(self, seed: int) -> dict[str, float]:
         """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
@@ -132,6 +137,9 @@ class Worker:
         before = _status("VmRSS")
         self.once(seed)
         return {"memory": _status("VmHWM") - before}
+
+    def _chosen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.kernels is None else using(self.kernels)
 
     def _awake(self, seed: int) -> None:
         """Wakes what is to be measured: a GPU by a call on other tokens, which also gets back the memory it gave up."""

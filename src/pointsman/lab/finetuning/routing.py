@@ -14,7 +14,6 @@ from pointsman.lab.data.task_streams import Encoded, eval_batches
 from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.ops.kernels import Kernels, use_kernels
 
 EXAMPLES = 256
 TOP_K = 2
@@ -36,9 +35,6 @@ def change_from(weights: Mapping[str, Tensor], model: Classifier, encoded: Encod
     before = TransformerXL(model.config)
     before.load_state_dict(weights)
     before.to(device)
-    kernels = next((module.kernels for module in model.modules() if hasattr(module, "kernels")), None)
-    if isinstance(kernels, Kernels):
-        use_kernels(before, kernels)  # near ties fall the same way
     top_k = min(TOP_K, model.config.num_experts)
     part = encoded.first(EXAMPLES)
     layers = {name: Fluctuation() for name, _ in named_routers(before)}

@@ -120,7 +120,7 @@ def finetune(
         resume=begun,
         device=device,
         task=task,
-        kernels=kernels or _kernels_of(pretrained.model),
+        kernels=kernels or pretrained.kernels,
         progress=progress,
         monitor=monitor,
         stop=stop,
@@ -152,8 +152,8 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
     checkpoint = whole_checkpoint(directory.checkpoints, note)
     model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
-    model = model_of(checkpoint, config, device, model)
-    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), about)
+    model, kernels = model_of(checkpoint, config, device, model)
+    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), kernels, about)
 
 
 def is_finetuned(path: Path | str) -> bool:
@@ -179,9 +179,3 @@ def _claim(directory: RunDirectory, about: dict[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{key} is {before.get(key)!r} there, {about.get(key)!r} here" for key in differing)
         raise RunError(f"{directory.path} holds a fine-tuning of another configuration: {told}; choose another --out")
-
-
-def _kernels_of(model: nn.Module) -> Kernels | None:
-    """The kernels that the pre-trained run used."""
-    found = (getattr(module, "kernels", None) for module in model.modules())
-    return next((kernels for kernels in found if isinstance(kernels, Kernels)), None)

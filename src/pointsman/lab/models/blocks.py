@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pointsman.experts.reference import ACTIVATIONS
 from pointsman.layer import MoE
 from pointsman.ops.attention import traced_attention
-from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
@@ -32,7 +31,6 @@ class FeedForward(nn.Module):
     """
 
     role = "feed-forward"
-    kernels: Kernels | None = None
 
     def __init__(self, dim: int, hidden_dim: int, *, activation: str, dropout: float, blocks: int = 1) -> None:
         super().__init__()
@@ -44,8 +42,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        units = ACTIVATIONS[self.activation](linear(hidden, self.w_in, self.b_in, self.kernels))
-        return linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out, self.kernels)
+        units = ACTIVATIONS[self.activation](linear(hidden, self.w_in, self.b_in))
+        return linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class RelativeAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
-        self.kernels: Kernels | None = None  # None: those that a timing at the first use chooses
         width = num_heads * head_dim
         self.qkv = nn.Linear(dim, 3 * width, bias=False)
         self.position = nn.Linear(dim, width, bias=False)
@@ -96,13 +93,11 @@ class RelativeAttention(nn.Module):
         scale = width**-0.5
         # queries of the memory are never needed
         query_weight, key_value_weight = self.qkv.weight[: heads * width], self.qkv.weight[heads * width :]
-        query = linear(hidden, query_weight, kernels=self.kernels).view(batch, length, heads, width).permute(2, 0, 1, 3)
+        query = linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
         seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
-        key_value = linear(seen, key_value_weight, kernels=self.kernels).view(batch, -1, 2, heads, width)
+        key_value = linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
         key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
-        positions = (
-            linear(around.positions, self.position.weight, kernels=self.kernels).view(-1, heads, width).transpose(0, 1)
-        )
+        positions = linear(around.positions, self.position.weight).view(-1, heads, width).transpose(0, 1)
         mixed, each_head = traced_attention(
             query,
             key_value,
@@ -112,11 +107,10 @@ class RelativeAttention(nn.Module):
             scale=scale,
             key_mask=around.key_mask,
             dropout=self.dropout if self.training else 0.0,
-            kernels=self.kernels,
             trace=trace,
         )
         side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
-        output = linear(side_by_side, self.output.weight, kernels=self.kernels)
+        output = linear(side_by_side, self.output.weight)
         if not trace:
             return output, None
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, *key_value.unbind(0)))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.cross_entropy import linear_cross_entropy
-from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 
 DIVISOR = 4  # each cluster of an adaptive embedding is this much narrower than the one before (Baevski & Auli 2019)
@@ -19,7 +18,6 @@ class TiedEmbedding(nn.Module):
     """One matrix E for input and output: sqrt(dim) E[token] going in, softmax(E h + b) coming out."""
 
     role = "embedding"
-    kernels: Kernels | None = None
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -33,11 +31,11 @@ class TiedEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., V]."""
-        return linear(hidden, self.weight, self.bias, self.kernels)
+        return linear(hidden, self.weight, self.bias)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
-        return linear_cross_entropy(hidden, self.weight, self.bias, targets, self.kernels)
+        return linear_cross_entropy(hidden, self.weight, self.bias, targets)
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -49,7 +47,6 @@ class AdaptiveEmbedding(nn.Module):
     """
 
     role = "embedding"
-    kernels: Kernels | None = None
 
     def __init__(self, vocab_size: int, dim: int, cutoffs: tuple[int, ...]) -> None:
         super().__init__()
@@ -100,13 +97,13 @@ class AdaptiveEmbedding(nn.Module):
             inside = (targets >= start) & (targets < end)
             first = first.masked_fill(inside, self.cutoffs[0] + rank)
             members.append(inside.nonzero()[:, 0])
-        losses = linear_cross_entropy(hidden, *self._head(), first, self.kernels)
+        losses = linear_cross_entropy(hidden, *self._head(), first)
         for place, (start, _, weight, bias, projection) in zip(members, self._tails(), strict=True):
             if not len(place):
                 continue
             rows = F.linear(hidden.index_select(0, place), projection.t())
             within = targets.index_select(0, place) - start
-            losses = losses.index_add(0, place, linear_cross_entropy(rows, weight, bias, within, self.kernels))
+            losses = losses.index_add(0, place, linear_cross_entropy(rows, weight, bias, within))
         return losses
 
     def _head(self) -> tuple[Tensor, Tensor]:

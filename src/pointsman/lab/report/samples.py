@@ -27,6 +27,7 @@ from pointsman.lab.report.inside import readable
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.training.run import load_run
+from pointsman.ops.kernels import using
 from pointsman.routers.registry import is_baseline
 from pointsman.routing import Routing, RoutingContext
 
@@ -65,15 +66,16 @@ def collect_samples(
     lengths = config.eval_segment_length, config.eval_memory_length
     top_k = sorted(config.eval_top_k)
     middle = top_k[len(top_k) // 2]
-    history: list[dict[str, Any]] = []
-    before: dict[str, Seen] = {}
-    for step in sorted(steps_of(within(path, "checkpoints"))):
-        if step < run.step:
-            now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
-            history.append(changes(step, now, before))
-            before = now
-    seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
-    history.append(changes(run.step, seen[middle], before))
+    with using(run.kernels):
+        history: list[dict[str, Any]] = []
+        before: dict[str, Seen] = {}
+        for step in sorted(steps_of(within(path, "checkpoints"))):
+            if step < run.step:
+                now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
+                history.append(changes(step, now, before))
+                before = now
+        seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
+        history.append(changes(run.step, seen[middle], before))
     sample = pack(seen, display_tokens(ids, run.vocabulary))
     sample |= {
         "checkpoint": f"step-{run.step}",

@@ -26,6 +26,7 @@ from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.run import Run
 from pointsman.lab.training.state import autocast
+from pointsman.ops.kernels import using
 
 FORMAT = 1
 ROUTING_TOP_K = 2
@@ -64,17 +65,18 @@ def run_under_attack(
     protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
     device = next(run.model.parameters()).device
-    results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, progress=watch, stop=stop)
-    routing = []
-    for attack in attacks:
-        results += evaluate_attack(
-            run.model, tokens, run.vocabulary, attack, split=split, top_k=values, protocol=protocol,
-            precision=autocast(run.config, device), watch=watch, stop=stop,
-        )  # fmt: skip
-        if any(True for _ in named_routers(run.model)):
-            clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
-            change = change_under_attack(run.model, clean, attacked, top_k=_routing_k(run.config.model.num_experts))
-            routing.append({"attack": attack.to_dict(), **change})
+    with using(run.kernels):
+        results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, progress=watch, stop=stop)
+        routing = []
+        for attack in attacks:
+            results += evaluate_attack(
+                run.model, tokens, run.vocabulary, attack, split=split, top_k=values, protocol=protocol,
+                precision=autocast(run.config, device), watch=watch, stop=stop,
+            )  # fmt: skip
+            if any(True for _ in named_routers(run.model)):
+                clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
+                change = change_under_attack(run.model, clean, attacked, top_k=_routing_k(run.config.model.num_experts))
+                routing.append({"attack": attack.to_dict(), **change})
     return {
         "format": FORMAT,
         "name": slug(corpus.name),
@@ -115,25 +117,26 @@ def finetuned_under_attack(
     tokens = config.eval_tokens if budget == "run" else budget
     places = every.within(tokens)
     encoded, examples = every.take(places), task.splits[task.reported].take(places)
-    results = evaluate_task(
-        run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size, precision=precision,
-        progress=watch, stop=stop,
-    )  # fmt: skip
-    routing = []
-    for attack in attacks:
-        results += evaluate_task_attack(
-            run.model, examples, run.vocabulary, attack, split=task.reported, top_k=values, max_length=length,
-            batch_size=config.eval_batch_size, precision=precision, watch=watch, stop=stop,
+    with using(run.kernels):
+        results = evaluate_task(
+            run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size,
+            precision=precision, progress=watch, stop=stop,
         )  # fmt: skip
-        if any(True for _ in named_routers(run.model)):
-            _, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
-            top = _routing_k(config.model.num_experts)
-            change = change_under_attack(run.model.backbone, clean, attacked, top_k=top)
-            routing.append({"attack": attack.to_dict(), **change})
-    if recipe is not None:
-        results += recipe_attack(
-            run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
-        )
+        routing = []
+        for attack in attacks:
+            results += evaluate_task_attack(
+                run.model, examples, run.vocabulary, attack, split=task.reported, top_k=values, max_length=length,
+                batch_size=config.eval_batch_size, precision=precision, watch=watch, stop=stop,
+            )  # fmt: skip
+            if any(True for _ in named_routers(run.model)):
+                _, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
+                top = _routing_k(config.model.num_experts)
+                change = change_under_attack(run.model.backbone, clean, attacked, top_k=top)
+                routing.append({"attack": attack.to_dict(), **change})
+        if recipe is not None:
+            results += recipe_attack(
+                run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
+            )
     about = Finetuning(
         run.finetuning["task"], freeze=tuple(run.finetuning["freeze"]), balance=run.finetuning["balance"],
         pooling=run.finetuning["pooling"], from_scratch=run.finetuning["from_scratch"],

@@ -21,7 +21,7 @@ from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.state import autocast, load_weights
-from pointsman.ops.kernels import use_kernels
+from pointsman.ops.kernels import Kernels, using
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Run:
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
         vocabulary: what token ids stand for.
+        kernels: those of its training: the same bits inside `with using(run.kernels):`.
         finetuning: the content of finetune.json; empty for a pre-trained run.
     """
 
@@ -42,6 +43,7 @@ class Run:
     step: int
     model: Any
     vocabulary: Vocabulary
+    kernels: Kernels
     finetuning: Mapping[str, Any] = field(default_factory=dict)
 
     def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
@@ -64,17 +66,18 @@ class Run:
             top_k: k values; None = those of the settings.
             budget: how many targets at most; None = all.
         """
-        return evaluate(
-            self.model,
-            tokens,
-            self.vocabulary.level,
-            split=split,
-            top_k=self.config.eval_top_k if top_k is None else top_k,
-            protocol=eval_protocol(self.config, budget),
-            precision=autocast(self.config, next(self.model.parameters()).device),
-            progress=progress,
-            stop=stop,
-        )
+        with using(self.kernels):
+            return evaluate(
+                self.model,
+                tokens,
+                self.vocabulary.level,
+                split=split,
+                top_k=self.config.eval_top_k if top_k is None else top_k,
+                protocol=eval_protocol(self.config, budget),
+                precision=autocast(self.config, next(self.model.parameters()).device),
+                progress=progress,
+                stop=stop,
+            )
 
 
 def load_run(
@@ -95,12 +98,15 @@ def load_run(
         checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
-    return Run(directory.path, config, checkpoint.step, model_of(checkpoint, config, device), directory.vocabulary())
+    model, kernels = model_of(checkpoint, config, device)
+    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), kernels)
 
 
-def model_of(checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None) -> Any:
-    """The model of a checkpoint (default: a language model), with its kernels, in evaluation mode."""
+def model_of(
+    checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None
+) -> tuple[Any, Kernels]:
+    """The model of a checkpoint (default: a language model), in evaluation mode, and the kernels of its training."""
     model = TransformerXL(config.model) if model is None else model
     load_weights(model, checkpoint)
-    use_kernels(model, choose_kernels(config, checkpoint.state.get("kernels"), None))
-    return model.to(torch.device(device)).eval()
+    kernels = choose_kernels(config, checkpoint.state.get("kernels"), None)
+    return model.to(torch.device(device)).eval(), kernels

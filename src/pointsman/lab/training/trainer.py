@@ -29,7 +29,7 @@ from pointsman.lab.training.state import TrainingState, autocast
 from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tensorboard import Board
 from pointsman.lab.training.times import Times
-from pointsman.ops.kernels import Kernels, use_kernels
+from pointsman.ops.kernels import Kernels, using
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def _trained(
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
         return TrainResult(directory.path, state.step, record, already_finished=True)
     kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
-    use_kernels(state.model, kernels)
     cuda = state.device.type == "cuda"
     here = environment(
         kernels.to_dict(),
@@ -127,6 +126,7 @@ def _trained(
         directory.write_json(name, values)
     write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
     with (
+        using(kernels),
         deterministic_algorithms(config.deterministic),
         _Training(state, directory, here, watch, progress, stop) as run,
     ):

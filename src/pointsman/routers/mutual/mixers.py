@@ -48,7 +48,7 @@ class SimilarityInform(TokenMixer):
         self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
     ) -> Tensor:
         prepare, batched, shared = self._tensors(probs, hidden, context, past)
-        return inform(prepare, batched, shared, visible, kernels=self.kernels)[0]
+        return inform(prepare, batched, shared, visible)[0]
 
     def rows(
         self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
@@ -141,7 +141,7 @@ class AttentionInform(TokenMixer):
             )
         before = None if past is None else past["probs"]
         factor = 1.0 if self.factor == "one" else None
-        return Posterior(trace, probs, before, self.sigma, visible, self.kernels, factor)
+        return Posterior(trace, probs, before, self.sigma, visible, factor)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
         """[1] or [B], or None for all of them."""

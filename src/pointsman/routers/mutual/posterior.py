@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_scores, inform, inform_biased
@@ -92,7 +91,6 @@ class Posterior:
         past: [B, S - T, E] of the tokens before them, or None.
         sigma: standard deviation of the Gaussians, 0-dim.
         factor: c; None: H.
-        kernels: as of `inform`.
     """
 
     def __init__(
@@ -102,10 +100,8 @@ class Posterior:
         past: Tensor | None,
         sigma: Tensor,
         visible: Visible,
-        kernels: Kernels | None = None,
         factor: float | None = None,
     ) -> None:
-        self.kernels = kernels
         self.factor = trace.query.shape[1] if factor is None else factor
         self.trace, self.probs, self.past, self.sigma, self.visible = trace, probs, past, sigma, visible
         relative = isinstance(trace.bias, RelativeBias) and visible.causal
@@ -121,7 +117,7 @@ class Posterior:
         prepare, batched, shared = self._tensors(head, prior)
         if self.opaque:
             return inform_biased(prepare(*batched, *shared), self._bias(head), self.visible)
-        return inform(prepare, batched, shared, self.visible, normalization, self.kernels)
+        return inform(prepare, batched, shared, self.visible, normalization)
 
     def all_heads(self) -> Tensor:
         """sum_h H'[i, h] sum_j A'_h[i, j] e_j: Lemma 1."""
@@ -183,7 +179,7 @@ class Posterior:
                 output, explain = trace.side_by_side, own @ weight.flatten(0, 1).t()
             output, explain = output.to(self.probs.dtype), explain * precision
             if len(head) == 1:
-                explained = linear(output, explain[0], kernels=self.kernels)
+                explained = linear(output, explain[0])
             else:
                 explained = output @ explain.transpose(1, 2)
             batched = [query, key, value, explained, self.probs, *(() if self.past is None else (self.past,))]

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.ops.gemm import ONEDNN, Gemm, choose
-from pointsman.ops.kernels import Kernels, measure_kernels
+from pointsman.ops.gemm import ONEDNN, Gemm
+from pointsman.ops.kernels import active_gemm
 from pointsman.ops.relative import by_key
 from pointsman.routers.mutual.visible import Visible
 
@@ -58,7 +58,6 @@ def inform(
     shared: tuple[Tensor, ...],
     visible: Visible,
     normalization: bool = False,
-    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [N, T, E], and the log-sum-exp [N, T] of each row's scores if `normalization` is wanted (else [N, 0]).
 
@@ -69,14 +68,13 @@ def inform(
             again, so that nothing is kept but its arguments, which a model keeps anyway.
         batched: tensors [N, ...].
         shared: tensors that are the same for all sequences.
-        kernels: what `measure_kernels` chose for this run; None: what it chooses for this process.
     """
     if torch.compiler.is_compiling():
         from pointsman.routers.mutual import eager
 
-        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization, kernels)
+        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization)
         return result
-    gemm = choose((kernels or measure_kernels()).gemm, torch.float32) if batched[0].device.type == "cpu" else None
+    gemm = active_gemm(torch.float32) if batched[0].device.type == "cpu" else None
     options = _Options(prepare, visible, len(batched), normalization, gemm)
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse

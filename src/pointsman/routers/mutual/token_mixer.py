@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pointsman.ops.kernels import Kernels
 from pointsman.routers.mutual.visible import Visible
 from pointsman.routers.stages import Mixer
 from pointsman.routing import RouterState, RoutingContext
@@ -33,12 +32,7 @@ class TokenMixer(Mixer):
         strength: p = (1 - strength) e + strength (mixed e).
         neighbours: "all", or "surer": only tokens whose scores' entropy is at most a token's own inform it
             (Proposition 1).
-
-    Attributes:
-        kernels: which matrix products; None: those that a timing at the first use chooses.
     """
-
-    kernels: Kernels | None = None
 
     def __init__(self, strength: float, neighbours: str) -> None:
         super().__init__()

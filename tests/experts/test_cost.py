@@ -1,4 +1,8 @@
-"""A guard against slow regressions that no clock can disturb: how many operators one step runs."""
+"""What a call must not cost, in operators and elements, so that no clock is needed.
+
+The time of a call must not grow with experts that no token chose, nor memory with the square of the experts, and many
+small experts must not pay a call into torch each.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,10 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pointsman import MoE
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.cpu import decode
-from pointsman.ops.kernels import PLAIN, Kernels
+from pointsman.ops.kernels import PLAIN, Kernels, using
 
 
 class Count(TorchDispatchMode):
@@ -60,20 +62,17 @@ VIEWS = {
 
 @pytest.mark.parametrize("gemm", ["blas", "onednn"])
 @pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (8, 8)])
-def test_experts_step(problem: Callable[..., Any], num_experts: int, k: int, gemm: str) -> None:
+def test_a_step_allocates_a_few_times_its_hidden_units(
+    problem: Callable[..., Any], num_experts: int, k: int, gemm: str
+) -> None:
     case = problem(400, 16, 24, num_experts, k)
 
     def step() -> None:
-        kernels = Kernels("fast", gemm)
-        output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, kernels)
+        with using(Kernels("fast", gemm)):
+            output = apply_experts(case.hidden, case.routing, case.parameters)
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
-    counted = count(step)
-    products = sum(counted.calls[name] for name in ("mm", "addmm", "addmm_", "_linear_pointwise", "linear"))
-    work = sum(calls for name, calls in counted.calls.items() if name not in VIEWS)
-    assert products <= 8 * num_experts + 6  # two forward, four backward, two for biases, and a few for all
-    assert work <= 30 * num_experts + 40
-    assert counted.elements <= (11 if k == num_experts else 16) * 400 * k * 24 + 2 * weights(case)
+    assert count(step).elements <= (11 if k == num_experts else 16) * 400 * k * 24 + 2 * weights(case)
 
 
 def weights(case: Any) -> int:
@@ -84,7 +83,8 @@ def test_plain_step_makes_no_gradient_of_all_weights_for_each_expert(problem: Ca
     case = problem(30, 16, 24, 32, 1)
 
     def step() -> None:
-        output = apply_experts(case.hidden, replace(case.routing), case.parameters, "relu", 0.0, PLAIN)
+        with using(PLAIN):
+            output = apply_experts(case.hidden, replace(case.routing), case.parameters)
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
     assert count(step).elements <= 4 * weights(case) + 32 * 2 * 30 * 16 + 20 * 30 * 24
@@ -115,61 +115,9 @@ def test_small_experts_share_their_calls(
     case = problem(tokens, *dims, 32, 2, dtype=dtype)
 
     def step() -> None:
-        output = apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, Kernels("fast", "onednn"))
+        with using(Kernels("fast", "onednn")):
+            output = apply_experts(case.hidden, case.routing, case.parameters)
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
     work = sum(calls for name, calls in count(step).calls.items() if name not in VIEWS)
     assert (work <= 100) == shared
-
-
-DOTS = "_embedding_bag_per_sample_weights_backward"
-DECODING = {
-    (1, "dots"): (DOTS, 2, 16),
-    (4, "dots"): (DOTS, 2, 20),
-    (32, "dots"): ("bmm", 2, 20),
-    (1, "mv"): ("mv", 4, 16),
-    (32, "mv"): ("bmm", 2, 20),
-}
-
-
-@pytest.mark.parametrize(("tokens", "row"), DECODING)
-def test_decoding_experts(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tokens: int, row: str) -> None:
-    monkeypatch.setattr(decode, "TINY", 0)
-    case = problem(tokens, 16, 24, 4, 2, bias=False)
-
-    def step() -> None:
-        with torch.no_grad():
-            apply_experts(case.hidden, case.routing, case.parameters, "relu", 0.0, Kernels("fast", "onednn", row))
-
-    counted = count(step)
-    name, calls, most = DECODING[tokens, row]
-    assert counted.calls[name] == calls
-    assert sum(calls for name, calls in counted.calls.items() if name not in VIEWS) <= most
-
-
-def test_decoding_layer() -> None:
-    layer, hidden = MoE(16, 24, 64, top_k=2, bias=False).eval(), torch.randn(1, 16)
-
-    def decode() -> None:
-        with torch.no_grad():
-            layer(hidden)
-
-    assert sum(calls for name, calls in count(decode).calls.items() if name not in VIEWS) <= 24
-
-
-def test_layer_step() -> None:
-    layer = MoE(16, 24, 8, top_k=2)
-    hidden = torch.randn(400, 16, requires_grad=True)
-
-    def step() -> None:
-        output = layer(hidden)
-        torch.autograd.grad(output, [hidden, *layer.parameters()], torch.ones_like(output))
-
-    router = MoE(16, 24, 8, top_k=2).router
-    weights = torch.ones(400, 2)
-
-    def route() -> None:
-        torch.autograd.grad(router(hidden).weights, [hidden, *router.parameters()], weights)
-
-    assert sum(count(route).calls.values()) <= 60
-    assert sum(count(step).calls.values()) <= 60 + 75 * 8
