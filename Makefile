@@ -6,14 +6,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test check bench docs clean
+.PHONY: help quickstart test check bench docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
 	@echo "make test         run the tests"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
-	@echo "make docs         build the documentation into site/"
+	@echo "make docs         build the documentation into site/; any warning is an error"
+	@echo "make wheel        build the wheel, install it in a clean environment and try it"
 
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,9 +40,12 @@ bench: $(DEV)
 	$(INSTALL) --editable '.[bench]'
 	$(BIN)/pointsman bench --out benchmarks/results
 
-docs: $(DEV)
+docs: $(RUN)
 	$(INSTALL) --editable '.[docs]'
-	$(BIN)/mkdocs build --strict
+	$(BIN)/zensical build --strict --clean
+
+wheel:
+	.ci/wheel $(PYTHON)
 
 clean:
 	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache

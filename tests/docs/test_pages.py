@@ -1,0 +1,88 @@
+"""The pages: tutorials run, the API reference names what exists, lines are not too long."""
+
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import pointsman
+from pointsman.cli.main import main
+from pointsman.routers import registry
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = ("pytest ",)
+
+
+def commands(block: str) -> list[str]:
+    return [line for line in block.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=lambda page: page.stem)
+def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, names, count = dict(registry._ROUTERS), {"__name__": page.stem}, 0
+    try:
+        for kind, title, block in FENCE.findall(page.read_text(encoding="utf-8")):
+            if title:
+                Path(title).write_text(block, encoding="utf-8")
+            elif kind == "python":
+                exec(compile(block, f"{page.name}: {block.splitlines()[0]}", "exec"), names)
+                count += 1
+            elif kind == "sh":
+                for command in commands(block):
+                    if not command.startswith(NOT_RUN):
+                        program, *words = shlex.split(command)
+                        assert program == "pointsman"
+                        assert main(words) == 0, command
+                        count += 1
+    finally:
+        registry._ROUTERS.clear()
+        registry._ROUTERS.update(before)
+        sys.modules.pop("my_router", None)
+    assert count > 2
+
+
+def reference() -> list[str]:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.M)]
+
+
+@pytest.mark.parametrize("name", reference())
+def test_the_reference_names_what_exists(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    assert {f"pointsman.{name}" for name in pointsman.__all__} <= set(reference())
+
+
+def prose(page: Path) -> list[tuple[int, str]]:
+    """The lines outside code, tables and links that stand alone."""
+    lines, code = [], False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            code = not code
+        elif not code and not line.startswith(("|", "    ")) and not re.fullmatch(r"[^ ]*\[[^]]*\]\([^)]*\)\S*", line):
+            lines.append((number, line))
+    return lines
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_lines_are_at_most_120_characters(page: Path) -> None:
+    assert [f"line {number}: {len(line)}" for number, line in prose(page) if len(line) > 120] == []
