@@ -27,7 +27,7 @@ def commands(block: str) -> list[str]:
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before, names, count = dict(registry._ROUTERS), {"__name__": page.stem}, 0
+    before, names, count = dict(registry.ROUTERS), {"__name__": page.stem}, 0
     try:
         for kind, title, block in FENCE.findall(page.read_text(encoding="utf-8")):
             if title:
@@ -43,8 +43,8 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
                         assert main(words) == 0, command
                         count += 1
     finally:
-        registry._ROUTERS.clear()
-        registry._ROUTERS.update(before)
+        registry.ROUTERS.clear()
+        registry.ROUTERS.update(before)
         sys.modules.pop("my_router", None)
     assert count > 2
 

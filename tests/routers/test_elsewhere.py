@@ -101,7 +101,12 @@ def test_a_module_and_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),
         ("import my_nowhere", "mine.py", "ModuleNotFoundError: No module named 'my_nowhere'"),
         ("", "mine.py", "registers no router"),
-        (SOURCE.replace('"mine"', '"smoe"'), "mine.py", "registers 'smoe', a router that exists"),
+        (
+            SOURCE.replace('"mine"', '"smoe"'),
+            "mine.py",
+            "the name 'smoe' is taken: pointsman.routers.topk registers it",
+        ),
+        (SOURCE.replace("sharpness", "balance"), "mine.py", "every router has an option 'balance'"),
     ],
 )
 def test_what_cannot_be_imported_is_one_line(

@@ -104,6 +104,24 @@ def _common(
 COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
 
 
+def _add(table: dict[str, Entry], new: Entry) -> None:
+    """Registers `new`; the same function of the same file may come again, as when a notebook's cell runs again."""
+    for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
+        if known is not None and _place(known.build) != _place(new.build):
+            raise ValueError(
+                f"the name {new.name!r} is taken: {known.build.__module__} registers it; choose another name"
+            )
+    taken = sorted(set(inspect.signature(new.build).parameters) & set(COMMON.options)) if table is ROUTERS else []
+    if taken:
+        raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
+    table[new.name] = new
+
+
+def _place(build: Callable[..., Any]) -> tuple[str, str]:
+    code = getattr(build, "__code__", None)
+    return build.__module__ if code is None else code.co_filename, getattr(build, "__qualname__", repr(build))
+
+
 def register_router(
     name: str,
     *,
@@ -119,11 +137,14 @@ def register_router(
         balance: default weight of the balance loss.
         renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
         starts_at: the router's first k as a function of the `LayerSpec`, whose `top_k` is the layer's; None: that.
+
+    Raises:
+        ValueError: another router or mixer has that name, or an option of the function is one of every router.
     """
 
     def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
         rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
-        ROUTERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at)
+        _add(ROUTERS, Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at))
         return build
 
     return add
@@ -133,7 +154,7 @@ def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]],
     """Registers a function `(layer, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
 
     def add(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
-        MIXERS[name] = Entry(name, build, inspect.getdoc(build) or "", paper)
+        _add(MIXERS, Entry(name, build, inspect.getdoc(build) or "", paper))
         return build
 
     return add
