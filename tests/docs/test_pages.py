@@ -49,6 +49,13 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert count > 2
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_example_of_a_front_page_runs(page: str) -> None:
+    blocks = [block for kind, _, block in FENCE.findall((ROOT / page).read_text(encoding="utf-8")) if kind == "python"]
+    assert len(blocks) == 1
+    exec(compile(blocks[0], page, "exec"), {})
+
+
 def reference() -> list[str]:
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.M)]
