@@ -6,13 +6,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test check bench docs wheel clean
+.PHONY: help quickstart test check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
 	@echo "make test         run the tests"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
+	@echo "make results      make tables, pages and claims of docs/results from their records"
 	@echo "make docs         build the documentation into site/; any warning is an error"
 	@echo "make wheel        build the wheel, install it in a clean environment and try it"
 
@@ -39,6 +40,9 @@ check: $(DEV)
 bench: $(DEV)
 	$(INSTALL) --editable '.[bench]'
 	$(BIN)/pointsman bench --out benchmarks/results
+
+results: $(RUN)
+	$(BIN)/python benchmarks/results.py
 
 docs: $(RUN)
 	$(INSTALL) --editable '.[docs]'

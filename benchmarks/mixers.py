@@ -196,6 +196,8 @@ def neighbours(args: argparse.Namespace) -> None:
         *(f"similarity:source=input:tau={tau:.4g}" for tau in (0.1, 1, 2, dim**0.5, 100)),
         *(f"similarity:source=attention:tau={tau:.4g}" for tau in (0.1, 1, 2, dim**0.5)),
         *(f"attention:sigma={sigma:.4g}" for sigma in (0.1, 1, 2, dim**0.5)),
+        *(f"attention:sigma={sigma}" for sigma in (30, 100)),
+        *(f"attention:factor=one:sigma={sigma:.4g}" for sigma in (1, 2, dim**0.5, 30)),
         *(f"attention:heads=all:sigma={sigma:.4g}" for sigma in (1,)),
     ]
     for spec in options:

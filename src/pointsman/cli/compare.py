@@ -109,12 +109,16 @@ class Tables:
 
 
 def write_tables(out: Path) -> str:
-    """Writes table.txt, .csv, .md and .tex, and record.jsonl; returns the text."""
+    """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
+    from pointsman.lab.report.differences import Differences
+    from pointsman.lab.report.results import write_results
     from pointsman.lab.report.tables import ComparisonTable
     from pointsman.lab.runs.compact import write_record
 
     table = ComparisonTable.read(out)
     table.write(out)
+    Differences(table).write(out)
+    write_results(out)
     write_record(out)
     return table.text()
 

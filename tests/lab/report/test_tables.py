@@ -13,14 +13,16 @@ import pytest
 from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
+from pointsman.lab.report.results import tidy
 from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.runs.comparison import read_comparison
 
 
 def test_cell_statistics_by_hand() -> None:
     cell = Cell({0: 1.0, 1: 2.0, 2: 6.0})
     assert cell.mean == 3.0
     assert cell.std == pytest.approx(math.sqrt(7.0))  # (4 + 1 + 9) / 2
-    assert cell.interval == pytest.approx(4.303 * math.sqrt(7.0 / 3.0))
+    assert cell.interval == pytest.approx(4.302653 * math.sqrt(7.0 / 3.0))
     assert cell.text(2) == "3.00 ± 2.65"
     assert Cell({4: 1.25}).text(1, sign=True) == "+1.2"
     assert (Cell({}).text(3), Cell({}).mean, Cell({4: 1.0}).std, Cell({4: 1.0}).interval) == ("-", None, None, None)
@@ -52,8 +54,7 @@ def test_mean_spread_and_missing_cells(tmp_path: Path) -> None:
         ["smoe", "2.100 ± 0.141", "1.600 ± 0.141", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
         ["hyper_x|a&b", "1.900", "-", "1.850 ± 0.000", "2,080", "0.0505", "2/2"],
     ]
-    assert table.best(1) == {"hyper_x|a&b"}
-    assert table.best(2) == set()
+    assert table.best(1) == table.best(2) == set(), "one seed tells nothing apart"
     for shown in (table.text(), table.csv(), table.markdown(), table.latex()):
         assert "nan" not in shown
         assert "None" not in shown
@@ -113,11 +114,11 @@ def test_csv_reads_back(tmp_path: Path) -> None:
 def test_markdown_and_latex_escape(tmp_path: Path) -> None:
     table = ComparisonTable.read(hand_made(tmp_path / "c"))
     lines = table.markdown().splitlines()
-    assert lines[3].startswith(r"| `hyper_x\|a&b` | **1.900** | - |")
+    assert lines[3].startswith(r"| `hyper_x\|a&b` | 1.900 | - |")
     unescaped = [len(re.findall(r"(?<!\\)\|", line)) for line in lines[:4]]
     assert len(set(unescaped)) == 1
     latex = table.latex()
-    assert r"\texttt{hyper\_x\textbar{}a\&b} & \textbf{1.900} & -" in latex
+    assert r"\texttt{hyper\_x\textbar{}a\&b} & 1.900 & -" in latex
     assert r"$\pm$" in latex
     assert latex.count("{") == latex.count("}")
 
@@ -182,3 +183,32 @@ def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> N
     record = {"results": results, "protocol": {"tokens": 9}, "routing": []}
     lines = list(csv.DictReader(AttackTable.of(comparison, "a", [(run, record)]).csv().splitlines()))
     assert [(line["k=1 mean"], line["k=2 mean"]) for line in lines] == [("1.0", "2.0"), ("-", "7.0")]
+
+
+def test_the_best_is_bold_only_where_its_intervals_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    write_comparison(path, routers=("a", "b", "c"), missing=[(router, seed) for router in "abc" for seed in range(3)])
+    far, near = {"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 1.0, "b": 1.02, "c": 3.0}
+    for place, router in enumerate("abc"):
+        for seed in range(3):
+            wobble = 0.05 * seed + 0.01 * ((seed + place) % 2)
+            values = {1: far[router] + wobble, 2: near[router] + wobble}
+            write_run(path / "runs" / router / f"seed-{seed}", router, seed, top_k=(1, 2), values=values)
+    table = ComparisonTable.read(path)
+    assert table.best(1) == {"a"}
+    assert table.best(2) == set()
+    assert "**1.0" in table.markdown()
+
+
+def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", routers=("smoe", "top-p"), seeds=(0, 1))
+    assert "experts/token" not in ComparisonTable.read(path).text()
+    for file in path.glob("runs/r1/*/evaluation.json"):
+        record = json.loads(file.read_text())
+        for result in record["results"]:
+            for layer in result["routers"].values():
+                layer["experts_per_token"] = 0.5 * result["top_k"]
+        file.write_text(json.dumps(record))
+    table = ComparisonTable.read(path)
+    assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", "4.00 ± 0.00"]
+    assert [row["experts_per_token"] for row in tidy(read_comparison(path)) if row["k"] == 8] == [8, 8, 4, 4]

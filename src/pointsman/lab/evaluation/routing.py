@@ -16,7 +16,7 @@ from pointsman.routing import Routing, RoutingContext
 
 
 class RoutingSummary:
-    """Entropy and load of every router, streamed."""
+    """Entropy, load and experts a token of every router, streamed."""
 
     def __init__(self, model: nn.Module) -> None:
         names = [(name, router.mix is not None) for name, router in named_routers(model)]
@@ -37,6 +37,8 @@ class RoutingSummary:
         for name, mixed in self.mixed.items():
             entropy, load = self.entropy[name].result(), self.load[name].result()
             results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
+            if load["tokens"]:
+                results[name]["experts_per_token"] = load["assignments"] / load["tokens"]
             if mixed:
                 results[name]["mixed_entropy"] = entropy["mixed_mean"]
         return results

@@ -6,6 +6,7 @@ from pointsman.lab.report.attack_table import AttackTable, attack_tables
 from pointsman.lab.report.figures import figures
 from pointsman.lab.report.page import write_report
 from pointsman.lab.report.paper import paper_tables
+from pointsman.lab.report.results import load_comparison
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.report.task_table import TaskTable
 
@@ -16,6 +17,7 @@ __all__ = [
     "attack_tables",
     "collect_samples",
     "figures",
+    "load_comparison",
     "paper_tables",
     "write_report",
 ]

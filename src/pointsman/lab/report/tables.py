@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,10 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.forms import Forms, joined
+from pointsman.lab.report.intervals import Paired
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.record import RunRecord
-
-# 0.975 quantiles of Student's t for 1 … 30 degrees of freedom; beyond, the normal's is close enough.
-_T975 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,10 +40,7 @@ class Cell:
     @property
     def interval(self) -> float | None:
         """Half the width of the 95 % confidence interval of the mean (Student's t); None below two seeds."""
-        if self.std is None:
-            return None
-        n = len(self.values)
-        return (_T975[n - 2] if n - 2 < len(_T975) else 1.96) * self.std / math.sqrt(n)
+        return Paired(list(self.values.values())).half
 
     def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False) -> str:
         """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
@@ -77,6 +68,7 @@ class Row:
         entropy: of the router's full distribution, nats, mean over tokens and layers at the largest k.
         router_parameters: trainable parameters in all routers; None where there is no router.
         step_seconds: median training step.
+        experts: mean number of experts a token at the largest k, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.
     """
 
@@ -85,6 +77,7 @@ class Row:
     entropy: Cell
     router_parameters: int | None
     step_seconds: Cell
+    experts: Cell
     done: Sequence[int]
     missing: Sequence[int]
 
@@ -155,17 +148,25 @@ class ComparisonTable(Forms):
         ]
 
     def best(self, top_k: int) -> set[str]:
-        """Rows with the best printed mean at this k; empty where fewer than two rows have one."""
-        means = {row.router: row.quality[top_k].mean for row in self.rows if top_k in row.quality}
-        shown = {
-            name: round(mean * self.metric.scale, self.metric.decimals)
-            for name, mean in means.items()
-            if mean is not None
-        }
-        if len(shown) < 2:
-            return set()
-        target = (min if self.metric.lower_is_better else max)(shown.values())
-        return {name for name, value in shown.items() if value == target}
+        """The row with the best mean at this k, if it is told apart from every other row.
+
+        The 95 % interval of its paired difference to each, corrected for their number, must exclude 0; so there is none
+        with one seed.
+        """
+        cells = {row.router: cell for row in self.rows if (cell := self.quality(row, top_k)).mean is not None}
+        better = -1 if self.metric.lower_is_better else 1
+        order = sorted(cells, key=lambda router: better * (cells[router].mean or 0.0), reverse=True)
+        first, others = order[:1], order[1:]
+        told_apart = [
+            Paired(list(cells[first[0]].minus(cells[other]).values.values()), len(others)).sign == better
+            for other in others
+        ]
+        return set(first) if told_apart and all(told_apart) else set()
+
+    @property
+    def varies(self) -> bool:
+        """Whether some row's tokens do not all get k experts: a column then says how many."""
+        return any(row.experts.mean is not None and abs(row.experts.mean - max(self.top_k)) > 1e-6 for row in self.rows)
 
     def grid(self) -> Grid:
         """Routers x k as text, with what they cost; the best of each k in bold."""
@@ -174,13 +175,14 @@ class ComparisonTable(Forms):
                 row.router,
                 *(self.quality(row, k).shown(self.metric) for k in self.top_k),
                 row.entropy.text(3),
+                *([row.experts.text(2)] if self.varies else []),
                 NONE if row.router_parameters is None else f"{row.router_parameters:,}",
                 NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
                 f"{len(row.done)}/{len(row.done) + len(row.missing)}",
             ]
             for row in self.rows
         ]
-        header = ["router", *self.titles, "entropy", "router params", "s/step", "seeds"]
+        header = ["router", *self.titles, "entropy", *self.experts_title, "router params", "s/step", "seeds"]
         winners = [self.best(k) for k in self.top_k]
         best = {(i, j) for i, row in enumerate(self.rows) for j, won in enumerate(winners, 1) if row.router in won}
         return Grid(header, rows, best, self.caption)
@@ -202,6 +204,10 @@ class ComparisonTable(Forms):
         return Grid(["router", *self.titles], rows, caption=self.difference_caption)
 
     @property
+    def experts_title(self) -> list[str]:
+        return ["experts/token"] if self.varies else []
+
+    @property
     def titles(self) -> list[str]:
         """The titles of the columns of k."""
         return [f"k={k}" for k in self.top_k]
@@ -211,7 +217,8 @@ class ComparisonTable(Forms):
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
             "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
-            "the largest k; router params: trainable ones; s/step: median training step."
+            "the largest k; router params: trainable ones; s/step: median training step. Bold: told apart from every "
+            "other row (95 % intervals of the paired differences, corrected for their number)."
         )
 
     @property
@@ -252,7 +259,9 @@ class ComparisonTable(Forms):
     def latex(self) -> str:
         """A LaTeX table for the booktabs package."""
         titles = [f"${title}$" for title in self.titles]
-        return self.grid().latex(["Router", *titles, "Entropy", "Router params", "s/step", "Seeds"])
+        return self.grid().latex(
+            ["Router", *titles, "Entropy", *self.experts_title, "Router params", "s/step", "Seeds"]
+        )
 
     def rich(self) -> Any:
         """The table for a terminal, as a `rich.table.Table`."""
@@ -276,16 +285,26 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         step_seconds=Cell(
             {run.seed: value for run in done if (value := finite(run.evaluation.get("step_seconds"))) is not None}
         ),
+        experts=Cell({run.seed: value for run in done if (value := _experts(run, split)) is not None}),
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
     )
 
 
+def _experts(run: RunRecord, split: str) -> float | None:
+    """Mean number of experts a token at the largest k, over layers; None where it was not recorded."""
+    return _over_layers(run, split, "experts_per_token")
+
+
 def mean_entropy(run: RunRecord, split: str = "test") -> float | None:
     """Entropy of the router's distribution at the largest k, nats, mean over layers; None where there is none."""
+    return _over_layers(run, split, "entropy")
+
+
+def _over_layers(run: RunRecord, split: str, name: str) -> float | None:
     results = run.results(split)
     if not results:
         return None
     layers = results[max(results)].get("routers") or {}
-    values = [value for layer in layers.values() if (value := finite(layer.get("entropy"))) is not None]
+    values = [value for layer in layers.values() if (value := finite(layer.get(name))) is not None]
     return statistics.fmean(values) if values else None

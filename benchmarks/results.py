@@ -1,0 +1,34 @@
+"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims.
+
+python benchmarks/results.py [FOLDER]        # default: docs/results; `make results`
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pointsman.cli.compare import write_page, write_tables
+from pointsman.lab.report import TaskTable, attack_tables
+from pointsman.lab.report.claims import Page
+from pointsman.lab.report.task_table import variants
+from pointsman.lab.runs.comparison import read_comparison
+from pointsman.lab.runs.paths import COMPARISON
+
+
+def make(folder: Path) -> None:
+    """Writes the files of every grid in `folder`, then claims.md."""
+    for file in sorted(folder.glob(f"*/{COMPARISON}")):
+        grid = file.parent
+        write_tables(grid)
+        comparison = read_comparison(grid)
+        for table in [TaskTable.of(comparison, name) for name in variants(comparison)]:
+            table.write(grid)
+        for attacked in attack_tables(comparison):
+            attacked.write(grid)
+        print(grid, write_page(grid, look_inside=False), flush=True)
+    print(Page.read(folder).write(folder))
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "results")

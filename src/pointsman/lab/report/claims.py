@@ -1,0 +1,268 @@
+"""claims.md: each claim of the papers beside a paired test, a control and a verdict; made from comparison directories.
+
+`claims.toml` beside the grids names them. A grid is a comparison directory; a claim compares two rows of one:
+
+    [grids.enwik8-tiny]
+    command = "pointsman compare --data enwik8 --preset tiny"
+
+    [[claims]]
+    aspect = "quality at small k"
+    claim = "HyperRouter is ahead of SMoE-Dropout at k = 1"
+    where = "HyperRouter, Table 1"
+    grid = "enwik8-tiny"
+    measure = "quality"        # or: entropy, mixed entropy, imbalance, attack, accuracy
+    k = 1
+    row = "hyperrouter"
+    base = "smoe-dropout"
+    expected = "less"          # than the base's: "less" or "more"
+    control = "frozen-scaled"  # optional: the same test against this row
+"""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import read_text, write_whole
+from pointsman._values import finite
+from pointsman.lab.report.attack_table import attack_tables
+from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
+from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.report.task_table import TaskTable
+from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.paths import COMPARISON
+
+CLAIMS = "claims.toml"
+HEADER = "| claim | where | test | difference | seeds | control | verdict |"
+UNITS = {
+    "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
+    "attack": "loss from clean", "accuracy": "points",
+}  # fmt: skip
+"""Measure -> unit; "" = the grid's own."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of claims.toml; see the module. Without a measure there is no test yet: `test` says which it will be."""
+
+    aspect: str
+    claim: str
+    where: str
+    grid: str = ""
+    measure: str = ""
+    k: int = 0
+    row: str = ""
+    base: str = ""
+    expected: str = "less"
+    control: str = ""
+    attack: str = "word-enwik8-test"
+    rate: float = 0.1
+    task: str = ""
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A claim with its figures.
+
+    Attributes:
+        difference: row minus base, in printed units.
+        control: row minus control; None where the claim names none.
+        unit: of both.
+    """
+
+    claim: Claim
+    difference: Paired
+    control: Paired | None
+    unit: str
+
+    @property
+    def verdict(self) -> str:
+        """holds, does not hold, not told apart, or not run."""
+        seeds = len(self.difference.values)
+        if seeds < LEAST_SEEDS:
+            return f"not run ({seeds} of {LEAST_SEEDS} seeds)" if seeds else "not run"
+        if not self.difference.sign:
+            return "not told apart"
+        return "holds" if self.difference.sign == (-1 if self.claim.expected == "less" else 1) else "does not hold"
+
+    @property
+    def against_control(self) -> str:
+        """The same against the control, in words."""
+        if self.control is None:
+            return "-"
+        if len(self.control.values) < LEAST_SEEDS:
+            return f"{self.claim.control}: not run"
+        words = {0: "not told apart from", -1: "below", 1: "above"}[self.control.sign or 0]
+        return f"{self.control.text()}: {words} `{self.claim.control}`"
+
+
+@dataclass(frozen=True)
+class Page:
+    """All claims, tested.
+
+    Attributes:
+        commands: grid -> the command that makes it, without rows and seeds.
+        comparisons: intervals that the page shows: each has the level 1 - 0.05 / comparisons.
+    """
+
+    tested: Sequence[Tested]
+    commands: Mapping[str, str] = field(default_factory=dict)
+    comparisons: int = 1
+
+    @classmethod
+    def read(cls, folder: Path) -> Page:
+        """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run.
+
+        Raises:
+            RunError: a claim that names no known measure, row or grid; a damaged grid.
+        """
+        commands, claims = read_claims(folder / CLAIMS)
+        grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
+        pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
+        count = max(1, sum(len(of) >= LEAST_SEEDS for pair in pairs for of in pair))
+        tested = [
+            Tested(one, Paired(base, count), Paired(control, count) if one.control else None, unit_of(one, grids))
+            for one, (base, control) in zip(claims, pairs, strict=True)
+        ]
+        return cls(tested, commands, count)
+
+    def markdown(self) -> str:
+        """The page."""
+        lines = [
+            "# Claims",
+            "",
+            "Made by `make results` from the records in this folder; nothing here is typed by hand.",
+            "",
+            "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
+            "the router. Difference: first row minus second, mean ± half of its confidence interval (Student's t).",
+            f"Intervals are corrected for the {self.comparisons} comparisons of this page (Bonferroni: each has",
+            f"the level 1 - {1 - LEVEL:.2f} / {self.comparisons}); in brackets half of the {LEVEL:.0%} interval.",
+            f"A verdict needs {LEAST_SEEDS} seeds, and an interval on one side of 0. With few seeds the corrected",
+            "intervals are wide, and most claims stay undecided. The models are tiny: verdicts are about this size.",
+            "",
+        ]
+        for aspect in dict.fromkeys(one.claim.aspect for one in self.tested):
+            lines += [f"## {aspect[0].upper()}{aspect[1:]}", ""]
+            lines += [HEADER, "|---" * HEADER.count(" | ") + "|---|"]
+            lines += [self._line(one) for one in self.tested if one.claim.aspect == aspect]
+            lines.append("")
+        lines += ["## Commands", ""]
+        for name, command in self.commands.items():
+            whole = f"{command} --routers ROWS --seeds 5 --out docs/results/{name}"
+            lines += [f"`{name}`:", "", "```sh", whole, "```", ""]
+        return "\n".join(lines)
+
+    def _line(self, one: Tested) -> str:
+        claim = one.claim
+        if claim.measure:
+            at = f", k = {claim.k}" if claim.k else ""
+            what = {"attack": f"{claim.rate:.3g} of the words attacked", "accuracy": claim.task}.get(
+                claim.measure, claim.measure
+            )
+            test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {what}{at}"
+        else:
+            test = f"`{claim.test}`"
+        seeds = str(len(one.difference.values) or "-")
+        figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else "-"
+        cells = (claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**")
+        return "| " + " | ".join(cells) + " |"
+
+    def write(self, folder: Path) -> Path:
+        """Writes claims.md."""
+        return write_whole(folder / "claims.md", self.markdown())
+
+
+def read_claims(file: Path) -> tuple[dict[str, str], list[Claim]]:
+    """(grid -> command, claims) of claims.toml.
+
+    Raises:
+        RunError: not TOML, an unknown field or measure, or a grid that is not named.
+    """
+    try:
+        values = tomllib.loads(read_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise RunError(f"{file}: not TOML: {error}") from None
+    commands = {name: str(grid["command"]) for name, grid in values.get("grids", {}).items()}
+    known = set(Claim.__dataclass_fields__)
+    claims = []
+    for number, one in enumerate(values.get("claims", []), 1):
+        where = f"{file}, claim {number}"
+        for key in one:
+            if key not in known:
+                raise RunError(f"{where}: unknown field {key!r}: {did_you_mean(key, known)}")
+        claim = Claim(**one)
+        if claim.measure and claim.measure not in UNITS:
+            raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
+        if claim.measure and claim.grid not in commands:
+            raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
+        claims.append(claim)
+    return commands, claims
+
+
+def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
+    """The claim's row minus another row, one a seed that both have; none where either has not been run."""
+    comparison = grids.get(claim.grid)
+    if not other or comparison is None:
+        return []
+    one, two = (measured(claim, comparison, router) for router in (claim.row, other))
+    return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
+
+
+def measured(claim: Claim, comparison: Comparison, router: str) -> dict[int, float]:
+    """seed -> what the claim measures of one row, in printed units."""
+    if claim.measure in ("quality", "accuracy", "attack"):
+        tables = _tables(claim, comparison)
+        cells = [_cell(table, router, claim.k) for table in tables]
+        if not cells or any(not cell for cell in cells):
+            return {}
+        last, first = cells[-1], cells[0]
+        return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+    found = {}
+    for run in comparison.of(router):
+        results = run.results()
+        result = results.get(claim.k) or (results[max(results)] if results and not claim.k else {})
+        values = [value for layer in (result.get("routers") or {}).values() if (value := _of(claim, layer)) is not None]
+        if values:
+            found[run.seed] = statistics.fmean(values)
+    return found
+
+
+def _tables(claim: Claim, comparison: Comparison) -> list[ComparisonTable]:
+    """The tables whose cells count; of two the last minus the first."""
+    if claim.measure == "quality":
+        return [ComparisonTable.of(comparison)]
+    if claim.measure == "accuracy":
+        return [TaskTable.of(comparison, claim.task).table]
+    for attacked in attack_tables(comparison):
+        if attacked.name == f"attack-{claim.attack}":
+            by_rate = {one.rate: one.table for one in attacked.conditions if not one.unmarked}
+            return [by_rate[0], by_rate[claim.rate]] if claim.rate in by_rate and 0 in by_rate else []
+    return []
+
+
+def _cell(table: ComparisonTable, router: str, k: int) -> dict[int, float]:
+    for row in table.rows:
+        if row.router == router:
+            return {seed: value * table.metric.scale for seed, value in table.quality(row, k).values.items()}
+    return {}
+
+
+def _of(claim: Claim, layer: Mapping[str, Any]) -> float | None:
+    if claim.measure != "imbalance":
+        return finite(layer.get(claim.measure.replace(" ", "_")))
+    load = [share or 0.0 for share in layer.get("load") or []]
+    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
+
+
+def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
+    """The unit of a claim's figures."""
+    if UNITS.get(claim.measure) or claim.grid not in grids:
+        return UNITS.get(claim.measure, "")
+    label = ComparisonTable.of(grids[claim.grid]).metric.label
+    return {"bits per character": "bits"}.get(label, label)

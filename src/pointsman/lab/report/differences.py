@@ -1,0 +1,69 @@
+"""Paired differences of a comparison with corrected confidence intervals, in all four forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pointsman._grid import NONE, Grid
+from pointsman.lab.report.forms import Forms, joined
+from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
+from pointsman.lab.report.tables import ComparisonTable
+
+
+@dataclass(frozen=True)
+class Differences(Forms):
+    """Every row minus the baseline, at every k: mean ± half of the interval, corrected for all cells of the table."""
+
+    table: ComparisonTable
+
+    @property
+    def file(self) -> str:
+        return "differences"
+
+    @property
+    def comparisons(self) -> int:
+        """How many differences have an interval: at least three seeds."""
+        return max(1, sum(len(one.cell.values) >= LEAST_SEEDS for line in self.table.differences() for one in line))
+
+    @property
+    def caption(self) -> str:
+        metric = self.table.metric
+        return (
+            f"Paired differences to {self.table.baseline} in {metric.label} ({metric.direction}): mean ± half of the "
+            f"{LEVEL:.0%} confidence interval (Student's t), corrected for the {self.comparisons} intervals of this "
+            "table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the interval excludes 0."
+        )
+
+    def grid(self) -> Grid:
+        """The differences as text."""
+        metric, rows, told = self.table.metric, [], set()
+        for i, line in enumerate(self.table.differences()):
+            cells = []
+            for j, one in enumerate(line, 1):
+                paired = Paired([value * metric.scale for value in one.cell.values.values()], self.comparisons)
+                cells.append(paired.text(metric.decimals))
+                told |= {(i, j)} if paired.sign and len(paired.values) >= LEAST_SEEDS else set()
+            rows.append([line[0].router if line else NONE, *cells])
+        return Grid(["router", *self.table.titles], rows, told, self.caption)
+
+    def text(self) -> str:
+        """Plain aligned text."""
+        return joined(self.caption, self.grid().text())
+
+    def csv(self) -> str:
+        """One line a router and k, full precision."""
+        header = ["router", "baseline", "k", "seeds", "metric", "mean", "std", "half", "corrected half"]
+        rows = []
+        for one in (one for line in self.table.differences() for one in line):
+            paired = Paired(list(one.cell.values.values()), self.comparisons)
+            figures = [paired.mean, one.cell.std, paired.half_of(1), paired.half]
+            rows.append([one.router, one.baseline, one.top_k, len(paired.values), self.table.metric.name, *figures])
+        return Grid(header, rows).csv()
+
+    def markdown(self) -> str:
+        """A Markdown table."""
+        return joined(self.grid().markdown(), self.caption)
+
+    def latex(self) -> str:
+        """A LaTeX table for the booktabs package."""
+        return self.grid().latex(["Router", *(f"${title}$" for title in self.table.titles)])

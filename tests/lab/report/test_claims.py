@@ -1,0 +1,121 @@
+"""Intervals against known quantiles, and the page of claims on invented grids."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tests.lab.report.fixtures import write_comparison, write_run
+
+from pointsman._errors import RunError
+from pointsman.lab.report.claims import CLAIMS, Page
+from pointsman.lab.report.differences import Differences
+from pointsman.lab.report.intervals import Paired, student_cdf, student_quantile
+from pointsman.lab.report.results import COLUMNS, load_comparison, write_results
+from pointsman.lab.report.tables import ComparisonTable
+
+
+@pytest.mark.parametrize(
+    ("probability", "df", "expected"),  # tables of Student's t
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 4, 2.77645), (0.975, 30, 2.04227), (0.995, 2, 9.92484),
+     (0.9995, 3, 12.92398), (0.5, 5, 0.0)],
+)  # fmt: skip
+def test_quantiles(probability: float, df: int, expected: float) -> None:
+    assert student_quantile(probability, df) == pytest.approx(expected, abs=1e-4)
+    assert student_cdf(-expected, df) == pytest.approx(1 - probability, abs=1e-6)
+
+
+def test_intervals_are_corrected_for_the_number_of_comparisons() -> None:
+    values = [1.0, 1.2, 1.4]
+    one, ten = Paired(values), Paired(values, 10)
+    assert one.half == pytest.approx(4.30265 * 0.2 / math.sqrt(3), rel=1e-4)
+    assert ten.half == pytest.approx(student_quantile(0.9975, 2) * 0.2 / math.sqrt(3))
+    assert ten.half_of(1) == one.half
+    assert (one.sign, ten.sign, Paired([-1.0, -1.2, -1.4]).sign) == (1, 0, -1)
+    assert (Paired([1.0]).half, Paired([]).mean, Paired([]).sign) == (None, None, None)
+
+
+PAGE = """
+[grids.tiny]
+command = "pointsman compare --data stdlib"
+
+[grids.none]
+command = "pointsman compare --data elsewhere"
+"""
+
+
+def claim(row: str, expected: str = "less", grid: str = "tiny", **more: object) -> str:
+    fields = {"aspect": "quality", "claim": f"{row} {expected}", "where": "Table 1", "grid": grid, "measure": "quality",
+              "k": 1, "row": row, "base": "smoe", "expected": expected, **more}  # fmt: skip
+    lines = [f"{key} = {value if isinstance(value, int | float) else repr(value)}" for key, value in fields.items()]
+    return "\n[[claims]]\n" + "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    routers = {"smoe": 3.0, "ahead": 2.0, "behind": 4.0, "same": 3.0, "few": 1.0}
+    skipped = [(router, seed) for router in routers for seed in range(3)]
+    write_comparison(tmp_path / "tiny", routers=list(routers), missing=skipped)
+    for place, (router, value) in enumerate(routers.items()):
+        for seed in range(2 if router == "few" else 3):
+            off = 0.1 * seed + 0.001 * ((seed + place) % 3) + (0.3 * (seed - 1) if router == "same" else 0)
+            write_run(
+                tmp_path / "tiny" / "runs" / router / f"seed-{seed}", router, seed, top_k=(1,), values={1: value + off}
+            )
+    return tmp_path
+
+
+def test_every_verdict(folder: Path) -> None:
+    rows = [("ahead", "less"), ("ahead", "more"), ("behind", "less"), ("same", "less"), ("few", "less")]
+    text = PAGE + "".join(claim(*row) for row in rows) + claim("ahead", grid="none") + claim("ahead", control="behind")
+    text += "\n[[claims]]\naspect = 'scale'\nclaim = 'it scales'\nwhere = 'Table 2'\ntest = 'pointsman compare'\n"
+    (folder / CLAIMS).write_text(text)
+    page = Page.read(folder)
+    assert [one.verdict for one in page.tested] == [
+        "holds", "does not hold", "does not hold", "not told apart", "not run (2 of 3 seeds)", "not run", "holds",
+        "not run",
+    ]  # fmt: skip
+    assert page.comparisons == 6, "five of three seeds, and one control"
+    assert page.tested[6].against_control.endswith("below `behind`")
+    shown = page.write(folder).read_text()
+    assert "| it scales | Table 2 | `pointsman compare` | - | - | - | **not run** |" in shown
+    assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[claims]", "not TOML"),
+        (PAGE + claim("a", colour="red"), "claim 1: unknown field 'colour'"),
+        (PAGE + claim("a", measure="qualiti"), "did you mean 'quality'"),
+        (PAGE + claim("a", grid="tinny"), "did you mean 'tiny'"),
+    ],
+)
+def test_a_wrong_claim_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / CLAIMS).write_text(text)
+    with pytest.raises(RunError, match=message):
+        Page.read(tmp_path)
+
+
+def test_results_are_one_line_a_router_seed_and_k(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    path = write_comparison(tmp_path / "c", routers=("smoe", "xmoe"), seeds=(0, 1), top_k=(1, 8))
+    lines = write_results(path).read_text().splitlines()
+    table = load_comparison(path)
+    assert lines[0] == ",".join(COLUMNS)
+    assert len(lines) - 1 == len(table) == 2 * 2 * 2
+    assert list(table.columns) == list(COLUMNS)
+    assert set(table[table.router == "xmoe"].k) == {1, 8}
+
+
+def test_paired_differences_in_every_form(folder: Path) -> None:
+    differences = Differences(ComparisonTable.read(folder / "tiny"))
+    assert differences.comparisons == 3, "one row has two seeds"
+    files = {file.name: file.read_text() for file in differences.write(folder)}
+    assert set(files) == {f"differences.{ending}" for ending in ("txt", "csv", "md", "tex")}
+    assert "| `ahead` | **-1.0" in files["differences.md"]
+    assert r"\textbf{-1.0" in files["differences.tex"]
+    lines = files["differences.csv"].splitlines()
+    assert lines[1].startswith("ahead,smoe,1,3,bits_per_character,-1.0")
+    assert len(lines) == 5
