@@ -79,3 +79,21 @@ def within_capacity(experts: Tensor, num_experts: int, factor: float, context: R
         1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
     )
     return experts.masked_fill((place >= capacity).reshape(batch * length, k), -1)
+
+
+def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str = "top2") -> Tensor:
+    """`choice` [N, E] with -inf outside each token's best groups (DeepSeek-V2, V3: node-limited routing).
+
+    Args:
+        groups: the experts are in so many equal runs.
+        kept: how many of them a token keeps; more where k experts need more.
+        group_score: a group's score is the sum of its two largest choices ("top2") or the largest ("max").
+    """
+    width = choice.shape[1] // groups
+    kept = max(kept, math.ceil(k / width))
+    if kept >= groups:
+        return choice
+    best = choice.unflatten(1, (groups, width)).topk(1 if group_score == "max" else min(2, width)).values
+    lost = torch.ones(len(choice), groups, dtype=torch.bool, device=choice.device)
+    lost.scatter_(1, top_k(best.sum(-1), kept), False)
+    return choice.masked_fill(lost.repeat_interleave(width, 1), -torch.inf)

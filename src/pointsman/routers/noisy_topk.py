@@ -1,0 +1,96 @@
+"""Noisy top-k gating with importance and load losses (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.ops.scoring import linear
+from pointsman.ops.selection import top_k
+from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Stages
+from pointsman.routers.topk import INIT_STD
+from pointsman.routing import RoutingContext
+
+
+class NoisyScorer(Scorer):
+    """z = W h; in training z + r e with r = softplus(W_n h) + epsilon and e ~ N(0, 1) (Eq. 4). W and W_n [E, dim].
+
+    Extra: `clean` z and `std` r, [B, T, E].
+    """
+
+    accepts_half = True
+    training_stochastic = True
+
+    def __init__(self, dim: int, num_experts: int, epsilon: float, std: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(std * torch.randn(num_experts, dim))
+        self.noise_weight = nn.Parameter(std * torch.randn(num_experts, dim))
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        clean = linear(hidden, self.weight, None, self.kernels)
+        std = F.softplus(linear(hidden, self.noise_weight, None, self.kernels)) + self.epsilon
+        logits = clean + std * torch.randn_like(clean) if self.training else clean
+        return Scored(logits, {"clean": clean, "std": std})
+
+    def plain_linear(self) -> tuple[Tensor, None]:
+        return self.weight, None
+
+
+def squared_variation(values: Tensor) -> Tensor:
+    """CV^2 = variance / mean^2 of values [E], the variance with divisor E; 0 where all are 0."""
+    mean = values.mean()
+    return (values - mean).square().mean() / mean.square().clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def importance_loss(given: LossInput) -> Tensor:
+    """CV^2 of each expert's sum of weights (Eq. 6, 7)."""
+    chosen = given.experts.clamp_min(0).reshape(-1)  # where there is none the weight is 0
+    sums = given.logits.new_zeros(given.logits.shape[-1])
+    return squared_variation(sums.index_add(0, chosen, given.weights.reshape(-1)))
+
+
+def load_loss(given: LossInput) -> Tensor:
+    """CV^2 of L_i = sum over tokens of Phi((z_i - theta_i) / r_i), a smooth count of tokens (Eq. 8 to 11).
+
+    theta_i is the k-th largest of the other experts' noisy logits: what expert i must exceed when its noise is drawn
+    again. Phi is the standard normal distribution function.
+    """
+    noisy, k = given.logits, given.experts.shape[-1]
+    if k == noisy.shape[-1]:
+        return noisy.new_zeros(())
+    largest = noisy.topk(k + 1, dim=-1).values
+    inside = torch.zeros_like(noisy, dtype=torch.bool).scatter_(1, top_k(noisy, k), True)
+    threshold = torch.where(inside, largest[:, k:], largest[:, k - 1 : k])
+    clean, std = given.extra["clean"].flatten(0, 1), given.extra["std"].flatten(0, 1)
+    chance = torch.special.ndtr((clean - threshold) / std.clamp_min(torch.finfo(std.dtype).tiny))
+    if given.mask is not None:
+        chance = chance.masked_fill(~given.mask[:, None], 0)
+    return squared_variation(chance.sum(0))
+
+
+@register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538")
+def noisy_topk(
+    layer: LayerSpec,
+    *,
+    importance: float = 0.1,
+    load: float = 0.1,
+    epsilon: float = 0.0,
+    init: Literal["zeros", "normal"] = "zeros",
+) -> Stages:
+    """Noisy top-k gating: a linear router with trained noise in training; losses keep importance and load even.
+
+    importance: weight of the squared coefficient of variation of the experts' sums of weights.
+    load: weight of that of their expected numbers of tokens.
+    epsilon: least standard deviation of the noise.
+    init: both maps start at 0 (the paper), or N(0, 0.02^2).
+    """
+    for name, value in (("importance", importance), ("load", load), ("epsilon", epsilon)):
+        if value < 0:
+            raise ValueError(f"noisy-topk: option {name}={value}: allowed are numbers from 0")
+    score = NoisyScorer(layer.dim, layer.num_experts, epsilon, INIT_STD if init == "normal" else 0.0)
+    return Stages(score, losses={"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)})
