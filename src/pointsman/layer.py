@@ -16,6 +16,7 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.shared import SharedExperts
+from pointsman.ops.linear import autocast_enabled
 from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -188,7 +189,7 @@ class MoE(nn.Module):
     def _warn_of_scale(self, output: Tensor) -> None:
         """Warns once where the main loss is scaled by somebody who does not know of the attached losses."""
         kind = output.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+        if autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
             why = "autocast in float16 goes with a loss scaler, which does not scale"
         elif (state := sys.modules.get("accelerate.state")) and state.GradientState().num_steps > 1:
             why = "accelerate divides the loss by its accumulation steps, but not"

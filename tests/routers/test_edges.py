@@ -162,3 +162,31 @@ def test_options_out_of_range(spec: str, says: str) -> None:
 def test_sizes_of_experts_are_whole(hidden_dim: object) -> None:
     with pytest.raises(ValueError, match=r"hidden_dim=.*: allowed are whole numbers from 1"):
         MoE(8, hidden_dim, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capacity", [1e-12, 1e6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_capacity_in_range_keeps_the_first_token(capacity: float, masked: bool) -> None:
+    router = build_router(f"smoe:capacity={capacity}", dim=8, num_experts=4)
+    mask = torch.ones(2, 5, dtype=torch.bool) if masked else None
+    routing = router(torch.randn(2, 5, 8), RoutingContext(padding_mask=mask))
+    kept = (routing.experts >= 0).view(2, 5, 2)
+    assert kept[:, 0].all()
+    assert kept.all() == (capacity > 1)
+
+
+@pytest.mark.parametrize("capacity", [0, -1.0, 1e30, float("nan")])
+def test_other_capacities_are_refused(capacity: float) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        build_router("smoe", dim=8, num_experts=4, capacity=capacity)
+
+
+@pytest.mark.parametrize("router", ["smoe", "xmoe+similarity", "smoe:capacity=1.5", "thor"])
+def test_shapes_alone_on_the_meta_device(router: str) -> None:
+    with torch.device("meta"):
+        layer, hidden = MoE(16, 32, 4, router=router), torch.empty(2, 5, 16, requires_grad=True)
+        output = layer(hidden)
+    assert output.is_meta
+    assert output.shape == hidden.shape
+    output.sum().backward()
+    assert hidden.grad is not None

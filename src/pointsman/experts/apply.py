@@ -10,7 +10,7 @@ from pointsman.experts import grouped_mm, reference
 from pointsman.experts.cpu import custom_op, function
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import active, active_code, plain_wanted
-from pointsman.ops.linear import transformed
+from pointsman.ops.linear import autocast_enabled, transformed
 from pointsman.routing import Routing
 
 
@@ -37,7 +37,7 @@ def apply_experts(
         [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
     kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
+    if not autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
         return _apply(hidden, routing, parameters, activation, dropout)
     dtype = torch.get_autocast_dtype(kind)
     hidden = hidden.to(dtype)
@@ -70,7 +70,7 @@ def _apply(
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
     parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
     hidden = hidden.contiguous()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or hidden.is_meta:  # shapes alone, which the operator knows
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
         return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, active_code())
     options = function.Options(activation, dropout, 0 if seed is None else int(seed), active())
@@ -92,7 +92,7 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     return kind
 
 
-_DTYPES = {"cpu": function.DTYPES, "cuda": grouped_mm.DTYPES}
+_DTYPES = {"cpu": function.DTYPES, "meta": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
 def _each_contiguous(tensor: Tensor | None) -> Tensor | None:

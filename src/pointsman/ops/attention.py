@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pointsman.ops.gemm import Gemm
 from pointsman.ops.kernels import active_gemm
+from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 
 MASKED = -1e30  # a padded key: finite, so that a row whose keys are all padded stays finite
@@ -238,7 +239,7 @@ class _RelativeAttention(torch.autograd.Function):
         key_value = key_value.contiguous()
         key, value = key_value.unbind(0)
         output = query.new_empty(batch, length, heads, width).permute(2, 0, 1, 3)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             shared = _Products(query, positions, settings, key_mask)
             for block in _blocks(query, key.shape[2]):
                 content, position = shared.queries(block, content_bias), shared.queries(block, position_bias)
@@ -270,7 +271,7 @@ class _RelativeAttention(torch.autograd.Function):
         d_content, d_position = torch.zeros(2, all_heads, width, dtype=exact, device=query.device).unbind(0)
         # softmax's backward is p * (dp - delta), delta = sum_j p_j dp_j = o . do
         delta = torch.einsum("hbtd,hbtd->hbt", gradient, output).neg_()
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             shared = _Products(query, positions, settings, key_mask)
             for block in _blocks(query, keys):
                 last = block.stop == length

@@ -6,6 +6,7 @@ Half-precision rows meet float32 weights (a router's) block by block: each block
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from pointsman.ops.kernels import active_gemm
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = 1 << 19  # elements upcast at a time, if that is enough rows for a product
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """No autocast on this type of device in the block."""
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def autocast_enabled(kind: str) -> bool:
+    """Whether autocast is on for this type of device; the meta device, which torch does not know there, has none."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def upcast(tensor: Tensor) -> Tensor:
@@ -42,7 +53,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if hidden.dtype != weight.dtype and not autocast_enabled(hidden.device.type):
         hidden = upcast(hidden)
     return F.linear(hidden, weight, bias)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
-from pointsman.ops.linear import upcast
+from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.routers.balance import Balance
 from pointsman.routers.select import within_capacity
 from pointsman.routers.stages import (
@@ -119,7 +119,7 @@ class Router(nn.Module):
             from pointsman.ops.recompilation import allow_a_graph_for_each_k
 
             allow_a_graph_for_each_k(self.num_experts)
-        if not torch.is_autocast_enabled(hidden.device.type):
+        if not autocast_enabled(hidden.device.type):
             return self._route(hidden, context)
         with torch.autocast(hidden.device.type, enabled=False):
             return self._route(hidden, context)

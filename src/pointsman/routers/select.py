@@ -65,12 +65,13 @@ def within_capacity(experts: Tensor, num_experts: int, factor: float, context: R
     length = len(experts) // max(batch, 1)
     each = factor * k / num_experts
     slots = experts.reshape(batch, length * k)
-    capacity: Tensor | int = math.ceil(each * length - ROUNDING)
+    capacity: Tensor | int = max(1, math.ceil(each * length - ROUNDING))
     if context.padding_mask is not None:
         real = context.padding_mask.repeat_interleave(k, dim=1)
         slots = torch.where(real, slots, num_experts)
         exact = torch.float32 if real.device.type == "mps" else torch.float64  # which has nothing better
-        capacity = torch.ceil(each * context.padding_mask.sum(1, keepdim=True, dtype=exact) - ROUNDING).long()
+        tokens = context.padding_mask.sum(1, keepdim=True, dtype=exact)
+        capacity = torch.ceil(each * tokens - ROUNDING).clamp_min(1).long()
     # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
     order = torch.argsort(slots, dim=1, stable=True)
     sorted_slots = slots.gather(1, order)

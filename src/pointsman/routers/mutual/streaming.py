@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pointsman.ops.gemm import ONEDNN, Gemm
 from pointsman.ops.kernels import active_gemm
+from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.routers.mutual.visible import Visible
 
@@ -208,7 +209,7 @@ class _Inform(torch.autograd.Function):
         inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
         found: list[list[Tensor]] = [[] for _ in inputs]
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
-            with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            with torch.enable_grad(), without_autocast(inputs[0].device.type):
                 sliced = zip(_sliced(inputs, options.batched, group), wanted, strict=True)
                 parts = [tensor.detach().requires_grad_(want) for tensor, want in sliced]
                 prepared = options.prepare(*parts)
