@@ -94,7 +94,7 @@ def test_a_lock_keeps_the_content_of_its_file(tmp_path: Path) -> None:
 def test_what_is_written_aside_goes_through_no_link(tmp_path: Path) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text("kept")
-    (tmp_path / f".page.html.writing-{module.os.getpid()}").symlink_to(mine)
+    (tmp_path / f".page.html.writing-{module.owner()}").symlink_to(mine)
     write_whole(tmp_path / "page.html", "new")
     assert (mine.read_text(), (tmp_path / "page.html").read_text()) == ("kept", "new")
 
@@ -111,3 +111,51 @@ def test_folders_below_a_root_stay_in_it(tmp_path: Path) -> None:
             call()
     assert within(run, "alias", "new") == run / "alias" / "new"
     assert within(tmp_path / "linked", "inside") == tmp_path / "linked" / "inside"  # the way to a root is the user's
+
+
+def test_deep_and_misshapen_json_is_refused_by_name(tmp_path: Path) -> None:
+    for name, content in (
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"a":' * 100_000),
+        ("comparison.json", '{"settings": {"model": {}}, "routers": 5, "seeds": []}'),
+        ("comparison.json", '{"routers": [], "seeds": []}'),
+        ("evaluation.json", '{"results": [{"top_k": 1, "routers": {"0": {"load": ["x"]}}}]}'),
+        ("manifest.json", '{"files": {"model.safetensors": {"bytes": "1", "sha256": ""}}}'),
+        ("finetune.json", '{"task": 1}'),
+        ("attacks-word-x-test.json", '{"results": {}}'),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(RunError, match=rf"{name}") as caught:
+            read_json(tmp_path / name)
+        assert len(str(caught.value)) < 300
+
+
+def test_what_killed_writers_left_goes_with_the_next_file(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    machine = module.platform.node()
+    left = tmp_path / f".config.json.writing-{gone.pid}-{machine}"
+    kept = [tmp_path / f".a.json.writing-1-{machine}", tmp_path / f".a.json.writing-{gone.pid}-elsewhere{machine}"]
+    for file in (left, *kept):
+        file.write_text("x")
+    write_whole(tmp_path / "page.html", "new")
+    assert not left.exists()
+    assert all(file.exists() for file in kept)
+
+
+@pytest.mark.skipif(not hasattr(module.os, "fork"), reason="needs fork")
+def test_a_forked_child_holds_no_folder(tmp_path: Path) -> None:
+    out, into = module.os.pipe()
+    with alone(tmp_path / "run"):
+        child = module.os.fork()
+        if child == 0:  # lives on after its parent has let go
+            module.os.close(into)
+            module.os.read(out, 1)
+            module.os._exit(0)
+    try:
+        with alone(tmp_path / "run"):
+            pass
+    finally:
+        module.os.close(into)
+        module.os.waitpid(child, 0)
+        module.os.close(out)

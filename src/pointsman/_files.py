@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pointsman._errors import RunError
+from pointsman._shapes import check_shape, shape_of
 
 LOCK = ".lock"
 
@@ -46,22 +48,32 @@ def find(root: Path, pattern: str) -> list[Path]:
     return [within(root, str(place.relative_to(root))) for place in sorted(root.glob(pattern))]
 
 
-def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of an ordinary file of a run directory, opened with `flags` (O_TRUNC is not among them).
+def open_ordinary(file: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of an ordinary file that the user named; links are followed, nothing is truncated or waited for.
 
     Raises:
-        RunError: it is a link, a folder, a device or a pipe.
+        RunError: it is a folder, a device or a pipe.
         OSError: it is missing, or the system refuses it.
     """
     assert not flags & getattr(os, "O_TRUNC", 0)
-    if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
-        raise RunError(f"{file}: a link; files of a run directory are not opened through links")
-    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(file, flags | extra, 0o666)
+    descriptor = os.open(file, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise RunError(f"{file}: no ordinary file")
     return descriptor
+
+
+def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
+    """The same of a file of a run directory, which must not be a link either."""
+    if file.is_symlink():  # said before O_NOFOLLOW refuses it, and where there is no O_NOFOLLOW (Windows)
+        raise RunError(f"{file}: a link; files of a run directory are not opened through links")
+    return open_ordinary(file, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def read_ordinary(file: Path) -> bytes:
+    """The content of a file that the user named; raises as `open_ordinary` does."""
+    with open(open_ordinary(file), "rb") as opened:
+        return opened.read()
 
 
 def read_bytes(file: Path) -> bytes:
@@ -83,6 +95,25 @@ def write_synced(file: Path, content: bytes) -> None:
         os.fsync(opened.fileno())
 
 
+def owner() -> str:
+    """This process, as the names of what it writes aside tell it: "PID-MACHINE"."""
+    return f"{os.getpid()}-{platform.node()}"
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether the `owner` that a name begins with was a process of this machine, and runs no more."""
+    pid, _, rest = name.partition("-")
+    if os.name != "posix" or not pid.isdecimal() or not rest.startswith(platform.node()):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """An empty new file beside `file`, which takes its place at the end: readers see the old content or the new one.
@@ -92,7 +123,10 @@ def replacing(file: Path) -> Iterator[Path]:
     """
     with disk_errors(file, f"{file.name} was not written"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{file.name}.writing-{os.getpid()}")
+        for left in file.parent.glob(".*.writing-*"):
+            if is_abandoned(left.name.rpartition(".writing-")[2]):
+                left.unlink(missing_ok=True)
+        aside = file.with_name(f".{file.name}.writing-{owner()}")
         with suppress(FileNotFoundError):
             aside.unlink()
         os.close(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -140,14 +174,22 @@ def disk_errors(place: Path, consequence: str) -> Iterator[None]:
         raise RunError(f"{place}: {why}; {consequence}; what was saved before is untouched") from error
 
 
+def parse_json(text: str) -> Any:
+    """`json.loads`; what is nested too deeply is a ValueError, too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no such file.
 
     Raises:
-        RunError: it cannot be read, or holds no JSON object.
+        RunError: it cannot be read, or holds no JSON object, or one of another shape than the file has.
     """
     try:
-        value = json.loads(read_text(file))
+        value = parse_json(read_text(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except RunError:
@@ -156,6 +198,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
         raise RunError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
         raise RunError(f"{file}: a JSON object is expected, found {type(value).__name__}")
+    check_shape(value, shape_of(file.name) or {}, str(file))
     return value
 
 
@@ -189,4 +232,25 @@ def alone(folder: Path) -> Iterator[None]:
             raise RunError(f"{folder}: another process is working in this directory") from None
         except OSError:
             pass  # some network disks know no locks
-        yield
+        _HELD.add(lock)
+        try:
+            yield
+        finally:
+            _HELD.discard(lock)
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # at once, also where a forked child has the descriptor still
+
+
+_HELD: set[IO[bytes]] = set()
+"""Lock files that this process holds. A fork closes its copies: a child that lives on holds no folder."""
+
+
+def _let_go() -> None:
+    for lock in _HELD:
+        with suppress(OSError):
+            os.close(lock.fileno())
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman._files import parse_json
+from pointsman._values import is_utf8
 from pointsman.cli.options import Parser, choose_device, k_list, refuse_runs, token_budget, whole
 
 EPILOG = """examples:
@@ -34,8 +36,8 @@ def parser() -> Parser:
     flags.add_argument(
         "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
     )
-    flags.add_argument("--length", type=whole(2), default=512, metavar="N", help="tokens a row (default: 512)")
-    flags.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="rows a forward (default: 4)")
+    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
+    flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
     flags.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: as saved")
     flags.common("where the results go (default: audit-NAME)", settings="")
     return flags
@@ -56,6 +58,8 @@ def run(words: Sequence[str]) -> int:
     against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
     total = count_tokens(tokenizer, texts, length=values.length, max_tokens=budget)
+    if not total:
+        raise RunError(f"pointsman audit: --data {values.data}: there is no text to read")
     with Display() as display:
         display.phase("audit", total=total)
         result = audit(
@@ -102,12 +106,14 @@ def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
+                row = parse_json(line)
+            except ValueError:
                 raise RunError(f"{path}, line {number}: not JSON") from None
             found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
             if not isinstance(found, (str, list)):
                 raise RunError(f'{path}, line {number}: needs "text" or "messages", found {_names(row)}')
+            if isinstance(row, dict) and not is_utf8(json.dumps(row, ensure_ascii=False)):
+                raise RunError(f"{path}, line {number}: half a surrogate pair, which is no character")
             yield found
 
 

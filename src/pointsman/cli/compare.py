@@ -36,7 +36,7 @@ TRAINING_FLAGS = (
 def parser() -> Parser:
     flags = Parser("compare", "Train routers on equal footing and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
-    flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
+    flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
     flags.add_argument(
         "--jobs",
         type=whole(1),

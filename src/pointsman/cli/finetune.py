@@ -46,8 +46,10 @@ def parser() -> Parser:
     flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
     flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
     flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
-    flags.add_argument("--epochs", type=number_from(0), metavar="N", help="passes over the training part instead")
-    flags.add_argument("--seeds", type=whole(1), default=1, metavar="S", help="how many seeds (default: 1)")
+    flags.add_argument(
+        "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training part"
+    )
+    flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
     )
@@ -74,7 +76,7 @@ def add_task_settings(flags: Parser) -> None:
         "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
     )
     flags.add_argument("--pooling", default="last", metavar="HOW", help="last (default) or mean hidden state")
-    flags.add_argument("--length", type=whole(2), default=512, metavar="N", help="tokens of a text (default: 512)")
+    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens of a text (512)")
     flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
 
 
@@ -89,7 +91,11 @@ def add_compare_flags(flags: Parser) -> None:
         "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
     )
     flags.add_argument(
-        "--task-seeds", type=whole(1), default=1, metavar="S", help="fine-tunings of each trained run (default: 1)"
+        "--task-seeds",
+        type=whole(1, "seeds"),
+        default=1,
+        metavar="S",
+        help="fine-tunings of each run (default: 1)",
     )
     add_task_settings(flags)
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._values import is_utf8
 from pointsman.ops.allocator import keep_freed_memory
 
 COMMANDS = {
@@ -50,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"pointsman {version('pointsman')}")
         return 0
+    for word in words:
+        if not is_utf8(word):
+            return fail(f"argument {word!r}: its bytes are not UTF-8; rename the file or folder")
     name = words[0]
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json, read_ordinary
+from pointsman._values import most, upper
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,6 +64,10 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The parsed flags: command line over --config file over defaults."""
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
+                raise RunError(f"{self.prog}: {flag} '--': not a value")
         self.defaults = {action.dest: action.default for action in self._actions}
         values, unknown = self.parse_known_args(list(words))
         if unknown:
@@ -97,8 +102,12 @@ class Parser(argparse.ArgumentParser):
     def _from_file(self, path: Path) -> dict[str, Any]:
         where = f"{self.prog}: --config {path}"
         try:
-            text = path.read_text(encoding="utf-8")
-            table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+            text = read_ordinary(path).decode("utf-8")
+            table = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+        except RunError as error:
+            raise RunError(f"{self.prog}: --config {error}") from None
+        except RecursionError:
+            raise RunError(f"{where}: nested too deeply") from None
         except OSError as error:
             raise RunError(f"{where}: {error.strerror}") from None
         except ValueError as error:
@@ -144,8 +153,8 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-def whole(least: int = 0) -> Callable[[str], int]:
-    """A flag's value as a whole number from `least`."""
+def whole(least: int = 0, name: str = "") -> Callable[[str], int]:
+    """A flag's value as a whole number from `least` to the `most` of `name`."""
 
     def convert(text: str) -> int:
         try:
@@ -154,21 +163,24 @@ def whole(least: int = 0) -> Callable[[str], int]:
             number = least - 1
         if number < least:
             raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least}")
+        if number > most(name):
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least} to {upper(most(name))}")
         return number
 
     return convert
 
 
-def number_from(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """A flag's value as a finite number from `least` to `most`."""
-    allowed = f"numbers from {least:g}" + (f" to {most:g}" if most < math.inf else "")
+def number_from(least: float, largest: float | None = None, name: str = "") -> Callable[[str], float]:
+    """A flag's value as a number from `least` to `largest`, by default the `most` of `name`."""
+    largest = most(name, float) if largest is None else largest
+    allowed = f"numbers from {least:g} to {largest:g}"
 
     def convert(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not least <= number <= most or math.isinf(number):
+        if not least <= number <= largest:
             raise argparse.ArgumentTypeError(f"{text!r}: allowed are {allowed}")
         return number
 

@@ -145,7 +145,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another format": (lambda path: change_manifest(path, format=9), "foreign"),
     "another step": (lambda path: change_manifest(path, step=9), "foreign"),
     "no state listed": (lambda path: change_manifest(path, files={}), r"foreign: it has no state\.json"),
-    "odd entry": (lambda path: change_manifest(path, files={"state.json": 3}), "foreign"),
+    "odd entry": (lambda path: change_manifest(path, files={"state.json": 3}), "an object is expected"),
     "a file": (replace_by_a_file, "is no checkpoint"),
     "a pickle": (replace_by_pickle, r"has no manifest\.json"),
     "empty folder": (lambda path: [entry.unlink() for entry in path.iterdir()], r"has no manifest\.json"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,19 @@ def test_data_that_have_changed_are_refused(
     run(settings(), resume=True, corpus=replace(corpus, fingerprint="another"), progress=listener)
     assert any("trained on other data" in note for note in listener.notes)
     assert "begins at step 0" in listener.notes[-1]
+
+
+def test_a_validation_that_a_kill_cut_is_made_up(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
+    config = settings(checkpoint_every=4, validate_every=4)
+    train(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    file = tmp_path / "cut" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    [_, second] = [i for i, line in enumerate(lines) if '"valid"' in line and json.loads(line)["step"] == 4]
+    file.write_text("".join(lines[:second]) + lines[second][:20])
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-8")
+    (tmp_path / "cut" / "evaluation.json").unlink()
+    train(config, tmp_path / "cut", resume=True)
+    rows = [list(RunDirectory(tmp_path / name).metrics("valid")) for name in ("whole", "cut")]
+    key = itemgetter("step", "top_k")
+    assert sorted(rows[1], key=key) == sorted(rows[0], key=key)

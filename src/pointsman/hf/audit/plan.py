@@ -28,6 +28,8 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
         own = gate_slot(gates[0]).value if gates else None
     except ValueError as error:
         own, notes = None, [*notes, str(error)]
+    if own is not None and own < 1:
+        raise ValueError(f"audit: the model's own k is {own}: its config.json is damaged; a token needs an expert")
     if notes or own is None:
         if wanted is not None and list(wanted) != [own]:
             raise ValueError(f"audit: top_k={list(wanted)}: {(notes or ['the gates keep no k'])[0]}")

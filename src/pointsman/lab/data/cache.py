@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import sync_folder
+from pointsman._files import is_abandoned, owner, sync_folder
 from pointsman.lab.data.download import NO_SPACE
 from pointsman.lab.data.reading import BLOCK
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary
@@ -72,7 +72,7 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     try:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
-        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=root))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{owner()}-", dir=root))
         _write(scratch, build)
         _move_into_place(scratch, final)
         tokens = _open(final)
@@ -176,9 +176,10 @@ def _move_into_place(scratch: Path, final: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed processes left, once it is a day old."""
+    """Removes what killed processes left: those of this machine at once, others once it is a day old."""
     for path in root.glob(f"{_SCRATCH}*"):
-        if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+        abandoned = is_abandoned(path.name.removeprefix(_SCRATCH))
+        if abandoned or time.time() - path.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._values import convert
+from pointsman._values import convert, most, upper
 from pointsman.lab.data.tasks import LabelledTexts, parse_task
 from pointsman.lab.models.classifier import Pooling
 from pointsman.lab.training.config import RunConfig
@@ -59,8 +59,8 @@ class Finetuning:
             raise RunError(f"pooling={self.pooling!r}: {did_you_mean(self.pooling, get_args(Pooling))}")
         if self.balance is not None and not (self.balance >= 0 and math.isfinite(self.balance)):
             raise RunError(f"balance={self.balance}: allowed are numbers from 0")
-        if self.epochs is not None and not (self.epochs > 0 and math.isfinite(self.epochs)):
-            raise RunError(f"epochs={self.epochs}: allowed are numbers above 0")
+        if self.epochs is not None and not 0 < self.epochs <= most("epochs", float):
+            raise RunError(f"epochs={self.epochs}: allowed are numbers above 0 to {upper(most('epochs', float))}")
         if not 0 <= self.head_dropout < 1:
             raise RunError(f"head_dropout={self.head_dropout}: allowed are numbers from 0 up to, not including, 1")
 

@@ -184,7 +184,14 @@ def first_type(experts: int) -> np.dtype[Any]:
 def readable(sample: Mapping[str, Any]) -> bool:
     """Whether a sample is whole, and of the format for its number of experts."""
     parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
-    return all(part in sample for part in parts) and sample.get("format") == first_type(sample["num_experts"]).itemsize
+    if not all(part in sample for part in parts) or sample.get("format") != first_type(sample["num_experts"]).itemsize:
+        return False
+    try:
+        _cut(sample, 1)
+        _first_at(sample)
+    except (KeyError, IndexError, ValueError, zlib.error):  # packed routing that is cut or altered
+        return False
+    return True
 
 
 def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BYTES) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from pointsman._errors import RunError
 from pointsman._files import read_text, read_whole_json, within, write_whole
+from pointsman._values import is_utf8
 from pointsman.lab.data.vocabulary import Vocabulary
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.metrics import read_metrics
@@ -83,6 +84,8 @@ class RunDirectory:
             RunError: the directory holds a run with other settings (names them), or the same run and `resume` is
                 false, or something else.
         """
+        if not is_utf8(str(self.path)):
+            raise RunError(f"{str(self.path)!r}: its bytes are not UTF-8; choose another --out")
         if self.exists:
             if differing := self.config(type(config)).differing(config):
                 told = "; ".join(f"{name} is {here!r} there, {ours!r} here" for name, (here, ours) in differing.items())

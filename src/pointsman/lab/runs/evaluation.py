@@ -49,7 +49,7 @@ def is_current(
     return (
         all(found.get(key) == value for key, value in protocol.items())
         and {result["top_k"] for result in results} == set(top_k)
-        and all(result["split"] == split for result in results)
+        and all(result.get("split") == split for result in results)
     )
 
 

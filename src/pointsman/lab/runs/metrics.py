@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import disk_errors, open_own, write_whole
+from pointsman._files import disk_errors, open_own, parse_json, write_whole
 
 
 def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -23,7 +23,7 @@ def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     with open(descriptor, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 continue
             whole = isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row
@@ -55,9 +55,6 @@ class MetricsFile:
         """Waits until the disk has the rows: call it before a checkpoint that follows them."""
         with disk_errors(self._file, "lines of metrics were not written"):
             os.fsync(self._opened.fileno())
-
-    def has(self, kind: str, step: int) -> bool:
-        return any(row["kind"] == kind and row["step"] == step for row in reversed(self.rows))
 
     def close(self) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):

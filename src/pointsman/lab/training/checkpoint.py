@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pointsman._files import within
+from pointsman._files import parse_json, within
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError, write_folder
 
 _ALIASES = "aliases"
@@ -42,10 +42,10 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         with safetensors.safe_open(within(file.parent, file.name), framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata() or {}
-        aliases = json.loads(metadata.get(_ALIASES, "{}"))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        aliases = parse_json(metadata.get(_ALIASES, "{}"))
+        return {**tensors, **{name: tensors[kept] for name, kept in aliases.items()}}
+    except (AttributeError, KeyError, TypeError, OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
-    return {**tensors, **{name: tensors[kept] for name, kept in aliases.items()}}
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman._files import LOCK, alone
+from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import open_corpus
 from pointsman.lab.models import TransformerXL
@@ -81,7 +81,7 @@ def merged(plan: Plan, out: Path) -> Plan:
     """
     before = read_plan(out)
     if before is None:
-        if out.exists() and any(entry.name != LOCK for entry in out.iterdir()):
+        if out.exists() and any(not entry.name.startswith(".") for entry in out.iterdir()):
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
     ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / COMPARISON))

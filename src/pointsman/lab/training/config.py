@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -12,7 +11,8 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._values import typed_value
+from pointsman._files import parse_json
+from pointsman._values import most, typed_value, upper
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.training.k_schedule import Shape, TopKSchedule, build_schedule
 from pointsman.routers.elsewhere import import_recorded
@@ -216,7 +216,7 @@ class RunConfig:
     def from_json(cls, text: str, where: str = "config") -> RunConfig:
         """What `to_json` gave; errors as in `from_dict`."""
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError as error:
             raise RunError(f"{where} is not JSON: {error}") from None
         return cls.from_dict(values, where)
@@ -301,6 +301,8 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at_least(name: str, value: float, least: int) -> None:
     whole = name not in ("clip_norm", "weight_decay")
+    largest = most(name, int if whole else float)
     right = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
-    if not right or not math.isfinite(value) or value < least:
-        raise RunError(f"{name}={value!r}: allowed are {'whole ' if whole else ''}numbers from {least}")
+    if not right or not least <= value <= largest:
+        told = f"{'whole ' if whole else ''}numbers from {least} to {upper(largest)}"
+        raise RunError(f"{name}={value!r}: allowed are {told}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,8 +166,8 @@ class _Training:
         config, state = self.config, self.state
         self.progress.phase("train", config.steps, state.step)
         while True:
-            if self._due(config.validate_every) and not self.metrics.has("valid", state.step):
-                self.validate()
+            if self._due(config.validate_every) and (top_k := self._not_validated()):
+                self.validate(top_k)
             if state.step == config.steps:
                 return
             with self.times:
@@ -199,10 +199,18 @@ class _Training:
         if self.monitor:
             self._write(self.monitor.rows())
 
-    def validate(self) -> None:
-        """Scores the validation part at the smallest and the largest k of the final evaluation."""
+    def _not_validated(self) -> list[int]:
+        """The smallest and the largest k of the final evaluation, but for those with a line of this step.
+
+        A run that is killed while it writes has the lines of some k only.
+        """
+        wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
+        rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)
+        return sorted(wanted - {row.get("top_k") for row in rows})
+
+    def validate(self, top_k: Sequence[int]) -> None:
+        """Scores the validation part at these k."""
         task, config = self.state.task, self.config
-        top_k = sorted({min(config.eval_top_k), max(config.eval_top_k)})
         split = task.validation_split(config)
         if split is None:
             return
