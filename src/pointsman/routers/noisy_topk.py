@@ -32,8 +32,8 @@ class NoisyScorer(Scorer):
         self.noise_weight = nn.Parameter(std * torch.randn(num_experts, dim))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        clean = linear(hidden, self.weight, None, self.kernels)
-        std = F.softplus(linear(hidden, self.noise_weight, None, self.kernels)) + self.epsilon
+        clean = linear(hidden, self.weight)
+        std = F.softplus(linear(hidden, self.noise_weight)) + self.epsilon
         logits = clean + std * torch.randn_like(clean) if self.training else clean
         return Scored(logits, {"clean": clean, "std": std})
 

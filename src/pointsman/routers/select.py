@@ -94,7 +94,7 @@ def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str
     kept = max(kept, math.ceil(k / width))
     if kept >= groups:
         return choice
-    best = choice.unflatten(1, (groups, width)).topk(1 if group_score == "max" else min(2, width)).values
+    best = choice.view(-1, groups, width).topk(1 if group_score == "max" else min(2, width)).values
     lost = torch.ones(len(choice), groups, dtype=torch.bool, device=choice.device)
     lost.scatter_(1, top_k(best.sum(-1), kept), False)
     return choice.masked_fill(lost.repeat_interleave(width, 1), -torch.inf)
