@@ -74,7 +74,7 @@ def _apply(
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
         return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, active_code())
     options = function.Options(activation, dropout, 0 if seed is None else int(seed), active())
-    return function.apply(hidden, weight, function.Assignments(token, expert), parameters, options)
+    return function.apply(hidden, weight, function.Chosen(token, expert), parameters, options)
 
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:

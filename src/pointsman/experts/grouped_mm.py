@@ -25,34 +25,35 @@ MOST_GROUPS = 1024  # grouped_mm's kernel takes fewer
 
 
 class Layout(NamedTuple):
-    """Where each slot's row lies; slots are in token order, rows sorted by expert, dropped ones last.
+    """Where the row of each assignment lies: assignments are in token order, rows sorted by expert, dropped ones last.
 
-    `token` [S] and `expert` [S] of each row (a dropped row: the last expert), `dropped` [S, 1], `order` [S] the slot of
-    each row, `position` [S] the row of each slot, `bags` [tokens] the first slot of each token, `ends` [E] int32.
+    `token` [A] and `expert` [A] of each row (a dropped row: the last expert), `dropped` [A, 1], `order` [A] the
+    assignment of each row, `row` [A] the row of each assignment, `token_offsets` [tokens] the first assignment of each
+    token, `ends` [E] int32.
     """
 
     token: Tensor
     expert: Tensor
     dropped: Tensor
     order: Tensor
-    position: Tensor
-    bags: Tensor
+    row: Tensor
+    token_offsets: Tensor
     ends: Tensor
 
-    def gather(self, hidden: Tensor) -> Tensor:
+    def permute(self, hidden: Tensor) -> Tensor:
         return hidden.index_select(0, self.token)
 
     def combine(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Each token's weighted sum over its rows [S, dim], whose dropped ones are overwritten: [tokens, dim]."""
+        """Each token's weighted sum over its rows [A, dim], whose dropped ones are overwritten: [tokens, dim]."""
         rows.masked_fill_(self.dropped, 0)
-        return F.embedding_bag(self.position, rows, self.bags, mode="sum", per_sample_weights=weight)
+        return F.embedding_bag(self.row, rows, self.token_offsets, mode="sum", per_sample_weights=weight)
 
 
-def layout(expert: Tensor, token: Tensor, bags: Tensor, num_experts: int) -> Layout:
-    """The layout of slots [S] in token order; `expert` is -1 where a slot is dropped."""
+def layout(expert: Tensor, token: Tensor, token_offsets: Tensor, num_experts: int) -> Layout:
+    """The layout of assignments [A] in token order; `expert` is -1 where one is dropped."""
     keys = torch.where(expert < 0, num_experts, expert)
     sorted_keys, order = torch.sort(keys, stable=True)
-    position = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     experts = torch.arange(num_experts, device=keys.device)
     ends = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
     return Layout(
@@ -60,8 +61,8 @@ def layout(expert: Tensor, token: Tensor, bags: Tensor, num_experts: int) -> Lay
         sorted_keys.clamp_max(num_experts - 1),
         (sorted_keys == num_experts)[:, None],
         order,
-        position,
-        bags,
+        row,
+        token_offsets,
         ends,
     )
 
@@ -87,14 +88,14 @@ def apply(
     tokens = torch.arange(hidden.shape[0], device=hidden.device)
     flat, factors = expert.reshape(-1), weight.reshape(-1)
     if token is None:
-        bags = tokens * expert.shape[1]
+        token_offsets = tokens * expert.shape[1]
         owner = tokens.repeat_interleave(expert.shape[1], output_size=flat.numel())
     else:
         owner, order = torch.sort(token, stable=True)
-        bags = torch.searchsorted(owner, tokens)
+        token_offsets = torch.searchsorted(owner, tokens)
         flat, factors = flat.index_select(0, order), factors.index_select(0, order)
     factors = torch.where(flat < 0, 0, factors).to(hidden.dtype)
-    where = layout(flat, owner, bags, parameters.w_in.shape[0])
+    where = layout(flat, owner, token_offsets, parameters.w_in.shape[0])
     dim = hidden.shape[1]
     padded = _padded(parameters)
     more = padded.w_in.shape[2] - dim
@@ -127,7 +128,7 @@ class _Experts(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:
         p = ExpertParameters(*tensors)  # type: ignore[arg-type]
-        rows = where.gather(hidden)
+        rows = where.permute(hidden)
         up = _linear(rows, p.w_in, p.b_in, where)
         gate = None if p.w_gate is None else _linear(rows, p.w_gate, p.b_gate, where)
         units = ACTIVATIONS[activation](up) if gate is None else ACTIVATIONS[activation](gate) * up
@@ -148,7 +149,7 @@ class _Experts(torch.autograd.Function):
         act = ACTIVATIONS[ctx.activation]
         derivative: Callable[[Tensor, Tensor], Tensor] = DERIVATIVES[ctx.activation]
         factors = weight.index_select(0, where.order)[:, None]
-        outer = where.gather(gradient.contiguous())
+        outer = where.permute(gradient.contiguous())
         inner = grouped_mm(outer, p.w_out, where.ends)
         units = act(up) if gate is None else act(gate) * up
         if mask is not None:
@@ -159,7 +160,7 @@ class _Experts(torch.autograd.Function):
             rows = (units * inner).sum(-1)
             if p.b_out is not None:
                 rows = rows + (outer * p.b_out.index_select(0, where.expert)).sum(-1)
-            weight_gradient = rows.masked_fill(where.dropped[:, 0], 0).index_select(0, where.position)
+            weight_gradient = rows.masked_fill(where.dropped[:, 0], 0).index_select(0, where.row)
         if mask is not None:
             inner = (inner * scaled).to(inner.dtype)
         if gate is None:
@@ -167,7 +168,7 @@ class _Experts(torch.autograd.Function):
         else:
             through_up, through_gate = inner * act(gate), derivative(inner * up, gate)
         outer = outer * factors
-        inputs = where.gather(hidden) * factors
+        inputs = where.permute(hidden) * factors
         hidden_gradient = None
         if hidden_wanted:
             rows = grouped_mm(through_up, p.w_in, where.ends)

@@ -1,1 +1,1 @@
-"""The experts on a CPU, one file a technique."""
+"""The experts on a CPU, one file for each technique: see ../README.md."""

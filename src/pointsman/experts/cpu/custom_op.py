@@ -1,6 +1,7 @@
-"""The CPU experts as a custom operator, which torch.compile takes as one opaque node.
+"""The CPU experts as a custom operator: one opaque node for torch.compile.
 
-What backward needs travels as one tensor whose size follows from shapes alone: `rows_at_most` rows of hidden units.
+What backward needs is passed on as one tensor, whose size follows from shapes alone: `rows_at_most` rows of hidden
+units.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu.dispatch import rows_at_most
-from pointsman.experts.cpu.function import Assignments, Options, Work, evaluate, sharing
-from pointsman.experts.cpu.hidden_units import Gradients, Kept
+from pointsman.experts.cpu.function import Chosen, Layout, Options, evaluate
+from pointsman.experts.cpu.groups import grouping
+from pointsman.experts.cpu.hidden_units import Gradients, Saved
+from pointsman.experts.cpu.permute import rows_at_most
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import Kernels
 
@@ -30,7 +32,7 @@ def apply(
     code: str,
 ) -> Tensor:
     """`cpu.apply` for graphs: the seed is a tensor."""
-    # in the graph, so that one that torch has cached from an earlier version is not taken for this one's
+    # a constant of the graph, so that torch does not reuse a cached graph of a version that needed another size
     room = room_for(expert, parameters) if torch.is_grad_enabled() else 0
     outputs: tuple[Tensor, Tensor] = experts_forward(
         hidden, weight, token, expert, *parameters, seed, activation, dropout, code, room
@@ -59,12 +61,12 @@ def experts_forward(
     """The output [tokens, dim], and `room` elements with what `experts_backward` needs; 0 where none follows."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     options = Options(activation, dropout, int(seed), Kernels.decoded(code))
-    assignments = Assignments(token, expert)
+    chosen = Chosen(token, expert)
     if not room:
-        return evaluate(hidden, weight, assignments, parameters, options), hidden.new_empty(0)
-    output, kept = Work(hidden, assignments, parameters, options).forward(hidden, weight, parameters, keep=True)
+        return evaluate(hidden, weight, chosen, parameters, options), hidden.new_empty(0)
+    output, saved = Layout(hidden, chosen, parameters, options).forward(hidden, weight, parameters, save=True)
     packed, start = hidden.new_empty(room), 0
-    for tensor in (tensor for item in kept for tensor in item):
+    for tensor in (tensor for item in saved for tensor in item):
         packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
         start += tensor.numel()
     return output, packed
@@ -76,9 +78,9 @@ def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def room_for(expert: Tensor, parameters: ExpertParameters) -> int:
-    """How many elements the hidden units of any routing of that shape need at most."""
+    """A bound on the elements of the hidden units, for any routing of that shape."""
     count, width, dim = parameters.w_in.shape
-    rows = rows_at_most(expert.numel(), count, sharing(parameters.w_in.dtype, width * dim))
+    rows = rows_at_most(expert.numel(), count, grouping(parameters.w_in.dtype, width * dim))
     return rows * width * (1 if parameters.w_gate is None else 2)
 
 
@@ -104,8 +106,8 @@ def experts_backward(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    work = Work(
-        hidden, Assignments(token, expert), parameters, Options(activation, dropout, int(seed), Kernels.decoded(code))
+    layout = Layout(
+        hidden, Chosen(token, expert), parameters, Options(activation, dropout, int(seed), Kernels.decoded(code))
     )
     gradients = Gradients(
         *(
@@ -113,20 +115,20 @@ def experts_backward(
             for tensor, needed in zip(parameters, wanted[2:], strict=True)
         )
     )
-    kept = _unpack(packed, work, len(hidden), parameters)
-    pair = work.backward(gradient, hidden, weight, parameters, kept, gradients, wanted[0], wanted[1])
+    saved = _unpack(packed, layout, len(hidden), parameters)
+    pair = layout.backward(gradient, hidden, weight, parameters, saved, gradients, wanted[0], wanted[1])
     return [hidden.new_empty(0) if tensor is None else tensor for tensor in (*pair, *gradients)]
 
 
-def _unpack(packed: Tensor, work: Work, tokens: int, parameters: ExpertParameters) -> list[Kept]:
+def _unpack(packed: Tensor, layout: Layout, tokens: int, parameters: ExpertParameters) -> list[Saved]:
     width = parameters.w_in.shape[1]
     each = 1 if parameters.w_gate is None else 2
-    kept, start = [], 0
-    for rows in work.kept_rows(tokens, parameters):
+    saved, start = [], 0
+    for rows in layout.saved_rows(tokens, parameters):
         size = rows * width
-        kept.append(tuple(packed[start + i * size : start + (i + 1) * size].view(rows, width) for i in range(each)))
+        saved.append(tuple(packed[start + i * size : start + (i + 1) * size].view(rows, width) for i in range(each)))
         start += each * size
-    return kept
+    return saved
 
 
 @experts_backward.register_fake

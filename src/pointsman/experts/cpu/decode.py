@@ -1,7 +1,8 @@
-"""Experts on a CPU for a few tokens, without gradients: decoding.
+"""Few tokens without gradients: decoding.
 
-Reading the weights of the chosen experts is what takes the time, and beside it the calls into torch: so no plan, and
-as few calls as can be. Which way depends on how many rows an expert has, and on whether its weights lie in cache.
+The time goes into reading the weights of the chosen experts, and into calls. So there is no permutation, and as few
+calls into torch as possible. Which products are used depends on how many rows an expert has, and on whether its weights
+fit into the cache.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.experts.cpu.dispatch import refuse_beyond
 from pointsman.experts.cpu.hidden_units import HiddenUnits, one
+from pointsman.experts.cpu.permute import refuse_beyond
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops import dots
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
 
-MOST = 256  # assignments; of more, many share an expert, and oneDNN would build a kernel for each new count
-
-TINY = 1 << 15  # elements of a weight that is read in less time than a call takes
+MOST = 256  # assignments; with more, many share an expert, and oneDNN would build a kernel for each new row count
+TINY = 1 << 15  # elements of a weight that takes less time to read than a call takes
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Inputs, weights and biases, of all experts [E, out, in] or of one, to the products of each row with its expert's."""
+"""A linear map of rows, each with the weight of its expert: of one expert [out, in], or of all [E, out, in]."""
 
 
 def forward(
@@ -46,48 +46,47 @@ def forward(
         row: how an expert's only row is computed: `Kernels.row`.
     """
     tokens, k = expert.shape
-    # so few that lists are sorted and counted in a fraction of the time that calls into torch or numpy take
+    # lists: for so few, Python sorts and counts faster than one call into torch or NumPy
     experts: list[int] = expert.reshape(-1).tolist()
     refuse_beyond(max(experts), len(parameters.w_in))
-    kept = list(range(len(experts)))
+    places = list(range(len(experts)))
     if min(experts) < 0:
-        kept = [place for place in kept if experts[place] >= 0]
-        if not kept:
+        places = [place for place in places if experts[place] >= 0]
+        if not places:
             return torch.zeros_like(hidden)
-        experts = [experts[place] for place in kept]
+        experts = [experts[place] for place in places]
     elif tokens == 1:
-        rows = _single(parameters, row)(hidden, Chosen([0] * k, experts), parameters, first.activation)
+        rows = _single_rows(parameters, row)(hidden, Assigned([0] * k, experts), parameters, first.activation)
         return torch.mm(weight.to(hidden.dtype), rows)
-    source = [place // k for place in kept]
-    results = _results(hidden, Chosen(source, experts), parameters, first, row)
+    token = [place // k for place in places]
+    results = _results(hidden, Assigned(token, experts), parameters, first, row)
     factor = weight.to(hidden.dtype).reshape(-1)
-    if len(kept) < tokens * k:
-        factor = factor[_tensor(kept)]
-        bags = torch.searchsorted(_tensor(source), torch.arange(tokens, device="cpu"))
+    if len(places) < tokens * k:
+        factor = factor[_tensor(places)]
+        token_offsets = torch.searchsorted(_tensor(token), torch.arange(tokens, device="cpu"))
     else:
-        bags = _tensor(range(0, len(kept), k))
-    return F.embedding_bag(_tensor(results.place), results.rows, bags, mode="sum", per_sample_weights=factor)
+        token_offsets = _tensor(range(0, len(places), k))
+    return F.embedding_bag(_tensor(results.row), results.rows, token_offsets, mode="sum", per_sample_weights=factor)
 
 
 def _tensor(values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(list(values), dtype=dtype, device="cpu")
 
 
-class Chosen(NamedTuple):
-    """Assignments in any order: expert `expert[i]` works on the hidden states of token `source[i]`."""
+class Assigned(NamedTuple):
+    """Assignments in any order: expert `expert[i]` gets the hidden states of token `token[i]`."""
 
-    source: list[int]
+    token: list[int]
     expert: list[int]
 
-    def take(self, places: list[int]) -> Chosen:
-        return Chosen([self.source[place] for place in places], [self.expert[place] for place in places])
+    def select(self, places: list[int]) -> Assigned:
+        return Assigned([self.token[place] for place in places], [self.expert[place] for place in places])
 
-    def by_expert(self) -> list[int]:
-        """The places in the order of their experts."""
+    def order(self) -> list[int]:
+        """The places sorted by expert."""
         return sorted(range(len(self.expert)), key=self.expert.__getitem__)
 
-    def counts(self, num_experts: int) -> list[int]:
-        """How many assignments each expert has."""
+    def num_tokens_per_expert(self, num_experts: int) -> list[int]:
         counts = [0] * num_experts
         for expert in self.expert:
             counts[expert] += 1
@@ -95,89 +94,89 @@ class Chosen(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What experts gave: row `place[i]` [S] of `rows` [n, dim] is assignment i's."""
+    """The experts' outputs: row `row[i]` [A] of `rows` [n, dim] belongs to assignment i."""
 
     rows: Tensor
-    place: Iterable[int]
+    row: Iterable[int]
 
 
-def _ordered(rows: Tensor, order: list[int]) -> Results:
-    """Row i is of assignment `order[i]`."""
+def _in_order(rows: Tensor, order: list[int]) -> Results:
+    """Row i belongs to assignment `order[i]`."""
     place = [0] * len(order)
     for row, assignment in enumerate(order):
         place[assignment] = row
     return Results(rows, place)
 
 
-def _results(hidden: Tensor, chosen: Chosen, p: ExpertParameters, first: HiddenUnits, row: str) -> Results:
-    """What the chosen experts [S] give for their tokens."""
+def _results(hidden: Tensor, assigned: Assigned, p: ExpertParameters, first: HiddenUnits, row: str) -> Results:
+    """The outputs of the experts for their tokens."""
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    single = _single(p, row)
-    with_dots = single is _by_dots
-    counts = chosen.counts(len(p.w_in))
+    single_rows = _single_rows(p, row)
+    with_dots = single_rows is _by_dots
+    counts = assigned.num_tokens_per_expert(len(p.w_in))
     most = max(counts)
     if small:
-        if with_dots and len(chosen.expert) <= _few_rows(first.gemm) * sum(map(bool, counts)):
-            order = chosen.by_expert()  # so that each weight is read once
-            return _ordered(_by_dots(hidden, chosen.take(order), p, first.activation), order)
-        if _batched_suits(p, most, len(chosen.expert), first.gemm):
-            return _batched(hidden, chosen, counts, most, p, first.activation)
+        if with_dots and len(assigned.expert) <= _most_rows_for_dots(first.gemm) * sum(map(bool, counts)):
+            order = assigned.order()  # so that each weight is read once
+            return _in_order(_by_dots(hidden, assigned.select(order), p, first.activation), order)
+        if _batched_suits(p, most, len(assigned.expert), first.gemm):
+            return _batched(hidden, assigned, counts, most, p, first.activation)
     elif most == 1:
-        return Results(single(hidden, chosen, p, first.activation), range(len(chosen.expert)))
-    order = shared = chosen.by_expert()
+        return Results(single_rows(hidden, assigned, p, first.activation), range(len(assigned.expert)))
+    order = shared = assigned.order()
     results = []
     if with_dots or not small:
-        left = [place for place in order if counts[chosen.expert[place]] == 1]
-        shared = [place for place in order if counts[chosen.expert[place]] > 1]
-        order = left + shared
-        if left:
+        alone = [place for place in order if counts[assigned.expert[place]] == 1]
+        shared = [place for place in order if counts[assigned.expert[place]] > 1]
+        order = alone + shared
+        if alone:
             counts = [0 if count == 1 else count for count in counts]
-            results.append(single(hidden, chosen.take(left), p, first.activation))
+            results.append(single_rows(hidden, assigned.select(alone), p, first.activation))
     if shared:
-        rows = hidden.index_select(0, _tensor(chosen.source[place] for place in shared))
+        rows = hidden.index_select(0, _tensor(assigned.token[place] for place in shared))
         if _grouped_suits(hidden, p, first, small):
             results.append(_grouped(rows, counts, p, first.activation))
         else:
             results.append(_one_by_one(rows, counts, p, first))
-    return _ordered(torch.cat(results) if len(results) > 1 else results[0], order)
+    return _in_order(torch.cat(results) if len(results) > 1 else results[0], order)
 
 
-def _single(p: ExpertParameters, row: str) -> Callable[[Tensor, Chosen, ExpertParameters, str], Tensor]:
-    """How the rows of experts that have only one come about: [S, dim]."""
+def _single_rows(p: ExpertParameters, row: str) -> Callable[[Tensor, Assigned, ExpertParameters, str], Tensor]:
+    """How an expert's only row is computed, for all such experts: [A, dim]."""
     with_mv = row == "mv" and p.w_in.shape[1] * p.w_in.shape[2] > TINY
     if with_mv or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
-        return _one_by_one_row
+        return _by_mv
     return _by_dots
 
 
-def _few_rows(gemm: Gemm) -> float:
-    """Up to how many rows inner products are fastest for weights in cache: measured, a mean over the experts in use."""
+def _most_rows_for_dots(gemm: Gemm) -> float:
+    """Up to how many rows, as a mean over the experts in use, `ops.dots` is fastest for weights in cache. Measured."""
     return 2.5 if gemm is ONEDNN else 1.25
 
 
-def _one_by_one_row(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: str) -> Tensor:
-    """A call a row and weight."""
+def _by_mv(hidden: Tensor, assigned: Assigned, p: ExpertParameters, activation: str) -> Tensor:
+    """One torch.mv for each row and weight."""
 
     def linear(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
 
-    pairs = zip(*chosen, strict=True)
+    pairs = zip(*assigned, strict=True)
     return torch.stack([_feed_forward(hidden[row], one(p, index), activation, linear) for row, index in pairs])
 
 
-def _by_dots(hidden: Tensor, chosen: Chosen, p: ExpertParameters, activation: str) -> Tensor:
-    """All rows in one call a weight."""
-    source, expert = map(_tensor, chosen)
+def _by_dots(hidden: Tensor, assigned: Assigned, p: ExpertParameters, activation: str) -> Tensor:
+    """One call of `ops.dots` for all rows and one of the two or three weights."""
+    token, expert = map(_tensor, assigned)
     rows = torch.arange(len(expert), device="cpu")
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return dots.linear(inputs, source if inputs is hidden else rows, weight, expert, bias)
+        return dots.linear(inputs, token if inputs is hidden else rows, weight, expert, bias)
 
     return _feed_forward(hidden, p, activation, linear)
 
 
 def _batched_suits(p: ExpertParameters, most: int, assignments: int, gemm: Gemm) -> bool:
-    """Whether the rows of padding and of unused experts are few enough, and a call for each expert not as fast."""
+    """Whether padding and unused experts add few rows, and one call for each expert is slower."""
     num_experts, width, dim = p.w_in.shape
     if gemm is BLAS and p.w_in.dtype == torch.float32 and width * dim > TINY:
         return False
@@ -185,14 +184,14 @@ def _batched_suits(p: ExpertParameters, most: int, assignments: int, gemm: Gemm)
 
 
 def _batched(
-    hidden: Tensor, chosen: Chosen, counts: list[int], most: int, p: ExpertParameters, activation: str
+    hidden: Tensor, assigned: Assigned, counts: list[int], most: int, p: ExpertParameters, activation: str
 ) -> Results:
-    """All experts, each on as many rows as the busiest has, in one call a weight: used ones and unused ones."""
+    """One torch.bmm for each weight: all experts, used or not, each with as many rows as the busiest."""
     size = most if hidden.dtype == torch.float32 else -(-most // 4) * 4  # few sizes: oneDNN builds a kernel for each
     following = [expert * size for expert in range(len(counts))]
-    slots = []
-    for expert in chosen.expert:
-        slots.append(following[expert])
+    places = []
+    for expert in assigned.expert:
+        places.append(following[expert])
         following[expert] += 1
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -200,24 +199,22 @@ def _batched(
             return torch.bmm(inputs, weight.mT)
         return torch.baddbmm(bias[:, None], inputs, weight.mT)
 
-    rows = hidden.index_select(0, _tensor(chosen.source))
-    padded = hidden.new_zeros(len(p.w_in) * size, hidden.shape[1]).index_copy_(0, _tensor(slots), rows)
+    rows = hidden.index_select(0, _tensor(assigned.token))
+    padded = hidden.new_zeros(len(p.w_in) * size, hidden.shape[1]).index_copy_(0, _tensor(places), rows)
     output = _feed_forward(padded.view(len(p.w_in), size, -1), p, activation, linear)
-    return Results(output.view(-1, hidden.shape[1]), slots)
+    return Results(output.view(-1, hidden.shape[1]), places)
 
 
 def _grouped_suits(hidden: Tensor, parameters: ExpertParameters, first: HiddenUnits, small: bool) -> bool:
-    """Whether `F.grouped_mm`, on a CPU a loop over `torch.mm` that costs few calls, has the best products, too.
-
-    It takes rows of whole 16 bytes.
-    """
+    """Whether `F.grouped_mm` fits: on a CPU it loops over torch.mm in C++, so it costs few calls, but uses no oneDNN in
+    float32. It takes rows of whole 16 bytes."""
     _, width, dim = parameters.w_in.shape
     whole = not (width | dim) * hidden.element_size() % 16
     return whole and (small or first.gemm is not ONEDNN)
 
 
 def _grouped(rows: Tensor, counts: list[int], p: ExpertParameters, activation: str) -> Tensor:
-    """Rows in the order of their experts, of which each has `counts` [E]."""
+    """One grouped_mm for each weight: rows sorted by expert, `counts` [E] of them."""
     ends = _tensor(accumulate(counts), torch.int32)
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -228,7 +225,7 @@ def _grouped(rows: Tensor, counts: list[int], p: ExpertParameters, activation: s
 
 
 def _one_by_one(rows: Tensor, counts: list[int], parameters: ExpertParameters, first: HiddenUnits) -> Tensor:
-    """What `_grouped` does, one expert after the other."""
+    """As `_grouped`, one expert after the other."""
     results, start = [], 0
     for index, count in enumerate(counts):
         if not count:

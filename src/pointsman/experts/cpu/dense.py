@@ -1,7 +1,7 @@
-"""k = E on a CPU: every token visits every expert, so nothing is gathered and nothing is combined.
+"""k = E: every token visits every expert, so nothing is permuted.
 
-y = sum_e w_e (W_out,e h_e) + w b_out. In backward the sum over experts happens inside the matrix products. Rows go in
-chunks that stay in cache.
+y = sum_e w_e (W_out,e h_e) + w b_out. In backward the sum over experts happens inside the matrix products. Rows are
+processed in chunks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Kept, divisible, one, one_gradient
+from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible, one, one_gradient
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
 
 
 def _chunks(tokens: int, hidden_dim: int, dtype: torch.dtype) -> list[slice]:
-    # powers of two, so that a chunk is a shape that oneDNN has seen
+    # powers of two: few shapes, for each of which oneDNN builds a kernel
     size = (2048 if hidden_dim <= 2048 else 1024) * 4 // dtype.itemsize
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def kept_rows(tokens: int, parameters: ExpertParameters) -> list[int]:
-    """How many rows each item of what `forward` keeps has, in its order."""
+def saved_rows(tokens: int, parameters: ExpertParameters) -> list[int]:
+    """How many rows each item of what `forward` saves has, in its order."""
     num_experts, hidden_dim, _ = parameters.w_in.shape
     chunks = _chunks(tokens, hidden_dim, parameters.w_in.dtype)
     return [rows.stop - rows.start for rows in chunks for _ in range(num_experts)]
 
 
 def forward(
-    hidden: Tensor, weight: Tensor, parameters: ExpertParameters, first: HiddenUnits, keep: bool
-) -> tuple[Tensor, list[Kept]]:
-    """The combined output [tokens, dim], and what each chunk and expert keeps for `backward`.
+    hidden: Tensor, weight: Tensor, parameters: ExpertParameters, first: HiddenUnits, save: bool
+) -> tuple[Tensor, list[Saved]]:
+    """The combined output [tokens, dim], and what each chunk and expert saves for `backward`.
 
     Args:
         hidden: [tokens, dim].
         weight: [tokens, E], the combine weights in the order of the experts, in the dtype of `hidden`.
         first: the experts' first half.
-        keep: whether backward will follow.
+        save: whether backward will follow.
     """
     output = torch.empty_like(hidden)
-    kept: list[Kept] = []
+    saved: list[Saved] = []
     each = [one(parameters, index) for index in range(weight.shape[1])]
     for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1], hidden.dtype):
         inputs, total = hidden[rows], output[rows]
         for index, (expert, factor) in enumerate(zip(each, weight[rows, :, None].unbind(1), strict=True)):
-            units, keeping = first.forward(inputs, expert)
-            if keep:
-                kept.append(keeping)
+            units, item = first.forward(inputs, expert)
+            if save:
+                saved.append(item)
             results = first.gemm.linear(units, expert.w_out)
             if index:
                 total.addcmul_(results, factor)
@@ -56,7 +56,7 @@ def forward(
                 torch.mul(results, factor, out=total)
     if parameters.b_out is not None:
         output.addmm_(weight, parameters.b_out)
-    return output, kept
+    return output, saved
 
 
 def backward(
@@ -65,7 +65,7 @@ def backward(
     weight: Tensor,
     parameters: ExpertParameters,
     first: HiddenUnits,
-    kept: Sequence[Kept],
+    saved: Sequence[Saved],
     gradients: Gradients,
     hidden_wanted: bool,
     weight_wanted: bool,
@@ -81,24 +81,24 @@ def backward(
             tensor.zero_()
     inward, gate_inward = _transposed(gradients.w_in), _transposed(gradients.w_gate)
     scales, rest = divisible(factors)
-    saved = iter(kept)
+    remaining = iter(saved)
     for rows in _chunks(hidden.shape[0], parameters.w_in.shape[1], hidden.dtype):
         outer, total = gradient[rows], None
-        # transposed once for all experts: a weight gradient's first operand
+        # transposed once for all experts: the first operand of the weight gradients
         inputs_columns, outer_columns = hidden[rows].t().contiguous().t(), outer.t().contiguous().t()
         columns = (part[:, rows, None].unbind(0) for part in (factors, scales))
         for index, ((expert, result), factor, scale) in enumerate(zip(each, *columns, strict=True)):
-            keeping = next(saved)
-            again = first.again(keeping)
+            item = next(remaining)
+            recomputed = first.recomputed(item)
             inner = gemm.product(outer * scale, expert.w_out)
             if factor_gradients is not None:
-                factor_gradients[index, rows] = dots.each(again.units, inner)
-            up, gate = first.backward(inner, keeping, again)
+                factor_gradients[index, rows] = dots.each(recomputed.units, inner)
+            up, gate = first.backward(inner, item, recomputed)
             if rest is not None:
                 up.mul_(rest[index, rows, None])
                 gate = None if gate is None else gate.mul_(rest[index, rows, None])
             if result.w_out is not None:
-                gemm.weight_gradient(result.w_out, outer_columns * factor, again.units, add=True)
+                gemm.weight_gradient(result.w_out, outer_columns * factor, recomputed.units, add=True)
             if inward is not None:
                 gemm.weight_gradient(inward[index], inputs_columns, up, add=True)
             if result.b_in is not None:
@@ -127,7 +127,7 @@ def backward(
 
 
 def _transposed(gradient: Tensor | None) -> Tensor | None:
-    """Where the chunks' shares of a weight gradient [E, hidden, dim] are summed: zeros [E, dim, hidden]."""
+    """Zeros [E, dim, hidden], to which each chunk adds its share of a weight gradient [E, hidden, dim]."""
     return (
         None if gradient is None else torch.zeros_like(gradient.transpose(1, 2), memory_format=torch.contiguous_format)
     )

@@ -1,4 +1,4 @@
-"""One expert's hidden units and their gradient, by hand: what the CPU paths share.
+"""An expert's hidden units and their gradient, written out: shared by `sparse` and `dense`.
 
 Notation: x rows [n, dim], u = W_in x + b_in, g = W_gate x + b_gate; hidden units h = act(u), gated h = act(g) u; with
 dropout h = mask act(u) / (1 - p). The expert returns W_out h + b_out.
@@ -44,8 +44,8 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
 }
 
-Kept = tuple[Tensor, ...]
-"""What one expert keeps for backward: (h) for ungated ReLU, where the mask shows in h's zeros; (u); gated (u, g)."""
+Saved = tuple[Tensor, ...]
+"""What one expert saves for backward: ungated (h) for ReLU, whose zeros show the mask, else (u); gated (u, g)."""
 
 
 class Units(NamedTuple):
@@ -58,7 +58,7 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True)
 class HiddenUnits:
-    """The first half of every expert of one call: how hidden units come about, and how their gradient goes back.
+    """The first half of every expert of one call: from rows to hidden units, and the gradient back.
 
     Forward and backward must visit the experts in the same order: one generator draws all dropout masks.
     """
@@ -68,12 +68,12 @@ class HiddenUnits:
     gemm: Gemm
     generator: torch.Generator | None
 
-    def of(self, experts: int) -> HiddenUnits:
-        """The same for so many experts at once."""
-        return self if experts == 1 else replace(self, gemm=BATCHED)
+    def for_group(self, num_experts: int) -> HiddenUnits:
+        """The same for a group of so many experts: through torch.bmm."""
+        return self if num_experts == 1 else replace(self, gemm=BATCHED)
 
-    def forward(self, rows: Tensor, expert: ExpertParameters) -> tuple[Tensor, Kept]:
-        """Hidden units [n, hidden], and what is to be kept."""
+    def forward(self, rows: Tensor, expert: ExpertParameters) -> tuple[Tensor, Saved]:
+        """Hidden units [n, hidden], and what to save for backward."""
         if expert.w_gate is None and self.activation == "relu":
             units = self.gemm.linear(rows, expert.w_in, expert.b_in, relu=True)
             self._drop(units)
@@ -88,31 +88,31 @@ class HiddenUnits:
         self._drop(units)
         return units, (up, gate)
 
-    def again(self, kept: Kept) -> Units:
-        """The hidden units from what was kept."""
-        if self._holds_units(kept):
-            return Units(kept[0])
-        activated = ACTIVATIONS[self.activation](kept[-1])
-        if len(kept) == 1:
+    def recomputed(self, saved: Saved) -> Units:
+        """The hidden units from what was saved."""
+        if self._holds_units(saved):
+            return Units(saved[0])
+        activated = ACTIVATIONS[self.activation](saved[-1])
+        if len(saved) == 1:
             return Units(activated, None, self._drop(activated))
-        units = activated * kept[0]
+        units = activated * saved[0]
         return Units(units, activated, self._drop(units))
 
-    def backward(self, gradient: Tensor, kept: Kept, again: Units) -> tuple[Tensor, Tensor | None]:
+    def backward(self, gradient: Tensor, saved: Saved, units: Units) -> tuple[Tensor, Tensor | None]:
         """Gradients of u and, gated, of g, from that of h, which is overwritten."""
-        if self._holds_units(kept):
-            torch.ops.aten.threshold_backward.grad_input(gradient, kept[0], 0, grad_input=gradient)
+        if self._holds_units(saved):
+            torch.ops.aten.threshold_backward.grad_input(gradient, saved[0], 0, grad_input=gradient)
             return (gradient.mul_(self._scale) if self.dropout else gradient), None
-        if again.mask is not None:
-            gradient.mul_(again.mask)
+        if units.mask is not None:
+            gradient.mul_(units.mask)
         derivative = DERIVATIVES[self.activation]
-        if again.activated is None:
-            return derivative(gradient, kept[0]), None
-        through_gate = derivative(gradient * kept[0], kept[1])
-        return gradient.mul_(again.activated), through_gate
+        if units.activated is None:
+            return derivative(gradient, saved[0]), None
+        through_gate = derivative(gradient * saved[0], saved[1])
+        return gradient.mul_(units.activated), through_gate
 
-    def _holds_units(self, kept: Kept) -> bool:
-        return len(kept) == 1 and self.activation == "relu"
+    def _holds_units(self, saved: Saved) -> bool:
+        return len(saved) == 1 and self.activation == "relu"
 
     @property
     def _scale(self) -> float:
@@ -130,10 +130,10 @@ TINY = 1e-12
 
 
 def divisible(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Combine weights w as a product of s, which can be divided by, and a rest r, None where that is 1 everywhere.
+    """Splits combine weights w = s r: s can be divided by; r is None where it is 1 everywhere.
 
-    Backward applies s to the gradient g of the experts' output, which is narrower than the hidden units:
-    q = W_out' (s g) is what the gradient of h starts from, r q its gradient, and h . q / s the gradient of w.
+    Backward multiplies the gradient g of the experts' output by s while it is permuted, where it is narrower than the
+    hidden units. With q = W_out' (s g), the gradient of h is r q and that of w is h . q / s.
     """
     tiny = weight.abs() < TINY
     if not bool(tiny.any()):
@@ -142,7 +142,7 @@ def divisible(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def refuse_second_derivatives() -> None:
-    """Called in a backward pass: gradients are on there only under `create_graph=True`."""
+    """To be called in a backward pass, where gradients are enabled only under `create_graph=True`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "the experts' fast path has no second derivatives: leave create_graph=True out, or compute the forward "

@@ -1,17 +1,16 @@
-"""The plan: every slot has one row, rows are sorted by expert, padding is bounded."""
+"""Every assignment has one row, rows are sorted by expert, padding is bounded."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.experts.cpu.dispatch import (
-    Sharing,
+from pointsman.experts.cpu.groups import Grouping, group
+from pointsman.experts.cpu.permute import (
+    assignments_of_pairs,
+    assignments_of_tokens,
     bucket,
-    plan,
+    permutation,
     rows_at_most,
-    slots_of_pairs,
-    slots_of_tokens,
-    together,
 )
 
 
@@ -31,12 +30,12 @@ def test_buckets_are_few_and_tight() -> None:
     num_experts=st.sampled_from([1, 3, 8, 256, 257]),
     dropped=st.booleans(),
     as_pairs=st.booleans(),
-    sharing=st.sampled_from(
-        [None, Sharing(3, 2048, 2048), Sharing(128, 2048, 2048), Sharing(128, 16, 2048), Sharing(3, 90, 90, 50)]
+    limits=st.sampled_from(
+        [None, Grouping(3, 2048, 2048), Grouping(128, 2048, 2048), Grouping(128, 16, 2048), Grouping(3, 90, 90, 50)]
     ),
 )
-def test_every_slot_has_its_row(
-    tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, sharing: Sharing | None
+def test_every_assignment_has_its_row(
+    tokens: int, k: int, num_experts: int, dropped: bool, as_pairs: bool, limits: Grouping | None
 ) -> None:
     torch.manual_seed(tokens)
     experts = torch.randint(num_experts, (tokens, k))
@@ -46,47 +45,53 @@ def test_every_slot_has_its_row(
     expert = experts[experts >= 0]
     if as_pairs:
         shuffled = torch.randperm(len(token))
-        slots = slots_of_pairs(token[shuffled], expert[shuffled], tokens)
+        assignments = assignments_of_pairs(token[shuffled], expert[shuffled], tokens)
     else:
-        slots = slots_of_tokens(experts)
-    layout = plan(slots, num_experts, sharing)
-    assert sum(part.number for part in layout.parts) == num_experts
-    assert (len(layout.parts) == num_experts) or sharing
+        assignments = assignments_of_tokens(experts)
+    layout = permutation(assignments, num_experts, limits)
+    assert sum(each_group.num_experts for each_group in layout.groups) == num_experts
+    assert (len(layout.groups) == num_experts) or limits
     # every (token, expert) assignment once, in rows of that expert
-    rows = torch.full((layout.total, 2), -1)
-    row = layout.position[layout.order]
-    sorted_tokens = torch.cat([part.token for part in layout.parts])
-    rows[row] = torch.stack([sorted_tokens, slots.expert[layout.order]], 1)
+    rows = torch.full((layout.num_rows, 2), -1)
+    row = layout.row[layout.order]
+    sorted_tokens = torch.cat([each_group.token for each_group in layout.groups])
+    rows[row] = torch.stack([sorted_tokens, assignments.expert[layout.order]], 1)
     assert sorted(rows[rows[:, 0] >= 0].tolist()) == sorted(torch.stack([token, expert], 1).tolist())
     first = 0
     used = set(expert.tolist())
-    for part, mine in zip(layout.parts, layout.split(rows), strict=True):
-        if part.number > 1:
-            assert part.unused == [index for index in range(part.number) if first + index not in used]
-        for each in mine.view(part.number, -1, 2):
+    for each_group, mine in zip(layout.groups, layout.split_rows(rows), strict=True):
+        if each_group.num_experts > 1:
+            assert each_group.unused == [index for index in range(each_group.num_experts) if first + index not in used]
+        for each in mine.view(each_group.num_experts, -1, 2):
             size = int((each[:, 0] >= 0).sum())
             assert (each[:size, 1] == first).all()
             assert (each[size:] == -1).all()
             first += 1
-    assert layout.total <= rows_at_most(len(expert), num_experts, sharing)
+    assert layout.num_rows <= rows_at_most(len(expert), num_experts, limits)
     # combining a row's own token gives each token its number of assignments times itself
-    values = torch.zeros(layout.total, 1).index_copy_(0, row, sorted_tokens[:, None].float())
+    values = torch.zeros(layout.num_rows, 1).index_copy_(0, row, sorted_tokens[:, None].float())
     expected = torch.bincount(token, minlength=tokens) * torch.arange(tokens)
     assert torch.equal(layout.combine(values, torch.ones(len(expert)))[:, 0], expected.float())
     hidden, weight = torch.randn(tokens, 3), torch.rand(len(expert))
-    gathered, weighted = torch.zeros(2, layout.total, 3)
+    gathered, weighted = torch.zeros(2, layout.num_rows, 3)
     gathered[row] = hidden[sorted_tokens]
     weighted[row] = gathered[row] * weight[:, None]
-    each = zip(layout.parts, layout.split(gathered), layout.split(weighted), layout.split_slots(weight), strict=True)
-    for part, plain, scaled, factor in each:
-        if part.size:
-            assert torch.equal(part.gather(hidden), plain)
-            assert torch.equal(part.gather(hidden, factor), scaled)
+    each = zip(
+        layout.groups,
+        layout.split_rows(gathered),
+        layout.split_rows(weighted),
+        layout.split_assignments(weight),
+        strict=True,
+    )
+    for each_group, plain, scaled, factor in each:
+        if each_group.size:
+            assert torch.equal(each_group.permute(hidden), plain)
+            assert torch.equal(each_group.permute(hidden, factor), scaled)
 
 
-def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
+def test_experts_of_nearly_as_many_rows_are_computed_group() -> None:
     def groups(sizes: list[int], spare: int = 64, most: int = 2048, percent: int = 0) -> list[tuple[int, int]]:
-        return together(sizes, 0, len(sizes), Sharing(spare, most, 2048, percent))
+        return group(sizes, 0, len(sizes), Grouping(spare, most, 2048, percent))
 
     assert groups([8] * 16, spare=1) == [(0, 16)]
     assert groups([128] * 32) == [(0, 16), (16, 16)]  # 2,048 rows each
@@ -102,7 +107,7 @@ def test_experts_of_nearly_as_many_rows_are_computed_together() -> None:
 
 def test_any_number_of_experts_keeps_its_order() -> None:
     for num_experts in (256, 257, 65537):
-        slots = slots_of_tokens(torch.tensor([[num_experts - 1], [0]]))
-        layout = plan(slots, num_experts)
+        assignments = assignments_of_tokens(torch.tensor([[num_experts - 1], [0]]))
+        layout = permutation(assignments, num_experts)
         assert layout.order.tolist() == [1, 0]
-        assert [part.size for part in layout.parts] == [1, *[0] * (num_experts - 2), 1]
+        assert [each_group.size for each_group in layout.groups] == [1, *[0] * (num_experts - 2), 1]
