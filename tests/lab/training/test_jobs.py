@@ -19,6 +19,8 @@ from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.training.compare import Plan, compare, default_jobs
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.jobs import Work, side_by_side
+from pointsman.routers import entries
+from pointsman.routers.elsewhere import import_routers
 
 
 class Notes(Quiet):
@@ -111,8 +113,21 @@ class Seen:
 
 
 @pytest.mark.slow
-def test_any_number_of_jobs_gives_the_same_bits(settings: Callable[..., RunConfig], tmp_path: Path) -> None:
-    plan = Plan(settings(steps=4), ("smoe", "hyperrouter"), (0, 1))
+def test_any_number_of_jobs_gives_the_same_bits(
+    settings: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Also of a router that only a file of the user registers: every worker imports it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pointsman.routers.registry import register_router\n"
+        "from pointsman.routers.topk import smoe\n\n\n"
+        "@register_router('of-a-file', paper='none')\n"
+        "def mine(layer):\n    'As smoe.'\n    return smoe(layer)\n"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    name = import_routers(str(file))
+    request.addfinalizer(lambda: entries.ROUTERS.pop("of-a-file"))
+    plan = Plan(settings(steps=4, imports=(name,)), ("smoe", "of-a-file"), (0, 1))
     results: dict[int, Mapping[str, bytes]] = {}
     before = torch.get_num_threads()
     for jobs in (1, 2):

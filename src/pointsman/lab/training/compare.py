@@ -35,6 +35,7 @@ from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.trainer import train
 from pointsman.ops.kernels import Kernels
+from pointsman.routers.elsewhere import import_routers
 from pointsman.routers.registry import split_specs
 
 SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
@@ -192,10 +193,10 @@ def compare(
 
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         if jobs is not None and min(jobs, len(runs)) > 1:
-            setup = partial(_trainer, plan.base.data, kernels, device)
+            setup = partial(_trainer, plan.base, kernels, device)
             side_by_side(runs, setup, min(jobs, len(runs)), progress=progress, begins=begins, ended=ended, stop=stop)
             return whole
-        work = _trainer(plan.base.data, kernels, device, task)
+        work = _trainer(plan.base, kernels, device, task)
         for place, run in enumerate(runs):
             begins(place, progress)
             work(run, progress, stop)
@@ -203,9 +204,12 @@ def compare(
     return whole
 
 
-def _trainer(data: str, kernels: Kernels, device: str, task: Task | None = None) -> Work:
-    """Trains and evaluates (settings, directory), or goes on with it; in a worker the data are read again."""
-    task = task or LanguageModelling(open_corpus(data))
+def _trainer(base: RunConfig, kernels: Kernels, device: str, task: Task | None = None) -> Work:
+    """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
+    if task is None:
+        for name in base.imports:
+            import_routers(name)
+        task = LanguageModelling(open_corpus(base.data))
 
     def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:
         config, path = run

@@ -84,11 +84,12 @@ def side_by_side(
     finally:
         for worker in workers:
             worker.end()
-    wrong = [failure for failure in failures if not isinstance(failure, Stopped)]
-    if failures:
-        raise (wrong or failures)[0]
+    if wrong := [failure for failure in failures if not isinstance(failure, Stopped)]:
+        raise wrong[0]
+    if len(failures) == 1:
+        raise failures[0]
     if stopping:
-        raise Stopped("stopped; everything is saved: the same command goes on")
+        raise Stopped("stopped; every run is saved: the same command goes on")
 
 
 class _Worker:
