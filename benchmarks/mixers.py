@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
-from pointsman.lab.models.blocks import RelativeAttention, Surroundings
-from pointsman.lab.models.config import preset_config
+from pointsman.lab.models.blocks import RelativeAttention, RelativeContext
+from pointsman.lab.models.families import preset_config
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
@@ -140,7 +140,9 @@ def attended(hidden: Tensor, heads: int = 8) -> AttentionTrace:
     batch, length, dim = hidden.shape
     attention = RelativeAttention(dim, heads, dim // heads, dropout=0.0)
     biases = torch.randn(2, heads, dim // heads)
-    trace = attention(hidden, hidden.new_zeros(batch, 0, dim), Surroundings(torch.randn(length, dim), *biases), True)[1]
+    trace = attention(
+        hidden, hidden.new_zeros(batch, 0, dim), RelativeContext(torch.randn(length, dim), *biases), True
+    )[1]
     assert trace is not None
     return trace
 

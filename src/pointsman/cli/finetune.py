@@ -75,7 +75,7 @@ def add_task_settings(flags: Parser) -> None:
     flags.add_argument(
         "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
     )
-    flags.add_argument("--pooling", default="last", metavar="HOW", help="last (default) or mean hidden state")
+    flags.add_argument("--pooling", default="last", metavar="HOW", help="last (default), first or mean hidden state")
     flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens of a text (512)")
     flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
 

@@ -15,6 +15,7 @@ from pointsman.routers.stages import Mixer, Stages
 BASELINES = {
     "dense": "One feed-forward layer with the parameters of all experts; no router.",
     "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
+    "plain": "One feed-forward layer of one expert's width: the FLOPs of k = 1; nothing where `after:` adds a layer.",
 }
 """Baselines without a router: models build them, `compare` lists them."""
 

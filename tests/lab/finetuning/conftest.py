@@ -14,7 +14,7 @@ ROUTERS = ("smoe", "xmoe", "dense")
 
 
 class Silent:
-    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
         return
 
     def ended(self, router: str, seed: int) -> None:

@@ -18,7 +18,7 @@ class Watch:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
 
-    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
         self.begun.append((router, seed))
 
     def ended(self, router: str, seed: int) -> None:

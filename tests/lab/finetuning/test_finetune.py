@@ -206,7 +206,7 @@ def test_what_cannot_be(run: Path, task: str, tmp_path: Path) -> None:
     [
         (["--freeze", "routr"], "did you mean 'router'"),
         (["--balance", "-1"], "allowed are numbers from 0"),
-        (["--pooling", "first"], "allowed: last, mean"),
+        (["--pooling", "middle"], "allowed: first, last, mean"),
         (["--steps", "2", "--epochs", "1"], "exclude each other"),
         (["--task-top-k", "9"], "k=9 is outside 1 to 4"),
         (["--set", "learning_rat=1"], "did you mean 'learning_rate'"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pointsman.lab.models.config import MODEL_PRESETS
+from pointsman.lab.models.families import MODEL_PRESETS
 from pointsman.lab.recipes import PRESETS, RECIPES, list_recipes, preset, recipe
 from pointsman.lab.training.config import RunConfig
 

@@ -20,7 +20,7 @@ from pointsman.lab.training.compare import Plan, compare
 
 
 class Silent:
-    def begins(self, number: int, total: int, router: str, seed: int) -> None:
+    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
         return
 
     def ended(self, router: str, seed: int) -> None:

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from pointsman._errors import RunError
+from pointsman.lab.models.encoder import EncoderConfig
 from pointsman.lab.training.config import DERIVED, RunConfig, default_top_k, differing_settings
 from pointsman.lab.training.config import settings as all_settings
 
@@ -119,8 +120,25 @@ def test_text_that_is_not_json_is_refused() -> None:
 def test_a_file_from_before_a_setting_existed_takes_its_default(settings: Settings) -> None:
     values = settings().to_dict()
     del values["observe_every"]
-    del values["model"]["activation"]
+    del values["model"]["activation"], values["model"]["family"]
     assert RunConfig.from_dict(values) == settings()
+
+
+def test_another_family_comes_back(settings: Settings) -> None:
+    model = EncoderConfig(vocab_size=50, num_experts=4, dim=8, num_heads=2, head_dim=4, hidden_dim=8)
+    config = RunConfig(model=model, train_top_k="1")
+    values = config.to_dict()
+    assert values["model"]["family"] == "encoder"
+    assert RunConfig.from_dict(values) == config
+    assert config.with_overrides({"model.positions": "t5"}).model == replace(config.model, positions="t5")
+    with pytest.raises(RunError, match=r"unknown setting 'model.pre_norm'"):
+        config.with_overrides({"model.pre_norm": "true"})
+    with pytest.raises(RunError, match=r"'model.family' cannot be set"):
+        config.with_overrides({"model.family": "encoder"})
+    assert differing_settings(settings(), config)["model.family"] == ("transformer-xl", "encoder")
+    values["model"]["family"] = "encodr"
+    with pytest.raises(RunError, match=r"config: unknown model family 'encodr': did you mean 'encoder'"):
+        RunConfig.from_dict(values)
 
 
 def test_the_seed_is_the_models_too(settings: Settings) -> None:

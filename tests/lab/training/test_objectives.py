@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pointsman._errors import RunError
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.training.config import RunConfig
@@ -62,3 +63,17 @@ def test_which_objective_the_routers_ask_for(settings: Settings) -> None:
     assert objective_of(TransformerXL(settings("thor|smoe").model)).name == "consistency"
     with pytest.raises(ValueError, match="different objectives"):
         objective_of(TransformerXL(settings("thor:alpha=5|thor:alpha=1").model))
+
+
+def test_label_smoothing_gives_every_class_its_share(settings: Callable[..., RunConfig]) -> None:
+    model = TransformerXL(settings("smoe").model).double().eval()
+    inputs, targets = torch.randint(64, (2, 5)), torch.randint(64, (2, 5))
+    targets[0, 0] = IGNORE
+    logs = model(inputs).logits.log_softmax(-1)
+    real = targets != IGNORE
+    nats = -logs[real].gather(1, targets[real][:, None]).mean()
+    outcome = objective_of(model, label_smoothing=0.1).run(model, inputs, targets, None, 0)
+    torch.testing.assert_close(outcome.nats, nats)
+    torch.testing.assert_close(outcome.loss, 0.9 * nats - 0.1 * logs[real].mean())
+    with pytest.raises(RunError, match="consistency of two passes"):
+        objective_of(TransformerXL(settings("thor").model), label_smoothing=0.1)

@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.optimizer import (
     build_adam,
     clip_gradient,
     gradient_norm,
     learning_rate,
+    lr_scales,
+    not_matrices,
     optimizer_tensors,
     restore_optimizer,
     trainable,
@@ -34,6 +37,35 @@ def test_warm_up_is_linear_and_the_cosine_follows_it(settings: Settings) -> None
     assert learning_rate(config, 10) == 1.0
     assert learning_rate(config, 60) == pytest.approx(0.5)
     assert learning_rate(settings(lr_schedule="constant", warmup_steps=2, steps=9), 8) == 3e-3
+
+
+def test_linear_and_inverse_square_root(settings: Settings) -> None:
+    linear = settings(steps=110, learning_rate=1.0, warmup_steps=10, lr_schedule="linear", final_learning_rate=0.2)
+    assert [learning_rate(linear, step) for step in (9, 10, 60, 110)] == pytest.approx([10 / 11, 1.0, 0.6, 0.2])
+    root = settings(steps=110, learning_rate=1.0, warmup_steps=10, lr_schedule="inverse-sqrt")
+    assert [learning_rate(root, step) for step in (9, 10, 40, 90)] == pytest.approx([10 / 11, 1.0, 0.5, 1 / 3])
+    cosine = settings(steps=100, learning_rate=1.0, final_learning_rate=0.5)
+    assert [learning_rate(cosine, step) for step in (0, 50, 100)] == pytest.approx([1.0, 0.75, 0.5])
+
+
+def test_decoupled_decay_on_matrices_alone(settings: Settings) -> None:
+    config = settings(
+        "hyperrouter:lr_scale=2", decay="decoupled", decay_on="matrices", weight_decay=0.5, learning_rate=0.1
+    )
+    model = TransformerXL(config.model)
+    weights = trainable(model)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer = build_adam(config, weights, lr_scales(model), not_matrices(model))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    optimizer.step()
+    decayed = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    assert "layers.0.attention.qkv.weight" in decayed
+    assert "layers.0.moe.experts.w_in" in decayed
+    assert not [name for name in decayed if "embedding" in name or "norm" in name or "position_encoding" in name]
+    assert not [name for name in decayed if name.rpartition(".")[2].startswith("b")]
+    torch.testing.assert_close(weights["layers.0.moe.experts.w_in"], before["layers.0.moe.experts.w_in"] * 0.95)
 
 
 def parameters() -> dict[str, nn.Parameter]:

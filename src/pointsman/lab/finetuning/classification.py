@@ -86,7 +86,7 @@ class Classification(Task):
         return TaskStream(self.encoded("train", config.segment_length), config.batch_size, config.seed, device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
-        return objective_of(model, label_loss, label_logits)
+        return objective_of(model, label_loss, label_logits, label_smoothing=config.label_smoothing)
 
     def validation_split(self, config: RunConfig) -> str | None:
         return self.data.watched

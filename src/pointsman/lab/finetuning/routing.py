@@ -13,7 +13,7 @@ from pointsman.diagnostics.change import Fluctuation
 from pointsman.lab.data.task_streams import Encoded, eval_batches
 from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.models.classifier import Classifier
-from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.families import build_model
 
 EXAMPLES = 256
 TOP_K = 2
@@ -32,7 +32,7 @@ def change_from(weights: Mapping[str, Tensor], model: Classifier, encoded: Encod
         {"top_k", "examples", "layers": {layer: what `Fluctuation` gives}}; padding is left out.
     """
     device = next(model.parameters()).device
-    before = TransformerXL(model.config)
+    before = build_model(model.config)
     before.load_state_dict(weights)
     before.to(device)
     top_k = min(TOP_K, model.config.num_experts)

@@ -35,7 +35,7 @@ class Finetuning:
         train_top_k: k while fine-tuning; "N" = dense.
         freeze: roles that do not train: "router", "experts", … (X-MoE freezes both).
         balance: weight of the routers' balance losses; None = as in pre-training.
-        pooling: "last", the hidden state of the last token, or "mean".
+        pooling: "last", the hidden state of the last token, "first", or "mean".
         length: tokens of a text; longer ones are cut.
         head_dropout: of the classification head.
         from_scratch: fresh weights instead of the pre-trained ones: the control.
@@ -72,7 +72,7 @@ class Finetuning:
         words += [f"k={self.train_top_k.replace(':', '-').replace('/', '_')}"] if self.train_top_k != "N" else []
         words += [f"freeze={'+'.join(self.freeze)}"] if self.freeze else []
         words += [f"balance={self.balance:g}"] if self.balance is not None else []
-        words += ["mean"] if self.pooling == "mean" else []
+        words += [self.pooling] if self.pooling != "last" else []
         words += ["from-scratch"] if self.from_scratch else []
         return ",".join(words)
 

@@ -1,6 +1,21 @@
 """Models, assembled from blocks; each takes a router spec."""
 
-from pointsman.lab.models.config import MODEL_PRESETS, TransformerXLConfig, preset_config
-from pointsman.lab.models.transformer_xl import Memory, Output, TransformerXL
+from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
+from pointsman.lab.models.encoder import Encoder, EncoderConfig
+from pointsman.lab.models.families import FAMILIES, MODEL_PRESETS, build_model, preset_config
+from pointsman.lab.models.memory import Memory, Output
+from pointsman.lab.models.transformer_xl import TransformerXL
 
-__all__ = ["MODEL_PRESETS", "Memory", "Output", "TransformerXL", "TransformerXLConfig", "preset_config"]
+__all__ = [
+    "FAMILIES",
+    "MODEL_PRESETS",
+    "Encoder",
+    "EncoderConfig",
+    "Memory",
+    "ModelConfig",
+    "Output",
+    "TransformerXL",
+    "TransformerXLConfig",
+    "build_model",
+    "preset_config",
+]

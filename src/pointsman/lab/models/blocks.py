@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class Norm(nn.LayerNorm):
 
 
 class FeedForward(nn.Module):
-    """W_out act(W_in x + b_in) + b_out, with dropout on the hidden units.
+    """W_out act(W_in x + b_in) + b_out, gated W_out (act(W_gate x) * (W_in x)), with dropout on the hidden units.
 
     Args:
         blocks: into how many experts' initial weights the inner width is divided: a dense baseline starts with the
@@ -32,40 +33,64 @@ class FeedForward(nn.Module):
 
     role = "feed-forward"
 
-    def __init__(self, dim: int, hidden_dim: int, *, activation: str, dropout: float, blocks: int = 1) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str,
+        dropout: float,
+        blocks: int = 1,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.activation, self.dropout, self.blocks = activation, dropout, blocks
         self.w_in = nn.Parameter(torch.empty(hidden_dim, dim))
-        self.b_in = nn.Parameter(torch.zeros(hidden_dim))
+        self.b_in = nn.Parameter(torch.zeros(hidden_dim)) if bias else None
+        self.w_gate = nn.Parameter(torch.empty(hidden_dim, dim)) if gated else None
         self.w_out = nn.Parameter(torch.empty(dim, hidden_dim))
-        self.b_out = nn.Parameter(torch.zeros(dim))
+        self.b_out = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        units = ACTIVATIONS[self.activation](linear(hidden, self.w_in, self.b_in))
+        units = linear(hidden, self.w_in, self.b_in)
+        if self.w_gate is None:
+            units = ACTIVATIONS[self.activation](units)
+        else:
+            units = ACTIVATIONS[self.activation](linear(hidden, self.w_gate)) * units
         return linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
 
 
-@dataclass(frozen=True)
-class Surroundings:
+@dataclass(frozen=True, kw_only=True)
+class LayerContext:
     """What every layer of one forward needs besides its hidden states and memory.
 
     Attributes:
-        positions: sinusoids, [S, dim], by falling distance.
-        content_bias, position_bias: u and w, [H, D], shared by all layers.
-        key_mask: [B, S] bool, True for a real token; None where all are real.
+        key_mask: [B, S] bool, True for a real token; None where all are real. S = memory + T.
         padding_mask: the same of the T new tokens.
         token_ids: [B, T].
         causal: whether routers keep to earlier tokens.
     """
 
-    positions: Tensor
-    content_bias: Tensor
-    position_bias: Tensor
     key_mask: Tensor | None = None
     padding_mask: Tensor | None = None
     token_ids: Tensor | None = None
     causal: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeContext(LayerContext):
+    """The same for relative attention.
+
+    Attributes:
+        positions: sinusoids, [S, dim], by falling distance.
+        content_bias, position_bias: u and w, [H, D], shared by all layers.
+    """
+
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
 
 
 class RelativeAttention(nn.Module):
@@ -85,7 +110,7 @@ class RelativeAttention(nn.Module):
         self.output = nn.Linear(width, dim, bias=False)
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, around: Surroundings, trace: bool = False
+        self, hidden: Tensor, memory: Tensor, context: RelativeContext, trace: bool = False
     ) -> tuple[Tensor, AttentionTrace | None]:
         """hidden [B, T, dim], memory [B, M, dim] -> [B, T, dim], and the trace if asked."""
         heads, width = self.num_heads, self.head_dim
@@ -97,15 +122,15 @@ class RelativeAttention(nn.Module):
         seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
         key_value = linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
         key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
-        positions = linear(around.positions, self.position.weight).view(-1, heads, width).transpose(0, 1)
+        positions = linear(context.positions, self.position.weight).view(-1, heads, width).transpose(0, 1)
         mixed, each_head = traced_attention(
             query,
             key_value,
             positions,
-            around.content_bias,
-            around.position_bias,
+            context.content_bias,
+            context.position_bias,
             scale=scale,
-            key_mask=around.key_mask,
+            key_mask=context.key_mask,
             dropout=self.dropout if self.training else 0.0,
             trace=trace,
         )
@@ -114,7 +139,7 @@ class RelativeAttention(nn.Module):
         if not trace:
             return output, None
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, *key_value.unbind(0)))
-        content_bias, position_bias = around.content_bias.to(query.dtype), around.position_bias.to(query.dtype)
+        content_bias, position_bias = context.content_bias.to(query.dtype), context.position_bias.to(query.dtype)
         bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
         out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
         return output, AttentionTrace(
@@ -123,17 +148,26 @@ class RelativeAttention(nn.Module):
 
 
 class FeedForwardLayer(nn.Module):
-    """A feed-forward sublayer, sparse (`moe`) or dense (`feed_forward`), with residual and norm.
+    """A feed-forward sublayer, sparse (`moe`), dense (`feed_forward`) or none, with residual and norm.
 
     Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))). Experts whose output contains the
     input stand bare: x = f(x).
     """
 
-    def __init__(self, dim: int, inner: MoE | FeedForward, *, dropout: float, pre_norm: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        inner: MoE | FeedForward | None,
+        *,
+        dropout: float,
+        pre_norm: bool,
+        norm: Callable[[int], nn.Module] = Norm,
+    ) -> None:
         super().__init__()
         self.moe = inner if isinstance(inner, MoE) else None
         self.feed_forward = inner if isinstance(inner, FeedForward) else None
-        self.feed_forward_norm = None if isinstance(inner, MoE) and inner.contains_input else Norm(dim)
+        bare = inner is None or (isinstance(inner, MoE) and inner.contains_input)
+        self.feed_forward_norm = None if bare else norm(dim)
         # a dense baseline sets its own rate for the whole sublayer
         self.feed_forward_dropout = inner.dropout if isinstance(inner, FeedForward) else dropout
         self.pre_norm = pre_norm
@@ -144,21 +178,23 @@ class FeedForwardLayer(nn.Module):
         return self.moe is not None and "attention" in self.moe.router.needs
 
     def mix(
-        self, hidden: Tensor, around: Surroundings, attention: AttentionTrace | None, past: RouterState | None
+        self, hidden: Tensor, context: LayerContext, attention: AttentionTrace | None, past: RouterState | None
     ) -> tuple[Tensor, RouterState | None]:
         """[B, T, dim] -> [B, T, dim], and what the router carries on."""
         carry: RouterState | None = None
+        if self.moe is None and self.feed_forward is None:
+            return hidden, None
         norm = self.feed_forward_norm
         inner = norm(hidden) if self.pre_norm and norm is not None else hidden
         if self.moe is not None:
-            context = RoutingContext(
-                causal=around.causal,
-                padding_mask=around.padding_mask,
-                token_ids=around.token_ids,
+            looks_at = RoutingContext(
+                causal=context.causal,
+                padding_mask=context.padding_mask,
+                token_ids=context.token_ids,
                 attention=attention if self.needs_attention else None,
                 past=past,
             )
-            inner, routing = self.moe.forward_with_routing(inner, context)
+            inner, routing = self.moe.forward_with_routing(inner, looks_at)
             carry = routing.carry
         else:
             assert self.feed_forward is not None
@@ -173,7 +209,7 @@ class TransformerLayer(FeedForwardLayer):
     """Attention with memory, then the feed-forward sublayer. Its memory is its input."""
 
     def __init__(
-        self, dim: int, attention: RelativeAttention, inner: MoE | FeedForward, *, dropout: float, pre_norm: bool
+        self, dim: int, attention: RelativeAttention, inner: MoE | FeedForward | None, *, dropout: float, pre_norm: bool
     ) -> None:
         super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
         self.attention = attention
@@ -181,18 +217,19 @@ class TransformerLayer(FeedForwardLayer):
         self.dropout = dropout
 
     def forward(
-        self, hidden: Tensor, memory: Tensor, around: Surroundings, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, RouterState | None, AttentionTrace | None]:
-        """hidden [B, T, dim], memory [B, M, dim] -> hidden, the router's carry, and the attention's trace.
+        self, hidden: Tensor, memory: Tensor, context: RelativeContext, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor, RouterState | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, the router's carry, and the trace.
 
         The trace is made only if this layer's router needs it, or if `trace` says that a later one does.
         """
+        kept = hidden.detach()
         normed, before = hidden, memory
         if self.pre_norm:
             normed, before = self.attention_norm(hidden), self.attention_norm(memory)
-        mixed, seen = self.attention(normed, before, around, trace or self.needs_attention)
+        mixed, seen = self.attention(normed, before, context, trace or self.needs_attention)
         hidden = hidden + F.dropout(mixed, self.dropout, self.training)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
-        hidden, carry = self.mix(hidden, around, seen, past)
-        return hidden, carry, seen if trace else None
+        hidden, carry = self.mix(hidden, context, seen, past)
+        return hidden, kept, carry, seen if trace else None

@@ -1,4 +1,4 @@
-"""A text classifier: a language model with a head on its hidden states.
+"""A text classifier: a model with a head on its hidden states.
 
 Shapes: B texts, T tokens, C classes. Texts are padded on the right with negative ids: a causal model's real tokens
 never see what comes after them, and attention, routing, losses and statistics leave padding out.
@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman.lab.models.config import TransformerXLConfig
+from pointsman.lab.models.config import ModelConfig
+from pointsman.lab.models.families import build_model
 from pointsman.lab.models.initial import seed_for
-from pointsman.lab.models.transformer_xl import TransformerXL
 
-Pooling = Literal["last", "mean"]
+Pooling = Literal["last", "first", "mean"]
 
 
 class ClassificationHead(nn.Module):
@@ -40,19 +40,19 @@ class ClassificationHead(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A Transformer-XL whose hidden states are pooled and classified.
+    """A model of any family whose hidden states are pooled and classified.
 
     Args:
-        config: of the language model; its weights are drawn with its seed until others are loaded into `backbone`.
+        config: of the model; its weights are drawn with its seed until others are loaded into `backbone`.
         num_classes: C.
-        pooling: "last", the hidden state of each text's last token, or "mean" over its tokens.
+        pooling: "last", the hidden state of each text's last token, "first", or "mean" over its tokens.
         dropout: of the head.
         seed: of the head's initial weights.
     """
 
     def __init__(
         self,
-        config: TransformerXLConfig,
+        config: ModelConfig,
         num_classes: int,
         *,
         pooling: Pooling = "last",
@@ -62,7 +62,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.config = config
         self.pooling = pooling
-        self.backbone = TransformerXL(config)
+        self.backbone = build_model(config)
         self.head = ClassificationHead(config.dim, num_classes, dropout=dropout, seed=seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,4 +72,6 @@ class Classifier(nn.Module):
         lengths = mask.sum(1).clamp_min(1)  # of an empty text its first padding
         if self.pooling == "mean":
             return self.head((hidden * mask[..., None]).sum(1) / lengths[:, None])  # type: ignore[no-any-return]
+        if self.pooling == "first":
+            return self.head(hidden[:, 0])  # type: ignore[no-any-return]
         return self.head(hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1])  # type: ignore[no-any-return]

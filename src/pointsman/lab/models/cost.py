@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pointsman.lab.models.attention import Attention
 from pointsman.lab.models.blocks import FeedForward, RelativeAttention
-from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.config import ModelConfig
+from pointsman.lab.models.families import build_model
 from pointsman.layer import MoE
 from pointsman.routers.registry import BASELINES, parse_spec
 from pointsman.routers.router import Router
@@ -130,7 +131,7 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
     """FLOPs of one batch with k experts a token, by this module's protocol.
 
     Args:
-        model: any model of `RelativeAttention`, `FeedForward` and `MoE`.
+        model: any model of `RelativeAttention`, `Attention` (whose memory is a cache), `FeedForward` and `MoE`.
         top_k: experts a token in each sparse layer; 0 counts the routers without experts.
         protocol: what is counted; None = the paper's.
     """
@@ -142,8 +143,12 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
         if isinstance(module, RelativeAttention):
             total += protocol.batch * keys * module.qkv.weight.numel() + keys * module.position.weight.numel()
             total += tokens * module.output.weight.numel()
+        elif isinstance(module, Attention):
+            total += tokens * (module.query.weight.numel() + module.output.weight.numel())
+            total += tokens * (module.key.weight.numel() + module.value.weight.numel())
         elif isinstance(module, FeedForward):
-            total += tokens * (module.w_in.numel() + module.w_out.numel())
+            gate = 0 if module.w_gate is None else module.w_gate.numel()
+            total += tokens * (module.w_in.numel() + module.w_out.numel() + gate)
         elif isinstance(module, MoE):
             experts = module.experts
             weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
@@ -167,10 +172,10 @@ def router_products(router: Router) -> int:
     return sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
 
 
-def cost_row(config: TransformerXLConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
+def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
     """The costs of the model that `config` describes, for each k."""
     with torch.device("meta"):
-        model = TransformerXL(config)
+        model = build_model(config)
     found = routers(model)
     dense = parse_spec(config.router.partition("|")[0]).router in BASELINES
     ks = [config.num_experts] if dense else list(top_k)
@@ -183,7 +188,7 @@ def cost_row(config: TransformerXLConfig, top_k: Iterable[int], protocol: Protoc
 
 
 def cost_table(
-    config: TransformerXLConfig,
+    config: ModelConfig,
     specs: Sequence[str],
     top_k: Iterable[int] | None = None,
     protocol: Protocol | None = None,

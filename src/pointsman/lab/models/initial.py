@@ -69,6 +69,6 @@ def _as_moe(name: str) -> str:
 def _as_experts(module: FeedForward, own: str, seed: int, name: str) -> Tensor:
     units, dim = module.w_in.shape
     blocks, width = module.blocks, units // module.blocks
-    if own == "w_in":
+    if own in ("w_in", "w_gate"):
         return _draw(seed, name, (blocks, width, dim)).reshape(units, dim)
     return _draw(seed, name, (blocks, dim, width)).transpose(0, 1).reshape(dim, units)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.lab.models.config import MODEL_PRESETS, preset_config
+from pointsman.lab.models.families import MODEL_PRESETS, preset_config
 from pointsman.lab.training.config import RunConfig
 
 VOCABULARY_UNKNOWN = 1_000_000

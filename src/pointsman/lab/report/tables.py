@@ -276,7 +276,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
             if (value := finite(result.get("value"))) is not None:
                 quality.setdefault(k, {})[run.seed] = value
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
-    has_router = router.split(":")[0] not in ("dense", "dense-dropout")
+    has_router = router.split(":")[0] not in ("dense", "dense-dropout", "plain")
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},

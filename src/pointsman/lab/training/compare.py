@@ -20,8 +20,7 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.data import open_corpus
-from pointsman.lab.models import TransformerXL
+from pointsman.lab.models.families import build_model
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.compact import restore
 from pointsman.lab.runs.comparison import read_plan, write_plan
@@ -30,9 +29,9 @@ from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.jobs import Work, available_cores, side_by_side
 from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.task import Task
+from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.trainer import train
 from pointsman.ops.kernels import Kernels
 from pointsman.routers.elsewhere import import_routers
@@ -160,21 +159,20 @@ def compare(
     for router in plan.routers:
         split_specs(router)
     whole = merged(plan, out)
-    corpus = open_corpus(plan.base.data, progress=data_progress)
-    task = LanguageModelling(corpus)
+    task = pretraining_task(plan.base, data_progress)
     task.check(plan.base)
     _check_models(plan, task)
     with alone(out), _threads(jobs):
         restore(out)  # runs that another machine has finished
         before = read_plan(out) or {}
-        if before.get("data", corpus.fingerprint) != corpus.fingerprint:
+        if before.get("data", task.fingerprint) != task.fingerprint:
             raise RunError(
                 f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
             )
         kernels = choose_kernels(plan.base, before.get("kernels"), None)
         write_plan(
             out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
-            kernels=kernels.to_dict(), data=corpus.fingerprint,
+            kernels=kernels.to_dict(), data=task.fingerprint,
         )  # fmt: skip
         every = [(router, seed) for seed in plan.seeds for router in plan.routers]
 
@@ -209,7 +207,7 @@ def _trainer(base: RunConfig, kernels: Kernels, device: str, task: Task | None =
     if task is None:
         for name in base.imports:
             import_routers(name)
-        task = LanguageModelling(open_corpus(base.data))
+        task = pretraining_task(base)
 
     def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:
         config, path = run
@@ -239,7 +237,7 @@ def _threads(jobs: int | None) -> Iterator[None]:
 def default_jobs(config: RunConfig, device: str) -> int | None:
     """As many jobs as cores for a small model on a CPU, which more threads would make no faster; otherwise None."""
     with torch.device("meta"):
-        layers = TransformerXL(config.model).layers
+        layers = build_model(config.model).layers
     small = sum(parameter.numel() for parameter in layers.parameters()) <= SMALL_MODEL
     return available_cores() if small and torch.device(device).type == "cpu" else None
 

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_type_hints
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json
 from pointsman._values import most, typed_value, upper
-from pointsman.lab.models.config import TransformerXLConfig
+from pointsman.lab.models.config import ModelConfig
+from pointsman.lab.models.families import OLDEST, family
 from pointsman.lab.training.k_schedule import Shape, TopKSchedule, build_schedule
 from pointsman.routers.elsewhere import import_recorded
 from pointsman.routers.registry import split_specs
@@ -24,6 +25,7 @@ DERIVED = {
     "model.vocab_size": "it is the vocabulary of the data",
     "model.seed": "set seed",
     "model.top_k": "it is the first k of train_top_k",
+    "model.family": "it is the preset's",
 }
 """Settings that follow from others."""
 
@@ -55,8 +57,8 @@ class RunConfig:
     """The settings of one training run and of its evaluation.
 
     Attributes:
-        model: the model's shape and router. Its `vocab_size` is that of the data once the run starts, its `seed` the
-            run's, its `top_k` the first k of `train_top_k`.
+        model: the model's family, shape and router. Its `vocab_size` is that of the data once the run starts, its
+            `seed` the run's, its `top_k` the first k of `train_top_k`.
         data: a corpus, as `--data` names it.
         steps: optimizer steps.
         seed: of initial weights, dropout and routing noise.
@@ -70,9 +72,14 @@ class RunConfig:
         train_top_k: "2", "2:N" or "N/2:N": k, or its first and last value.
         k_schedule: how k grows from the first to the last (`training.k_schedule`).
         learning_rate: the highest one, reached after `warmup_steps`.
-        lr_schedule: what follows the warm-up: "cosine" to 0 at the last step, or "constant".
+        lr_schedule: what follows the warm-up: "cosine" or "linear" to `final_learning_rate` at the last step,
+            "inverse-sqrt" (rate sqrt(warmup_steps / step)), or "constant".
+        final_learning_rate: see `lr_schedule`.
         clip_norm: largest norm of the whole gradient; 0 = no clipping.
-        betas, weight_decay: Adam's; weight decay is added to the gradient (L2).
+        betas, adam_eps, weight_decay: Adam's.
+        decay: "l2", weight decay is added to the gradient (Adam), or "decoupled", taken off the weights (AdamW).
+        decay_on: "all", or "matrices": no biases, norms, embeddings or positions.
+        label_smoothing: share of the target's probability that all classes get in the training loss.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
         cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
@@ -85,7 +92,7 @@ class RunConfig:
         preset: name of the preset or recipe that the settings come from, for the record.
     """
 
-    model: TransformerXLConfig
+    model: ModelConfig
     data: str = "stdlib"
     steps: int = 1000
     seed: int = 0
@@ -103,11 +110,16 @@ class RunConfig:
     train_top_k: str = "N/2:N"
     k_schedule: Shape = "linear"
     learning_rate: float = 2.5e-4
-    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] = "cosine"
+    final_learning_rate: float = 0.0
     warmup_steps: int = 0
     clip_norm: float = 0.25
     betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
     weight_decay: float = 0.0
+    decay: Literal["l2", "decoupled"] = "l2"
+    decay_on: Literal["all", "matrices"] = "all"
+    label_smoothing: float = 0.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cuda_graph: bool = False
     deterministic: bool = False
@@ -130,6 +142,10 @@ class RunConfig:
                 _at_least(name, getattr(self, name), 1)
         if not self.learning_rate > 0:
             raise RunError(f"learning_rate={self.learning_rate}: allowed are numbers above 0")
+        if not 0 < self.adam_eps < 1:
+            raise RunError(f"adam_eps={self.adam_eps}: allowed are numbers above 0 and below 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise RunError(f"label_smoothing={self.label_smoothing}: allowed are numbers from 0 to below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RunError(f"betas={self.betas}: allowed are two numbers from 0 up to, not including, 1")
         if self.batch_size % self.accumulation:
@@ -162,7 +178,7 @@ class RunConfig:
         return self._replaced(overrides, "setting")
 
     def _replaced(self, values: Mapping[str, Any], what: str) -> RunConfig:
-        allowed = settings()
+        allowed = settings(self.model.family)
         own: dict[str, Any] = {}
         model: dict[str, Any] = {}
         for key, value in values.items():
@@ -179,7 +195,8 @@ class RunConfig:
 
     def with_vocabulary(self, size: int) -> RunConfig:
         """A copy whose model has the vocabulary of the data."""
-        return replace(self, model=replace(self.model, vocab_size=size))
+        model: Any = self.model
+        return replace(self, model=replace(model, vocab_size=size))
 
     def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """The settings in which another training would be the result: name -> (own value, the other's)."""
@@ -188,7 +205,8 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: tuples are lists, the model is a dict of its own."""
-        return {"format": FORMAT, **_plain(self)}
+        values = {"format": FORMAT, **_plain(self)}
+        return {**values, "model": {"family": self.model.family, **values["model"]}}
 
     def to_json(self) -> str:
         """The content of `config.json`."""
@@ -210,7 +228,12 @@ class RunConfig:
             raise RunError(f"{where}: model is missing")
         kept = _checked(cls, own, f"{where}: ")
         import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
-        return cls(model=_built(TransformerXLConfig, model, f"{where}: model."), **kept)
+        try:
+            kind = family(model.get("family", OLDEST)).config
+        except ValueError as error:
+            raise RunError(f"{where}: {error}") from None
+        values = {key: value for key, value in model.items() if key != "family"}
+        return cls(model=_built(kind, values, f"{where}: model."), **kept)
 
     @classmethod
     def from_json(cls, text: str, where: str = "config") -> RunConfig:
@@ -240,6 +263,7 @@ _NOT_NEGATIVE = [
     "warmup_steps",
     "clip_norm",
     "weight_decay",
+    "final_learning_rate",
     "validate_every",
     "checkpoint_every",
 ]
@@ -252,17 +276,24 @@ def default_top_k(num_experts: int) -> tuple[int, ...]:
 
 
 @cache
-def settings() -> Mapping[str, Any]:
-    """Every setting that `--set` takes, with its type; those of the model as "model.…"."""
-    own = {name: kind for name, kind in get_type_hints(RunConfig).items() if name != "model"}
-    model = {f"model.{name}": kind for name, kind in get_type_hints(TransformerXLConfig).items()}
+def settings(family_name: str = OLDEST) -> Mapping[str, Any]:
+    """Every setting that `--set` takes, with its type; those of a family's model as "model.…"."""
+    own = {name: kind for name, kind in _kinds(RunConfig).items() if name != "model"}
+    model = {f"model.{name}": kind for name, kind in _kinds(family(family_name).config).items()}
     return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in DERIVED})
 
 
 def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings in which two runs differ: name -> (value in one, value in the other)."""
-    first, second = flat(_plain(one)), flat(_plain(other))
-    return {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+    first, second = flat(one.to_dict()), flat(other.to_dict())
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+
+
+def _kinds(cls: Any) -> dict[str, Any]:
+    """The fields of a dataclass with their types."""
+    hints = get_type_hints(cls)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
@@ -271,7 +302,7 @@ def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> An
 
 def _checked(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values of a JSON object against a dataclass: none unknown, each of its type; newer settings may be missing."""
-    kinds = {name: kind for name, kind in get_type_hints(cls).items() if name != "model" or cls is not RunConfig}
+    kinds = {name: kind for name, kind in _kinds(cls).items() if name != "model" or cls is not RunConfig}
     for key in values:
         if key not in kinds:
             raise RunError(f"{where}{key}: unknown setting: {did_you_mean(key, kinds)}")
@@ -300,7 +331,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at_least(name: str, value: float, least: int) -> None:
-    whole = name not in ("clip_norm", "weight_decay")
+    whole = name not in ("clip_norm", "weight_decay", "final_learning_rate")
     largest = most(name, int if whole else float)
     right = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     if not right or not least <= value <= largest:

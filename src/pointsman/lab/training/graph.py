@@ -222,7 +222,7 @@ def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool
     for cannot, why in (
         (not fixed_shapes, "batches differ in length"),
         (model.attention_dropout, "model.attention_dropout draws its masks from a number on the host"),
-        (model.adaptive_cutoffs, "model.adaptive_cutoffs has shapes that depend on the tokens"),
+        (getattr(model, "adaptive_cutoffs", ()), "model.adaptive_cutoffs has shapes that depend on the tokens"),
         (model.experts == "base", "model.experts=base has shapes that depend on the routing"),
         ("balance_scope=step" in model.router, "balance_scope=step counts on from micro-batch to micro-batch"),
         (model.checkpoint_activations, "model.checkpoint_activations asks for the state of the random numbers"),

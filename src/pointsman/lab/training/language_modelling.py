@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from pointsman.lab.data import BatchStream, Corpus, EvalStream
+from pointsman.lab.data import BatchStream, Corpus, EvalStream, open_corpus
+from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
-from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of
 from pointsman.lab.training.task import Batches, EvaluationContext, Task
@@ -25,18 +26,23 @@ class LanguageModelling(Task):
         self.vocabulary = corpus.vocabulary
         self.fingerprint = corpus.fingerprint
 
+    @classmethod
+    def open(cls, config: RunConfig, progress: DataProgress | None = None) -> LanguageModelling:
+        """The task of `config.data`."""
+        return cls(open_corpus(config.data, progress=progress))
+
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
         EvalStream(self.corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
 
-    def build_model(self, config: RunConfig) -> TransformerXL:
-        return TransformerXL(config.model)
+    def build_model(self, config: RunConfig) -> Any:
+        return build_model(config.model)
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return BatchStream(self.corpus.split("train"), config.batch_size, config.segment_length, device)
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
-        return objective_of(model)
+        return objective_of(model, label_smoothing=config.label_smoothing)
 
     def validation_split(self, config: RunConfig) -> str | None:
         return "valid" if "valid" in self.corpus.splits else None

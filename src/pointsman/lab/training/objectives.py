@@ -97,15 +97,38 @@ def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective
     return Objective("consistency", 2, run)
 
 
-def objective_of(model: nn.Module, loss: Loss = next_token_loss, predict: Predict = next_token_logits) -> Objective:
+def smoothed(predict: Predict, amount: float) -> Loss:
+    """Cross-entropy with label smoothing: every class gets `amount` / C of the target's probability.
+
+    The reported loss is that without smoothing.
+    """
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
+        logits, kept = predict(model, inputs, memory, memory_length)
+        logits, targets = upcast(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        smooth = F.cross_entropy(logits, targets, ignore_index=IGNORE, label_smoothing=amount)
+        return Outcome(smooth, F.cross_entropy(logits.detach(), targets, ignore_index=IGNORE), kept)
+
+    return loss
+
+
+def objective_of(
+    model: nn.Module,
+    loss: Loss = next_token_loss,
+    predict: Predict = next_token_logits,
+    *,
+    label_smoothing: float = 0.0,
+) -> Objective:
     """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes.
 
     Raises:
-        RunError: routers that ask for different ones, or for one that does not exist.
+        RunError: routers that ask for different ones, or for one that does not exist, or for one with label smoothing.
     """
     wanted = {(router.objective, router.objective_weight) for _, router in named_routers(model) if router.objective}
     if not wanted:
-        return Objective("plain", 1, loss)
+        return Objective("plain", 1, smoothed(predict, label_smoothing) if label_smoothing else loss)
+    if label_smoothing:
+        raise RunError(f"label_smoothing={label_smoothing}: the consistency of two passes (thor) has none; set 0")
     if len(wanted) > 1:
         raise RunError(f"the routers of one model ask for different objectives: {sorted(map(str, wanted))}")
     name, weight = wanted.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +18,25 @@ from pointsman.lab.training.config import RunConfig
 def learning_rate(config: RunConfig, step: int) -> float:
     """The learning rate of the step with this number, counted from 0.
 
-    Linear warm-up to the highest rate at step `warmup_steps`, then lr (1 + cos(pi t / T)) / 2 with t and T counted
-    from there, so that the step after the last would have 0; or constant.
+    Linear warm-up to the highest rate lr at step w = `warmup_steps`. Then, with t and T counted from there and f the
+    final rate, so that the step after the last would have f:
+
+    - cosine: f + (lr - f) (1 + cos(pi t / T)) / 2
+    - linear: f + (lr - f) (1 - t / T)
+    - inverse-sqrt: lr sqrt(w / step) (Vaswani et al. 2017, as in fairseq)
+    - constant: lr
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    highest, last = config.learning_rate, config.final_learning_rate
     if config.lr_schedule == "constant":
-        return config.learning_rate
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return highest
+    if config.lr_schedule == "inverse-sqrt":
+        return highest * math.sqrt(max(config.warmup_steps, 1) / max(step, 1))
+    done = min((step - config.warmup_steps) / max(1, config.steps - config.warmup_steps), 1.0)
+    if config.lr_schedule == "linear":
+        return last + (highest - last) * (1 - done)
+    return last + (highest - last) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -40,27 +50,45 @@ def lr_scales(model: nn.Module) -> dict[int, float]:
     return {id(parameter): router.lr_scale for router in scaled for parameter in router.parameters()}
 
 
+def not_matrices(model: nn.Module) -> set[int]:
+    """ids of the parameters that `decay_on="matrices"` leaves alone: biases, norms, embeddings, positions."""
+    found: set[int] = set()
+    for module in model.modules():
+        inside = getattr(module, "role", "") == "embedding" or getattr(module, "no_decay", False)
+        found |= {id(parameter) for parameter in module.parameters(recurse=True) if inside}
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or name.startswith(("b_", "bias")):
+                found.add(id(parameter))
+    return found
+
+
 def build_adam(
-    config: RunConfig, parameters: Mapping[str, nn.Parameter], scales: Mapping[int, float] = MappingProxyType({})
+    config: RunConfig,
+    parameters: Mapping[str, nn.Parameter],
+    scales: Mapping[int, float] = MappingProxyType({}),
+    undecayed: Collection[int] = (),
 ) -> torch.optim.Adam:
-    """Adam over these parameters, fused: one pass over each weight.
+    """Adam or AdamW over these parameters, fused: one pass over each weight.
 
     Args:
         scales: what `lr_scales` gives. Parameters of one factor are a group, whose "lr_scale" it is.
+        undecayed: ids of parameters without weight decay, in groups of their own.
 
     Raises:
         RunError: there are none.
     """
     if not parameters:
         raise RunError("nothing in the model trains")
-    groups: dict[float, list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in parameters.values():
-        groups.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
-    return torch.optim.Adam(
-        [{"params": group, "lr_scale": scale} for scale, group in groups.items()],
+        decay = 0.0 if id(parameter) in undecayed else config.weight_decay
+        groups.setdefault((scales.get(id(parameter), 1.0), decay), []).append(parameter)
+    adam = torch.optim.AdamW if config.decay == "decoupled" else torch.optim.Adam
+    return adam(
+        [{"params": group, "lr_scale": scale, "weight_decay": decay} for (scale, decay), group in groups.items()],
         lr=config.learning_rate,
         betas=config.betas,
-        weight_decay=config.weight_decay,
+        eps=config.adam_eps,
         fused=True,
     )
 

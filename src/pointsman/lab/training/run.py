@@ -13,7 +13,7 @@ from torch import nn
 from pointsman.lab.data import Corpus, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import evaluate
-from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.families import build_model
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
@@ -105,8 +105,8 @@ def load_run(
 def model_of(
     checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None
 ) -> tuple[Any, Kernels]:
-    """The model of a checkpoint (default: a language model), in evaluation mode, and the kernels of its training."""
-    model = TransformerXL(config.model) if model is None else model
+    """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run."""
+    model = build_model(config.model) if model is None else model
     load_weights(model, checkpoint)
     kernels = choose_kernels(config, checkpoint.state.get("kernels"), None)
     return model.to(torch.device(device)).eval(), kernels

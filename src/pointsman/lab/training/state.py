@@ -25,6 +25,7 @@ from pointsman.lab.training.optimizer import (
     gradient_norm,
     learning_rate,
     lr_scales,
+    not_matrices,
     optimizer_tensors,
     restore_optimizer,
     set_learning_rate,
@@ -60,7 +61,8 @@ class TrainingState:
         self.objective = task.objective(self.model, config)
         self.tokens_per_step = self.batches.tokens_per_step
         self.parameters = trainable(self.model)
-        self.optimizer = build_adam(config, self.parameters, lr_scales(self.model))
+        undecayed = not_matrices(self.model) if config.decay_on == "matrices" else ()
+        self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), undecayed)
         self.schedule = config.top_k_schedule
         self.sparse = any(True for _ in named_routers(self.model))
         self.memories: list[Memory | None] = [None] * config.accumulation

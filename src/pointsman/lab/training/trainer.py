@@ -13,7 +13,7 @@ from torch import nn
 
 from pointsman._errors import Stopped
 from pointsman._files import alone, within, write_whole
-from pointsman.lab.data import Corpus, open_corpus
+from pointsman.lab.data import Corpus
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
@@ -27,6 +27,7 @@ from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
 from pointsman.lab.training.state import TrainingState, autocast
 from pointsman.lab.training.task import EvaluationContext, Task
+from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.tensorboard import Board
 from pointsman.lab.training.times import Times
 from pointsman.ops.kernels import Kernels, using
@@ -70,7 +71,7 @@ def train(
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         corpus: the data, if they are loaded already.
-        task: what is learned; default: the next token of `config.data`.
+        task: what is learned; default: what `tasks.TASKS` says of the model's family.
         kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
@@ -84,7 +85,8 @@ def train(
     """
     progress = progress or Quiet()
     directory = RunDirectory(out)
-    task = task or LanguageModelling(corpus or open_corpus(config.data))
+    if task is None:
+        task = pretraining_task(config) if corpus is None else LanguageModelling(corpus)
     config = task.prepared(config)
     state = TrainingState(config, task, torch.device(device))  # before anything is written: checks all settings
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None

@@ -1,0 +1,176 @@
+"""Attention through `scaled_dot_product_attention`: of encoders, of decoders with a cache, across sequences.
+
+Shapes: B sequences, T queries, S keys, H heads, G heads of keys and values (H a multiple of G), D head width. Memory is
+linear in T: where a mask is needed that differs between queries, they are worked on in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.ops.linear import linear
+from pointsman.routing import AttentionTrace
+
+ROWS = 256  # queries a block where each has a mask or bias of its own
+
+Bias = Callable[[int, int], Tensor]
+"""(start, stop) of a block of queries -> what is added to their scaled products, broadcastable to [B, H, rows, S]."""
+
+Rotate = Callable[[Tensor, int], Tensor]
+"""(queries or keys [B, heads, S, D], the position of the first) -> the same with their positions rotated in."""
+
+
+class Attention(nn.Module):
+    """softmax(q k' / sqrt(D) + bias) v through an output projection.
+
+    Args:
+        dim: width of the hidden states.
+        num_heads, head_dim: H and D.
+        kv_heads: G (grouped-query attention); None = H.
+        dropout: on attention probabilities.
+        bias: whether the four maps have biases.
+        qk_norm: makes a norm of queries, and one of keys, from the width that it is to normalise; None: none.
+        norm_heads: whether these norms are over each head (D) or over all of them (H D).
+    """
+
+    role = "attention"
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        norm_heads: bool = True,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads or num_heads, head_dim
+        self.dropout, self.norm_heads = dropout, norm_heads
+        self.query = nn.Linear(dim, num_heads * head_dim, bias=bias)
+        self.key = nn.Linear(dim, self.kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(dim, self.kv_heads * head_dim, bias=bias)
+        self.output = nn.Linear(num_heads * head_dim, dim, bias=bias)
+        self.query_norm = qk_norm(head_dim if norm_heads else num_heads * head_dim) if qk_norm else None
+        self.key_norm = qk_norm(head_dim if norm_heads else self.kv_heads * head_dim) if qk_norm else None
+
+    @property
+    def memory_width(self) -> int:
+        """Width of what is remembered of a position: keys and values, side by side."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        source: Tensor | None = None,
+        memory: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        causal: bool = False,
+        rotate: Rotate | None = None,
+        bias: Bias | None = None,
+        trace: bool = False,
+    ) -> tuple[Tensor, Tensor, AttentionTrace | None]:
+        """hidden [B, T, dim] -> output [B, T, dim], their keys and values [B, T, 2 G D], and the trace if asked.
+
+        Args:
+            source: [B, S, dim], where keys and values come from instead of `hidden` (cross-attention).
+            memory: [B, M, 2 G D], keys (before rotation) and values of earlier tokens: S = M + T.
+            key_mask: [B, S] bool, True for a real token. A query always sees itself; without a real key, all keys.
+            causal: token i sees keys up to its own.
+            rotate: applied to queries and keys.
+            bias: added to the scaled products.
+            trace: the output in the trace is without the output projection's bias.
+        """
+        keys_of = hidden if source is None else source
+        query = self._heads(self._mapped(self.query, hidden), self.query_norm, self.num_heads)
+        key = self._heads(self._mapped(self.key, keys_of), self.key_norm, self.kv_heads)
+        value = self._heads(self._mapped(self.value, keys_of), None, self.kv_heads)
+        new = torch.cat([_flat(key), _flat(value)], -1)
+        if memory is not None and memory.shape[1]:
+            before = memory.to(key.dtype).view(*memory.shape[:2], 2, self.kv_heads, -1).permute(2, 0, 3, 1, 4)
+            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        if rotate is not None:
+            query, key = rotate(query, key.shape[2] - query.shape[2]), rotate(key, 0)
+        side_by_side = _flat(self._attend(query, key, value, key_mask, causal, bias))
+        bare = linear(side_by_side, self.output.weight)
+        output = bare if self.output.bias is None else bare + self.output.bias
+        if not trace:
+            return output, new, None
+        groups = self.num_heads // self.kv_heads
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out_weight = self.output.weight.view(-1, self.num_heads, self.head_dim).permute(1, 2, 0)
+        scale = self.head_dim**-0.5
+        seen = AttentionTrace(query, key, value, out_weight, bare, scale, bias, side_by_side, causal=causal)
+        return output, new, seen
+
+    def _mapped(self, layer: nn.Linear, hidden: Tensor) -> Tensor:
+        return linear(hidden, layer.weight, layer.bias)
+
+    def _heads(self, mapped: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
+        """[B, S, heads D] -> [B, heads, S, D], normalised."""
+        if norm is not None and not self.norm_heads:
+            mapped = norm(mapped)
+        mapped = mapped.view(*mapped.shape[:2], heads, self.head_dim)
+        if norm is not None and self.norm_heads:
+            mapped = norm(mapped)
+        return mapped.transpose(1, 2)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, causal: bool, bias: Bias | None
+    ) -> Tensor:
+        """[B, H, T, D]."""
+        length, keys = query.shape[2], key.shape[2]
+        dropout = self.dropout if self.training else 0.0
+        grouped = self.kv_heads != self.num_heads
+        if key_mask is not None and key_mask.device.type == "cpu" and bool(key_mask.all()):
+            key_mask = None
+        each = bias is not None or (causal and length > 1 and (key_mask is not None or keys > length))
+        if not each:
+            mask = None
+            if key_mask is not None:
+                mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, dropout, is_causal=causal and length > 1, enable_gqa=grouped
+            )
+        mixed = []
+        for start in range(0, length, ROWS):
+            stop = min(start + ROWS, length)
+            mixed.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, start:stop],
+                    key,
+                    value,
+                    _mask(start, stop, keys - length, keys, key_mask, causal, bias, query),
+                    dropout,
+                    enable_gqa=grouped,
+                )
+            )
+        return torch.cat(mixed, 2)
+
+
+def _mask(
+    start: int, stop: int, past: int, keys: int, key_mask: Tensor | None, causal: bool, bias: Bias | None, like: Tensor
+) -> Tensor:
+    """What is added to the products of a block of queries: the bias, and -inf where they do not look."""
+    own = torch.arange(start, stop, device=like.device)[:, None] + past
+    place = torch.arange(keys, device=like.device)
+    sees = (place <= own) if causal else torch.ones_like(place, dtype=torch.bool).expand(stop - start, keys)
+    if key_mask is not None:
+        sees = (sees & key_mask[:, None, :]) | (place == own)
+        sees = sees[:, None]
+    added = torch.zeros((), dtype=like.dtype, device=like.device) if bias is None else bias(start, stop)
+    return torch.where(sees, added.to(like.dtype), -torch.inf)
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """[B, heads, S, D] -> [B, S, heads D]."""
+    return heads.transpose(1, 2).flatten(2)

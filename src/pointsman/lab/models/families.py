@@ -1,0 +1,92 @@
+"""The families of models by name, building one, and presets of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from pointsman._errors import did_you_mean
+from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
+from pointsman.lab.models.encoder import Encoder, EncoderConfig
+from pointsman.lab.models.transformer_xl import TransformerXL
+
+OLDEST = "transformer-xl"
+"""The family of runs whose config.json names none."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        config: its settings.
+        build: the model that they describe.
+        summary: one line.
+    """
+
+    config: type[ModelConfig]
+    build: Callable[[Any], Any]
+    summary: str
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "transformer-xl": Family(TransformerXLConfig, TransformerXL, "a language model with memory"),
+        "encoder": Family(EncoderConfig, Encoder, "a bidirectional encoder with a masked-language-model head"),
+    }
+)
+
+
+def family(name: object) -> Family:
+    """The family of this name.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"unknown model family {name!r}: {did_you_mean(str(name), FAMILIES)}")
+    return FAMILIES[name]
+
+
+def build_model(config: ModelConfig) -> Any:
+    """The model that these settings describe, with its initial weights."""
+    return family(config.family).build(config)
+
+
+MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "num_layers": 2, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 128, "num_experts": 8,
+        "dropout": 0.0, "pre_norm": True, "init_std": 0.06,
+    },
+    "small": {"num_layers": 4},
+    "medium": {"num_layers": 8},
+    "large": {"num_layers": 12},
+    "mutual-medium": {"num_layers": 6, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352},
+    "mutual-large": {"num_layers": 12, "dim": 512, "num_heads": 8, "head_dim": 64, "hidden_dim": 512},
+    "mutual-glam": {
+        "num_layers": 6, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352, "moe_layers": "every:2",
+    },
+}  # fmt: skip
+"""Shapes by name, with "family" where it is not the Transformer-XL.
+
+`small`, `medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's.
+"""
+
+
+def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:
+    """The settings of a preset, with changes by field name: a `ModelConfig` of the preset's family.
+
+    Raises:
+        ValueError: an unknown preset or field, with the nearest name.
+    """
+    if preset not in MODEL_PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: {did_you_mean(preset, MODEL_PRESETS)}")
+    values = dict(MODEL_PRESETS[preset])
+    config = family(values.pop("family", OLDEST)).config
+    known = {field.name for field in fields(config)}
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"unknown model setting {name!r}: {did_you_mean(name, known)}")
+    return config(**{**values, "vocab_size": vocab_size, **changes})

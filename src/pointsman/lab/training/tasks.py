@@ -1,0 +1,29 @@
+"""The task that a run's settings name: by the family of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from pointsman._errors import RunError
+from pointsman.lab.data.download import DataProgress
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.language_modelling import LanguageModelling
+from pointsman.lab.training.task import Task
+
+TASKS: Mapping[str, Callable[[RunConfig, DataProgress | None], Task]] = MappingProxyType(
+    {"transformer-xl": LanguageModelling.open}
+)
+"""Family -> what opens the task that its models are pre-trained on."""
+
+
+def pretraining_task(config: RunConfig, progress: DataProgress | None = None) -> Task:
+    """The task of these settings, with its data.
+
+    Raises:
+        RunError: models of this family have no pre-training task, or what its data raise.
+    """
+    name = config.model.family
+    if name not in TASKS:
+        raise RunError(f"models of the family {name!r} are not pre-trained by `train`: allowed are {', '.join(TASKS)}")
+    return TASKS[name](config, progress)
