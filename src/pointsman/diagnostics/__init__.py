@@ -1,4 +1,4 @@
-"""What the router does: streaming diagnostics with bounded memory, for any model with MoE layers."""
+"""Routing diagnostics: streaming, with bounded memory, for any model with MoE layers."""
 
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
 from pointsman.diagnostics.change import Fluctuation

@@ -1,13 +1,13 @@
-"""What every diagnostic is: a small streaming object with float64 sums, `update`, `merge` and `result`.
+"""The interface of all diagnostics: streaming objects with float64 sums, `update`, `merge` and `result`.
 
-Memory never grows with the number of tokens. Most wait for the device in `result` alone; those that look up
-tokens or pick out some (specialisation, similarity of outputs, Jacobians) do so in `update`, too.
+Memory never grows with the number of tokens. Only `result` synchronises with the device, except for diagnostics that
+select tokens (specialisation, similarity of outputs, Jacobians): their `update` does too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,15 +19,14 @@ Given = Tensor | None
 
 
 class Diagnostic:
-    """Streams. Its state is the float64 tensors and `Moments` among its attributes.
+    """A streaming statistic. Its state is the float64 tensors and `Moments` among its attributes.
 
-    `merge(other)` adds what another process gathered: shards merged equal one pass.
-    `result()` is a dict of numbers, lists and None that `json.dumps(allow_nan=False)` accepts; what does not exist
-    is None.
+    Merging the states of several shards gives the same result as one pass over all data. `result()` holds only numbers,
+    lists and None (no value), so that `json.dumps(allow_nan=False)` accepts it.
     """
 
     def merge(self, other: Self) -> Self:
-        """Takes in what `other` gathered; returns self."""
+        """Adds the state of `other`; returns self."""
         for name, value in vars(other).items():
             mine = getattr(self, name)
             if isinstance(value, Moments):
@@ -52,26 +51,15 @@ class Diagnostic:
 class RoutingDiagnostic(Diagnostic):
     """A diagnostic of one layer's routings."""
 
-    def update(
-        self,
-        routing: Routing,
-        mask: Tensor | None = None,
-        *,
-        hidden: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> None:
-        """Takes in one forward.
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        """Adds one forward.
 
         Args:
-            routing: what the router decided.
-            mask: [tokens] bool, True for a real token; None: all are.
-            hidden: [tokens, dim], what the router saw.
+            routing: the router's decision.
+            mask: [tokens] bool, True for a real token; None: all are real.
+            hidden: [tokens, dim], the router's input.
             token_ids: [tokens].
         """
-        self.take(routing, mask, hidden, token_ids)
-
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
-        """`update` of one diagnostic: arguments as there."""
         raise NotImplementedError
 
 
@@ -82,20 +70,20 @@ class Moments:
         self.tensors: list[Tensor] = []
 
     def add(self, values: Tensor, mask: Tensor | None = None) -> None:
-        """Takes in `values` [n], those where `mask` [n] is True."""
+        """Adds `values` [n] where `mask` [n] is True."""
         values = values.detach().double()
         real = torch.ones_like(values) if mask is None else mask.to(values.dtype)
         values = values if mask is None else torch.where(mask, values, 0.0)
         count = real.sum()
         mean = (values * real).sum() / count.clamp_min(1)
         spread = ((values - mean).square() * real).sum()
-        self._take(count, mean, spread)
+        self._combine(count, mean, spread)
 
     def merge(self, other: Moments) -> None:
         if other.tensors:
-            self._take(*(tensor.clone() for tensor in other.tensors))
+            self._combine(*(tensor.clone() for tensor in other.tensors))
 
-    def _take(self, count: Tensor, mean: Tensor, spread: Tensor) -> None:
+    def _combine(self, count: Tensor, mean: Tensor, spread: Tensor) -> None:
         if not self.tensors:
             self.tensors = [count, mean, spread]
             return
@@ -121,7 +109,7 @@ class Moments:
 
 
 def number(value: Tensor | float | None) -> float | None:
-    """A float, or None where it does not exist (nan, infinity)."""
+    """A float; None for nan and infinity."""
     if value is None:
         return None
     value = float(value)
@@ -129,7 +117,7 @@ def number(value: Tensor | float | None) -> float | None:
 
 
 def numbers(values: Tensor | Iterable[float]) -> list[float | None]:
-    """A flat list of floats; None for those that do not exist."""
+    """A flat list of floats; None for nan and infinity."""
     return [number(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
 
 
@@ -139,18 +127,32 @@ def table(values: Tensor) -> list[list[float | None]]:
 
 
 def ratio(top: float | None, bottom: float | None) -> float | None:
-    """top / bottom; None where either is missing or bottom is 0."""
+    """top / bottom; None if either is missing or bottom is 0."""
     return None if top is None or not bottom else number(top / bottom)
 
 
+def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
+    """`function` applied to experts, weights, probs, logits and unmixed: to select tokens or move to a device."""
+    fields = ("experts", "weights", "probs", "logits")
+    before = None if routing.unmixed is None else function(routing.unmixed)
+    return Routing(*(function(getattr(routing, name)) for name in fields), unmixed=before)
+
+
+def join_routings(routings: Sequence[Routing]) -> Routing:
+    """One routing of the tokens of all `routings`, in order."""
+    fields = ("experts", "weights", "probs", "logits")
+    joined = (torch.cat([getattr(routing, name) for routing in routings]) for name in fields)
+    return Routing(*joined, unmixed=torch.cat([unmixed(routing) for routing in routings]))
+
+
 def chosen(routing: Routing, mask: Tensor | None) -> Tensor:
-    """The chosen experts [tokens, k] with -1 at padding."""
+    """The chosen experts [tokens, k]; -1 for padding."""
     experts = routing.experts
     return experts if mask is None else experts.masked_fill(~mask.to(experts.device)[:, None], -1)
 
 
 def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
-    """The expert of the greatest combine weight [tokens], the earlier column among equals; -1 where there is none."""
+    """The expert with the largest combine weight [tokens]; the first one among equals, -1 for none."""
     experts = chosen(routing, mask)
     weights = routing.weights.detach().masked_fill(experts < 0, -1.0)
     best = (weights == weights.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
@@ -163,7 +165,7 @@ def unmixed(routing: Routing) -> Tensor:
 
 
 def counts(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in `experts` (any shape, -1 = none): [E] float64, without waiting for the device."""
+    """The number of occurrences of each expert in `experts` (any shape, -1 = none): [E] float64, no device sync."""
     flat = experts.reshape(-1) + 1
     ones = torch.ones((), dtype=torch.float64, device=flat.device).expand(flat.shape)
     return torch.zeros(num_experts + 1, dtype=torch.float64, device=flat.device).index_add_(0, flat, ones)[1:]

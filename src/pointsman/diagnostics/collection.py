@@ -42,7 +42,7 @@ class Diagnostics:
 
     Args:
         kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs",
-            "mixing" (all by default); those that need hidden states or token ids are left out where none are given.
+            "mixing" (all by default). A kind that needs hidden states or token ids is skipped if they are not given.
     """
 
     def __init__(self, *kinds: str) -> None:
@@ -63,22 +63,17 @@ class Diagnostics:
         token_ids: Tensor | None = None,
         experts: nn.Module | None = None,
     ) -> None:
-        """Takes in one forward of the layer `name`; shapes as in `Diagnostic.update`; `experts`: the layer's."""
+        """Adds one forward of the layer `name`; shapes as in `RoutingDiagnostic.update`; `experts`: the layer's."""
         given = {"hidden": hidden, "token_ids": token_ids}
         layer = self.layers.setdefault(name, {})
         for kind in self.kinds:
-            if kind == "mixing":
+            if kind == "mixing" or (kind in NEEDS and given[NEEDS[kind]] is None):
                 continue
-            if kind in NEEDS and given[NEEDS[kind]] is None:
-                continue
-            if kind not in layer:
-                if kind == "outputs":
-                    if experts is None:
-                        continue
-                    layer[kind] = OutputSimilarity(experts)
-                else:
-                    layer[kind] = KINDS[kind]()
-            diagnostic = layer[kind]
+            if kind == "outputs" and kind not in layer:
+                if experts is None:
+                    continue
+                layer[kind] = OutputSimilarity(experts)
+            diagnostic = layer[kind] if kind in layer else layer.setdefault(kind, KINDS[kind]())
             assert isinstance(diagnostic, RoutingDiagnostic)
             diagnostic.update(routing, mask, hidden=hidden, token_ids=token_ids)
 
@@ -86,11 +81,11 @@ class Diagnostics:
     def observe(
         self, model: nn.Module, token_ids: Tensor | None = None, mask: Tensor | None = None
     ) -> Iterator[dict[str, Routing]]:
-        """Takes in every forward inside; yields layer name -> Routing of its last forward, detached.
+        """Adds every forward inside the `with`; yields layer name -> Routing of its last forward, detached.
 
         Args:
-            token_ids: of the forward inside, any shape with as many elements as the layers see tokens.
-            mask: the same for tokens that count (True), beside the padding mask that the model gives its layers.
+            token_ids: of the forward, any shape with one element per token.
+            mask: bool, any such shape, True for tokens that count. Padding never counts.
         """
         records: dict[str, Routing] = {}
         experts = {name: module.experts for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -101,7 +96,7 @@ class Diagnostics:
                 return padding
             return mask.reshape(-1) if padding is None else mask.reshape(-1) & padding
 
-        def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        def on_routing(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
             records[name] = routing
             tokens = hidden.shape[0]
             ids = token_ids if context is None or context.token_ids is None else context.token_ids
@@ -109,30 +104,30 @@ class Diagnostics:
                 ids = ids.reshape(-1) if ids.numel() == tokens else None
             self.update(name, routing, real(context, tokens), hidden=hidden, token_ids=ids, experts=experts.get(name))
 
-        def take_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
+        def on_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
             mixing = self.layers.setdefault(name, {}).setdefault("mixing", Mixing())
             assert isinstance(mixing, Mixing)
             mixing.update(own, effective, real(context, own.numel()))
 
         with ExitStack() as stack:
-            stack.enter_context(observe_routing(model, take))
+            stack.enter_context(observe_routing(model, on_routing))
             if "mixing" in self.kinds:
-                stack.enter_context(observe_mixing(model, take_mixing))
+                stack.enter_context(observe_mixing(model, on_mixing))
             yield records
 
     def merge(self, other: Diagnostics) -> Self:
-        """Takes in what another process gathered; returns self."""
-        for name, theirs in other.layers.items():
-            mine = self.layers.setdefault(name, {})
-            for kind, diagnostic in theirs.items():
-                if kind in mine:
-                    mine[kind].merge(diagnostic)
+        """Adds the states of `other`; returns self."""
+        for name, layer in other.layers.items():
+            own = self.layers.setdefault(name, {})
+            for kind, diagnostic in layer.items():
+                if kind in own:
+                    own[kind].merge(diagnostic)
                 else:
-                    mine[kind] = diagnostic
+                    own[kind] = diagnostic
         return self
 
     def gather(self, group: Any = None) -> Diagnostics:
-        """What all processes of a torch.distributed group gathered, on every one of them."""
+        """The merged diagnostics of all processes of a torch.distributed group, on every process."""
         import torch.distributed as distributed
 
         parts: list[Any] = [None] * distributed.get_world_size(group)
@@ -143,7 +138,7 @@ class Diagnostics:
         return whole
 
     def result(self) -> dict[str, dict[str, Any]]:
-        """layer name -> diagnostic name -> its result; JSON-able."""
+        """layer name -> diagnostic name -> its result (JSON values)."""
         return {
             name: {kind: diagnostic.result() for kind, diagnostic in layer.items()}
             for name, layer in self.layers.items()

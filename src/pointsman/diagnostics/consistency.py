@@ -1,4 +1,4 @@
-"""Inter-run consistency: whether runs with other seeds load the experts alike."""
+"""Inter-run consistency: whether runs with different seeds load the experts equally."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WINDOW = 100
 def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str, Any]:
     """IC of m runs: the mean of the m x m matrix of Pearson correlations between their expert loads (X-MoE, 4.4).
 
-    `with_diagonal` is the paper's figure, IC = sum_ij rho_ij / m^2; its diagonal alone adds 1/m, so
-    `without_diagonal`, the mean over i != j, stands beside it. Runs whose load is the same for every expert have no
-    correlation and are left out; `runs` says how many count. `matrix` has None for them. Experts are compared by their
-    index: that means something for runs that start from the same weights, as in fine-tuning.
+    `with_diagonal` is the paper's figure, IC = sum_ij rho_ij / m^2; its diagonal alone adds 1/m. `without_diagonal` is
+    the mean over i != j. A run with the same load on every expert has no correlation: it is not counted in `runs`, and
+    `matrix` has None for it. Experts are compared by index, which is meaningful only for runs that start from the same
+    weights, as in fine-tuning.
 
     Args:
-        loads: m vectors [E], tokens of each expert (the paper: gathered over 100 mini-batches).
+        loads: m vectors [E], the number of tokens of each expert (in the paper: of 100 mini-batches).
 
     Raises:
         ValueError: runs with different numbers of experts.
@@ -30,7 +30,7 @@ def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str
     rows = [torch.as_tensor(load, dtype=torch.float64).cpu() for load in loads]
     if len({row.shape for row in rows}) > 1:
         raise ValueError(
-            f"inter_run_consistency: loads of {[len(row) for row in rows]} experts; all runs must have as many"
+            f"inter_run_consistency: loads of {[len(row) for row in rows]} experts; the numbers must be equal"
         )
     if not rows:
         return {"runs": 0, "with_diagonal": None, "without_diagonal": None, "matrix": []}
@@ -55,7 +55,7 @@ def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str
 def gathered_loads(rows: Iterable[Mapping[str, Any]], window: int = WINDOW) -> dict[str, list[tuple[int, Tensor]]]:
     """Loads over training from a run's rows of metrics.jsonl: layer -> [(last step, tokens of each expert [E])].
 
-    Rows are added up until at least `window` batches are gathered; what is left at the end is dropped.
+    Rows are summed over windows of at least `window` batches; an incomplete last window is dropped.
     """
     done: dict[str, list[tuple[int, Tensor]]] = {}
     open_: dict[str, tuple[int, Tensor]] = {}
@@ -79,7 +79,7 @@ def consistency_over_training(
     """IC at every window of training: layer -> [{"step", "runs", "with_diagonal", "without_diagonal"}].
 
     Args:
-        runs: the rows of metrics.jsonl of each run. Only steps and layers that all have are compared.
+        runs: the rows of metrics.jsonl of each run. Only steps and layers that occur in all runs are compared.
     """
     each = [{layer: dict(loads) for layer, loads in gathered_loads(rows, window).items()} for rows in runs]
     found: dict[str, list[dict[str, Any]]] = {}

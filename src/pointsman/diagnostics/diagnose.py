@@ -1,4 +1,4 @@
-"""Everything at once: one model, against others, against its own earlier self, at several k."""
+"""diagnose: all diagnostics of one model in one pass, compared with other models, earlier checkpoints and other k."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pointsman.layer import MoE
 from pointsman.routing import Routing
 
 FORMAT = 1
-COMPANION_KINDS = ("entropy", "load", "collapse")
+OTHER_MODEL_KINDS = ("entropy", "load", "collapse")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model reads at once.
+    """One batch.
 
     Attributes:
-        inputs: token ids [B, T], or whatever the reader hands to the model.
-        targets: [B, T], for readers that give a loss.
+        inputs: token ids [B, T], or another input of the reader.
+        targets: [B, T], for readers that return a loss.
         mask: [B, T] bool, True for tokens that count; None: all.
     """
 
@@ -43,7 +43,7 @@ class Batch:
 
 
 Reader = Callable[[nn.Module, Batch], Tensor | None]
-"""Runs one forward, in the order of the text, and returns a scalar loss (summed over tokens) or None."""
+"""Runs one forward and returns a scalar loss (summed over tokens) or None. Called with batches in text order."""
 
 
 def plain_reader() -> Reader:
@@ -56,12 +56,12 @@ def plain_reader() -> Reader:
 
 
 @dataclass
-class _Companion:
-    """Another model that reads the same text."""
+class _OtherModel:
+    """A model to compare with, on the same batches."""
 
     model: nn.Module
     read: Reader
-    diagnostics: Diagnostics = field(default_factory=lambda: Diagnostics(*COMPANION_KINDS))
+    diagnostics: Diagnostics = field(default_factory=lambda: Diagnostics(*OTHER_MODEL_KINDS))
     records: dict[str, Routing] = field(default_factory=dict)
 
 
@@ -77,17 +77,17 @@ def diagnose(
     seed: int = 0,
     advance: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Every diagnostic of a model's layers, in one pass over the batches; JSON-able.
+    """All diagnostics of a model's layers in one pass over the batches, as JSON values.
 
     Args:
-        batches: token ids [B, T], or `Batch`es, in the order of the text.
-        against: label -> other models (other checkpoints, seeds, routers) that read the same.
-        history: label -> earlier checkpoints of the same run, oldest first.
+        batches: token ids [B, T], or `Batch`es, in text order.
+        against: label -> another model (checkpoint, seed or router) to compare with.
+        history: label -> an earlier checkpoint of the same run, oldest first.
         top_k: values of k whose routing is compared with that at the model's own k.
-        reader: makes a fresh reader, one for each model and k (it may hold a memory).
-        jacobian_batches: how many batches the Jacobian's terms are taken on, if the reader gives a loss.
-        seed: of routers that draw at random.
-        advance: told the number of batches read.
+        reader: creates a reader for each model and k (a reader may hold a memory).
+        jacobian_batches: the number of batches for the Jacobian's terms, if the reader returns a loss.
+        seed: of stochastic routers.
+        advance: called with the number of batches read.
 
     Returns:
         {"format": 1, "batches",
@@ -96,9 +96,9 @@ def diagnose(
            "agreement": [{"top_k", …Fluctuation}] }},
          "against": {label: {name: {"entropy", "load", "collapse", "fluctuation", "entropy_ratio"}}},
          "history": [{"checkpoint", "layers": {name: {"entropy", "load", "collapse", "fluctuation"}}}],
-         "consistency": {name: inter_run_consistency over the model and those it is compared with}}
-        `entropy_ratio` is the model's mean entropy, after mixing, over the other's (Mutual-Inform: < 1 is surer than
-        the baseline). In `history` a checkpoint's fluctuation is to the one after it; the last one is the model's.
+         "consistency": {name: inter_run_consistency of the model and all of `against`}}
+        `entropy_ratio` is the model's mean entropy after mixing over the other's (Mutual-Inform; below 1: more certain
+        than the other). In `history` the fluctuation is between a checkpoint and the next one, at the end the model.
 
     Raises:
         ValueError: the model has no router; another model has no layer of the same name and number of experts.
@@ -106,12 +106,12 @@ def diagnose(
     routers = dict(named_routers(model))
     if not routers:
         raise ValueError(f"diagnose: {type(model).__name__} has no MoE layer and no router in it")
-    others = {label: _Companion(other, reader()) for label, other in (against or {}).items()}
-    earlier = {label: _Companion(other, reader()) for label, other in (history or {}).items()}
+    others = {label: _OtherModel(other, reader()) for label, other in (against or {}).items()}
+    earlier = {label: _OtherModel(other, reader()) for label, other in (history or {}).items()}
     for label, other in {**others, **earlier}.items():
         _check_same_layers(routers, other.model, label)
     for k in top_k:
-        with set_top_k(model, k):  # refuses a wrong k before anything is read
+        with set_top_k(model, k):  # checks k before anything is read
             pass
     at_k = {k: reader() for k in top_k}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -130,7 +130,7 @@ def diagnose(
             batch = given if isinstance(given, Batch) else Batch(given)
             mask = None if batch.mask is None else batch.mask.reshape(-1)
             if count < jacobian_batches:
-                _take_jacobian(model, for_jacobian, batch, jacobian)
+                _update_jacobian(model, for_jacobian, batch, jacobian)
             with diagnostics.observe(model, batch.inputs, batch.mask) as records:
                 read(model, batch)
             for k, at in at_k.items():
@@ -162,24 +162,24 @@ def diagnose(
             "agreement": [{"top_k": k, **agreement[k][name].result()} for k in top_k],
         }
     result["against"] = {
-        label: _companion_result(other, change[label], result["layers"]) for label, other in others.items()
+        label: _other_result(other, change[label], result["layers"]) for label, other in others.items()
     }
     result["history"] = [
-        {"checkpoint": label, "layers": _companion_result(other, change[label])} for label, other in earlier.items()
+        {"checkpoint": label, "layers": _other_result(other, change[label])} for label, other in earlier.items()
     ]
     result["consistency"] = _consistency(diagnostics, list(others.values())) if others else {}
     return result
 
 
 def _check_same_layers(routers: Mapping[str, nn.Module], other: nn.Module, label: str) -> None:
-    theirs = {name: router.num_experts for name, router in named_routers(other)}
-    ours = {name: router.num_experts for name, router in routers.items()}
-    if theirs != ours:
-        raise ValueError(f"diagnose: {label} has the layers and experts {theirs}, not {ours}: nothing to compare")
+    found = {name: router.num_experts for name, router in named_routers(other)}
+    expected = {name: router.num_experts for name, router in routers.items()}
+    if found != expected:
+        raise ValueError(f"diagnose: {label} has the layers and experts {found}, not {expected}: nothing to compare")
 
 
-def _take_jacobian(model: nn.Module, read: Reader, batch: Batch, jacobian: Mapping[str, JacobianTerms]) -> None:
-    """One forward of the reader and, if it gives a loss, the Jacobian's terms."""
+def _update_jacobian(model: nn.Module, read: Reader, batch: Batch, jacobian: Mapping[str, JacobianTerms]) -> None:
+    """One forward of the reader and, if it returns a loss, an update of the Jacobian's terms."""
     for name, found in layer_gradients(model, lambda: read(model, batch)).items():
         jacobian[name].update(found.hidden, found.gradient, found.context, batch.mask)
 
@@ -192,18 +192,18 @@ def _compare(
         into[name].update(one[name], two[name], mask if mask is not None and mask.numel() == tokens else None)
 
 
-def _companion_result(
-    other: _Companion, change: Mapping[str, Fluctuation], ours: Mapping[str, Any] | None = None
+def _other_result(
+    other: _OtherModel, change: Mapping[str, Fluctuation], layers: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     found: dict[str, Any] = other.diagnostics.result()
     for name, layer in found.items():
         layer["fluctuation"] = change[name].result()
-        if ours is not None:
-            layer["entropy_ratio"] = ratio(ours[name]["entropy"]["mixed_mean"], layer["entropy"]["mixed_mean"])
+        if layers is not None:
+            layer["entropy_ratio"] = ratio(layers[name]["entropy"]["mixed_mean"], layer["entropy"]["mixed_mean"])
     return found
 
 
-def _consistency(diagnostics: Diagnostics, others: Sequence[_Companion]) -> dict[str, Any]:
+def _consistency(diagnostics: Diagnostics, others: Sequence[_OtherModel]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in diagnostics.layers:
         loads: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What the router's distribution looks like: entropy, before and after mixing, and the margin of the choice."""
+"""Statistics of the router's distribution: entropy before and after mixing, and the margin of the choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.routing import Routing
 
 
 def entropies(probs: Tensor) -> Tensor:
-    """H = -sum_i p_i ln p_i of each row [tokens, E], in nats and float64; rows are first scaled to sum 1."""
+    """H = -sum_i p_i ln p_i of each row [tokens, E], in nats and float64; rows are first normalised to sum 1."""
     probs = probs.detach().double()
     total = probs.sum(-1, keepdim=True)
     entropy: Tensor = torch.special.entr(probs / torch.where(total > 0, total, 1.0)).sum(-1)
@@ -23,17 +23,17 @@ def entropies(probs: Tensor) -> Tensor:
 class Entropy(RoutingDiagnostic):
     """Entropy of the router's full distribution over all E experts, before top-k, averaged over tokens.
 
-    H_t = -sum_i p_ti ln p_ti in nats (uniform: ln E; HyperRouter, Tables 4 and A5). `mean` and `std` (population,
-    over tokens) are of the distribution before mixing: softmax of all logits, or sigmoids scaled to sum 1; `mixed_mean`
-    and `mixed_std` of what selection saw; `ratio` = mixed_mean / mean (Mutual-Inform's ratio is to another model's:
-    see `against`). `chosen_mean`: of the combine weights over the k chosen, scaled to sum 1.
+    H_t = -sum_i p_ti ln p_ti in nats (uniform: ln E; HyperRouter, Tables 4 and A5). `mean` and `std` (population, over
+    tokens) are of the distribution before mixing: the softmax of all logits, or sigmoids normalised to sum 1;
+    `mixed_mean` and `mixed_std` of the distribution after mixing; `ratio` = mixed_mean / mean (Mutual-Inform's ratio is
+    to another model: see `diagnose`, `against`). `chosen_mean`: of the normalised combine weights of the k chosen.
     """
 
     def __init__(self) -> None:
         self.before, self.after, self.weights = Moments(), Moments(), Moments()
         self.num_experts = 0
 
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         self.num_experts = routing.num_experts
         before = unmixed(routing)
         of_before = entropies(before)
@@ -60,16 +60,16 @@ class Entropy(RoutingDiagnostic):
 
 
 class Margin(RoutingDiagnostic):
-    """How far the choice is from another one: m_t = p_(k) - p_(k+1), the sorted scores of what selection saw.
+    """The margin of the choice, m_t = p_(k) - p_(k+1): the sorted probabilities after mixing.
 
-    `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None where every expert is chosen (k = E),
-    and under expert choice, where no token chooses. A selection bias is not part of the scores.
+    `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None for k = E and for expert choice. A
+    selection bias is not part of the probabilities.
     """
 
     def __init__(self) -> None:
         self.margin, self.first = Moments(), Moments()
 
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         k = routing.experts.shape[-1]
         if routing.num_experts < 2 or routing.flat is not None:
             return

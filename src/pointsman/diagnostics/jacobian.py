@@ -1,47 +1,46 @@
-"""The two terms of an MoE layer's Jacobian: what a token's gradient owes to the experts, and what to the router."""
+"""The two terms of an MoE layer's Jacobian: the gradient through the experts and the gradient through the router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pointsman.diagnostics.base import Diagnostic, Moments, number, ratio
+from pointsman.diagnostics.base import Diagnostic, Moments, map_routing, number, ratio
 from pointsman.diagnostics.observe import evaluating
 from pointsman.layer import MoE
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 TERMS = ("j1", "j2", "both")
-WIDEST = 1024  # matrices J1 and J2 of a token are built up to this width
+MAX_DIM = 1024  # the matrices J1 and J2 of a token are built up to this width
 
 
 class JacobianTerms(Diagnostic):
-    """dy/dh = J1 + J2 of y = sum_j w_j E_j(h), for given tokens and gradients g = dL/dy.
+    """dy/dh = J1 + J2 of y = sum_j w_j E_j(h), for gradients g = dL/dy.
 
     HyperRouter, Eqs. 3 to 5 (and X-MoE, Eqs. 4 to 6, whose J1 has the residual connection's identity on top):
         J1 = sum_j w_j dE_j/dh,        J2 = sum_j E_j(h) (dw_j/dh)^T,
         J2^T g = sum_i c_i W_i,        c_i = sum_j w_j (1[i=j] - w_i) (E_j(h)^T g) for softmax weights of a linear
-    router W over the chosen k. Here both come from autograd, whatever router and experts: J1 with the weights held
-    fixed, J2 with the experts' outputs held fixed. The gradients of auxiliary losses are not part of them. At k = 1
-    with renormalised weights, and for routers without a gradient, J2 = 0. Under a mixer J2^T g at a token also holds
-    what other tokens of the sequence send back through the mixing; the matrix J2 is that of the token itself.
+    router W over the chosen k. Both are computed by autograd, for any router and experts: J1 with constant weights, J2
+    with constant expert outputs. Auxiliary losses do not contribute. J2 = 0 at k = 1 with renormalised weights and for
+    routers without a gradient. With a mixer, J2^T g of a token includes the gradients of other tokens through mixing;
+    the matrix J2 is that of the token itself.
 
     `gradient` for J1^T g, J2^T g and their sum: `norm_mean` over tokens; `rank` of the [tokens, dim] matrix (singular
     values s above dim eps max(s), eps that of the hidden states' dtype, and above sqrt(dim eps_64) max(s));
     `effective_rank` = exp(H(s^2 / sum s^2)); `in_span`: the share of the sum of squares that lies in the router's span.
     That is the span of the rows W_i (X-MoE's cosine: of the projection's); `span_rank` is its dimension, `span_share` =
-    span_rank / dim what a random direction would have in it. For a linear router J2's `in_span` is 1 by Eq. 3. So it is
-    for HyperRouter, whose W = H(e) is as linear in h: what differs is that training e moves the span.
-    `matrices`: over sampled tokens the mean Frobenius norms and ranks of J1 and J2 (rank J2 <= k - 1 for softmax
-    weights over the k chosen). Ranks need float32 or more; else None.
+    span_rank / dim is the value of a random direction. For a linear router J2's `in_span` is 1 by Eq. 3; also for
+    HyperRouter, whose W = H(e) is constant in h, but training e changes the span.
+    `matrices`: the mean Frobenius norms and ranks of J1 and J2 over sampled tokens (rank J2 <= k - 1 for softmax
+    weights over the k chosen). Ranks need at least float32; else None.
 
     Args:
         layer: the MoE layer.
-        samples: tokens whose matrices are built in each update.
+        samples: the number of tokens whose matrices are built in each update.
     """
 
     def __init__(self, layer: MoE, samples: int = 4) -> None:
@@ -55,7 +54,7 @@ class JacobianTerms(Diagnostic):
         self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the layer: what goes to another process to be merged."""
+        """The state without the layer, for merging in another process."""
         return {**vars(self), "layer": None}
 
     def merge(self, other: Self) -> Self:
@@ -81,13 +80,13 @@ class JacobianTerms(Diagnostic):
         context: RoutingContext | None = None,
         mask: Tensor | None = None,
     ) -> None:
-        """Takes in one forward: `hidden` [B, T, dim], what the layer received, and `gradient` of its output.
+        """Adds one forward: `hidden` [B, T, dim], the layer's input, and `gradient`, that of its output.
 
-        `mask` [B, T] leaves tokens out, beside the context's padding.
+        `mask` [B, T] bool, True for tokens that count; padding never counts.
         """
         assert self.layer is not None, "merged states take no updates"
         layer = self.layer
-        hidden = hidden.detach().to(next(layer.experts.parameters()).dtype)  # under autocast they may be of another one
+        hidden = hidden.detach().to(next(layer.experts.parameters()).dtype)  # under autocast the dtypes may differ
         hidden = hidden[None] if hidden.dim() == 2 else hidden
         flat = hidden.flatten(0, 1)
         gradient = gradient.detach().to(flat.dtype).reshape(flat.shape)
@@ -98,15 +97,15 @@ class JacobianTerms(Diagnostic):
             weights = routing.weights.detach().clone().requires_grad_()
             output = layer.experts(into_experts, _with_weights(routing, weights))
             first, of_weights = torch.autograd.grad(output, (into_experts, weights), gradient)
-            second = _vjp(routing.weights, into_router, of_weights, retain=True).flatten(0, 1)
+            second = _vjp(routing.weights, into_router, of_weights).flatten(0, 1)
             real = (routing.experts >= 0).any(-1)
             real = real if mask is None else real & mask.reshape(-1)
-            self._take(first, second, real)
-            if flat.shape[1] <= WIDEST:
+            self._add(first, second, real)
+            if flat.shape[1] <= MAX_DIM:
                 self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
-    def _take(self, first: Tensor, second: Tensor, real: Tensor) -> None:
+    def _add(self, first: Tensor, second: Tensor, real: Tensor) -> None:
         both = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
         for term, values in zip(TERMS, both, strict=True):
             self.norms[term].add(values.norm(dim=-1), real)
@@ -127,9 +126,9 @@ class JacobianTerms(Diagnostic):
         """J1 and J2 [dim, dim] of one token, float64."""
         assert self.layer is not None
         dim = flat.shape[1]
-        one = _each(routing, lambda field: field[token : token + 1].detach())
+        one = map_routing(routing, lambda tensor: tensor[token : token + 1].detach())
         copies = flat[token].expand(dim, dim).clone().requires_grad_()
-        repeated = _each(one, lambda field: field.expand(dim, -1))
+        repeated = map_routing(one, lambda tensor: tensor.expand(dim, -1))
         output = self.layer.experts(copies, repeated)
         (j1,) = torch.autograd.grad(output, copies, torch.eye(dim, dtype=output.dtype, device=output.device))
         k = one.experts.shape[1]
@@ -139,7 +138,7 @@ class JacobianTerms(Diagnostic):
         for place in range(k):
             pick = torch.zeros_like(routing.weights)
             pick[token, place] = 1.0
-            slope = _vjp(routing.weights, into_router, pick, retain=True).flatten(0, 1)[token]
+            slope = _vjp(routing.weights, into_router, pick).flatten(0, 1)[token]
             j2 += torch.outer(outputs[place].double(), slope.double())
         return j1.double(), j2
 
@@ -169,7 +168,7 @@ class JacobianTerms(Diagnostic):
             return {**found, "rank": 0}
         relative = second.shape[0] * self.eps
         if relative < 0.01:
-            floor = second.shape[0] * torch.finfo(torch.float64).eps  # what eigvalsh itself leaves
+            floor = second.shape[0] * torch.finfo(torch.float64).eps  # the rounding error of eigvalsh
             found["rank"] = int((squares > max(relative**2, floor) * squares.max()).sum())
         found["effective_rank"] = number(torch.special.entr(squares / total).sum().exp())
         if self._basis is not None:
@@ -180,7 +179,7 @@ class JacobianTerms(Diagnostic):
 
 @torch.no_grad()
 def router_span(router: Router) -> Tensor | None:
-    """Rows [r, dim] whose span holds every gradient that a token gets from the router's logits; None where unknown."""
+    """Rows [r, dim] whose span contains every gradient of the router's logits by a token; None if unknown."""
     linear = router.score.plain_linear()
     if linear is not None:
         return linear[0].detach()
@@ -188,21 +187,16 @@ def router_span(router: Router) -> Tensor | None:
     return projection.weight.detach() if isinstance(projection, nn.Linear) else None
 
 
-def _vjp(outputs: Tensor, inputs: Tensor, vector: Tensor, *, retain: bool = False) -> Tensor:
+def _vjp(outputs: Tensor, inputs: Tensor, vector: Tensor) -> Tensor:
     if not outputs.requires_grad:
         return torch.zeros_like(inputs)
-    (found,) = torch.autograd.grad(outputs, inputs, vector, retain_graph=retain, allow_unused=True)
+    (found,) = torch.autograd.grad(outputs, inputs, vector, retain_graph=True, allow_unused=True)
     gradient: Tensor = torch.zeros_like(inputs) if found is None else found
     return gradient
 
 
 def _with_weights(routing: Routing, weights: Tensor) -> Routing:
     return replace(routing.detach(), weights=weights, flat=None)
-
-
-def _each(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
-    fields = (function(routing.experts), function(routing.weights), function(routing.probs), function(routing.logits))
-    return Routing(*fields)
 
 
 def _row_basis(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How tokens spread over the experts: load, and which experts are chosen together."""
+"""Load: the number of tokens of each expert, and which experts are chosen together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a t
 
 
 def load_summary(assigned: Tensor) -> dict[str, Any]:
-    """Figures of one load vector: the number of assignments of each expert [E].
+    """Statistics of one load vector n [E], the number of assignments of each expert.
 
     `share` f_i = n_i / sum n; `cv` = std(n) / mean(n), population (its square: Shazeer's CV^2); `dead`: the experts
     without an assignment; `effective` = exp(H(f)), from 1 to E; `max_violation` = (max n - mean n) / mean n (MaxVio);
-    `busiest`, `idlest`: the share of the ceil(E / 5) experts with most and least.
+    `busiest`, `idlest`: the total share of the ceil(E / 5) experts with the largest and the smallest load.
     """
     assigned = assigned.double().cpu()
     total, experts = float(assigned.sum()), assigned.numel()
@@ -42,49 +42,49 @@ def load_summary(assigned: Tensor) -> dict[str, Any]:
 
 
 class Load(RoutingDiagnostic):
-    """Assignments of each expert; every one of a token's k choices counts 1, padding and dropped ones 0.
+    """The number of assignments of each expert: every one of a token's k choices counts 1, padding and dropped ones 0.
 
-    The figures of `load_summary`, and `tokens`, `assignments`, `importance` (the share of all combine weight that each
-    expert got), `dropped` (the share of tokens * k assignments that capacity took; None under expert choice).
+    The figures of `load_summary`, and `tokens`, `assignments`, `importance` (each expert's share of the sum of combine
+    weights), `dropped` (the share of the tokens * k assignments dropped by capacity; None for expert choice).
     """
 
     def __init__(self) -> None:
         self.assigned: Tensor | None = None
         self.weight: Tensor | None = None
         self.tokens: Tensor | None = None
-        self.slots: Tensor | None = None
+        self.requested: Tensor | None = None  # tokens * k
 
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         experts = chosen(routing, mask)
         real = experts.new_tensor(experts.shape[0], dtype=torch.float64) if mask is None else mask.sum().double()
-        slots = real * (0 if routing.flat is not None else experts.shape[-1])
+        requested = real * (0 if routing.flat is not None else experts.shape[-1])
         kept = torch.where(experts < 0, 0.0, routing.weights.detach().double())
         weight = torch.zeros(routing.num_experts + 1, dtype=torch.float64, device=experts.device)
         weight = weight.index_add_(0, experts.reshape(-1) + 1, kept.reshape(-1))[1:]
         other = Load()
         other.assigned, other.weight = counts(experts, routing.num_experts), weight
-        other.tokens, other.slots = real.to(experts.device), slots.to(experts.device)
+        other.tokens, other.requested = real.to(experts.device), requested.to(experts.device)
         self.merge(other)
 
     def result(self) -> dict[str, Any]:
-        if self.assigned is None or self.weight is None or self.tokens is None or self.slots is None:
+        if self.assigned is None or self.weight is None or self.tokens is None or self.requested is None:
             return {"tokens": 0, "assignments": 0, "importance": [], "dropped": None, **load_summary(torch.zeros(0))}
-        slots, assigned = float(self.slots), float(self.assigned.sum())
+        requested, assigned = float(self.requested), float(self.assigned.sum())
         weight = float(self.weight.sum())
         return {
             "tokens": int(self.tokens),
             "assignments": int(assigned),
             "importance": numbers(self.weight / weight) if weight else [None] * self.weight.numel(),
-            "dropped": 1 - assigned / slots if slots else None,
+            "dropped": 1 - assigned / requested if requested else None,
             **load_summary(self.assigned),
         }
 
 
 class CoActivation(RoutingDiagnostic):
-    """Which experts a token chooses together: C_ij = the number of tokens that chose both i and j; C_ii: that chose i.
+    """Co-activation of experts: C_ij = the number of tokens that chose both i and j; C_ii = the number that chose i.
 
-    `given` [E, E]: P(j | i) = C_ij / C_ii, the diagonal 1 (None where i is dead). `pairs`: the 10 pairs with the
-    highest lift C_ij T / (C_ii C_jj), T tokens (1 = as if independent), among those with at least 10 joint tokens, each
+    `given` [E, E]: P(j | i) = C_ij / C_ii (None if i is dead). `pairs`: of the pairs with at least 10 joint tokens the
+    10 with the highest lift C_ij T / (C_ii C_jj), T tokens (1 = independent), each as
     {"experts": [i, j], "tokens": C_ij, "lift": …}.
     """
 
@@ -92,7 +92,7 @@ class CoActivation(RoutingDiagnostic):
         self.together: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         experts = chosen(routing, mask)
         width = routing.num_experts
         together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)

@@ -1,9 +1,9 @@
-"""A cheap look at the routing while a model trains: rows for metrics.jsonl, scalars, and warnings.
+"""Monitors routing during training at low cost: rows for metrics.jsonl, scalars, and warnings.
 
 monitor = RoutingMonitor(model, every=100)
 for step in range(1, steps + 1):
     with monitor.observe(step):
-        loss = model(tokens)          # the forward of every micro-batch; backward stays outside
+        loss = model(tokens)          # the forward of every micro-batch, without the backward
     …
     for row in monitor.rows():        # empty except at every 100th step
         metrics.write(json.dumps(row))
@@ -27,13 +27,13 @@ from pointsman.diagnostics.load import load_summary
 from pointsman.routing import Routing, RoutingContext
 
 logger = logging.getLogger("pointsman.routing")
-ENOUGH = 20  # assignments an expert would get by an even spread before none at all is worth a warning
+ENOUGH = 20  # mean assignments per expert from which on a dead expert causes a warning
 COLLAPSED = 0.1  # (effective number of experts - k) / (E - k) below this is a collapse
-MOST_LAYERS = 16  # a scalar for each layer up to here; above, only the least, mean and greatest over layers
+MOST_LAYERS = 16  # scalars are written per layer up to this number, above it only their minimum, mean and maximum
 
 
 class _Window:
-    """What one layer did since its last row."""
+    """The statistics of one layer since its last row."""
 
     def __init__(self, num_experts: int) -> None:
         self.assigned = torch.zeros(num_experts, dtype=torch.float64)
@@ -68,13 +68,13 @@ class _Window:
 
 
 class RoutingMonitor:
-    """Gathers loads in every observed forward, entropy and margin in those of every N-th step.
+    """Counts the load in every observed forward, entropy and margin only at every N-th step.
 
-    A row, for each layer at each step that `every` divides:
+    One row for each layer at every N-th step:
     `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "tokens", "batches"}`.
-    `load` is the share of each expert [E] over the `batches` observed since the row before (X-MoE gathers its loads for
-    100), with `tokens` tokens, and `dead` how many experts got none of them; `entropy` (nats, before mixing) and
-    `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None where there is no value.
+    `load` is the share of each expert [E] over the `batches` and `tokens` observed since the previous row (X-MoE uses
+    windows of 100 batches), and `dead` the number of experts without a token; `entropy` (nats, before mixing) and
+    `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None stands for no value.
 
     Two things are warned of by name: an expert that got no token in a window, and a collapsed layer. A layer has
     collapsed if its effective number of experts exp(H(load)) is close to k, so that nearly all tokens share the same k
@@ -102,16 +102,16 @@ class RoutingMonitor:
 
     @contextmanager
     def observe(self, step: int) -> Iterator[None]:
-        """Watches the forwards inside; backward stays outside, where checkpointing would run them again.
+        """Observes the forwards inside. Backward must run outside, because checkpointing repeats forwards in it.
 
-        Micro-batches of one step are each observed under the same `step` and count as one batch.
+        Micro-batches with the same `step` count as one batch.
         """
         self._batches += step != self._step
         self._step = step
-        with record_routing(self._model, self._take):
+        with record_routing(self._model, self._update):
             yield
 
-    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+    def _update(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
         window = self._windows[name]
         window.count(routing)
         if self._step % self.every == 0:
@@ -119,7 +119,7 @@ class RoutingMonitor:
             window.sample(routing, mask)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the step observed last, once; empty if it is none that `every` divides."""
+        """The rows of the last observed step, returned once; empty except at every N-th step."""
         if self._batches == 0 or self._step % self.every:
             return []
         rows: list[dict[str, Any]] = []
@@ -173,7 +173,7 @@ class RoutingMonitor:
         return rows
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The counts since the last row, so that a resumed run writes the same rows."""
+        """The counts since the last row, so that a resumed run writes identical rows."""
         state = {"batches": torch.tensor(self._batches)}
         for name, window in self._windows.items():
             state[f"{name}.assigned"] = window.assigned.cpu().clone()
@@ -193,10 +193,10 @@ def _names(experts: list[int]) -> str:
 
 
 def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Rows of one step as tag -> value for TensorBoard and the like; the number of tags does not grow with experts.
+    """Rows of one step as tag -> value for experiment trackers; the number of tags does not depend on that of experts.
 
-    `routing/<layer>/entropy|margin|effective|dead|busiest` for each layer; with more than 16 layers their
-    `routing/least|mean|greatest/…` over layers instead.
+    `routing/<layer>/entropy|margin|effective|dead|busiest` for each layer; with more than 16 layers instead
+    `routing/least|mean|greatest/…` over layers.
     """
     by_layer: dict[str, dict[str, float]] = {}
     for row in rows:

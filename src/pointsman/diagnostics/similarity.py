@@ -1,4 +1,4 @@
-"""Whether experts are alike: their weights, and what they make of the same tokens."""
+"""Similarity of experts: of their weights, and of their outputs for the same tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pointsman.routing import Routing
 def weight_similarity(experts: nn.Module) -> dict[str, Any]:
     """Cosine between the experts' weights: `cosine` [E, E], and `mean` over pairs i != j.
 
-    Every parameter whose leading dimension is E, flattened for each expert and set end to end. Permuting an expert's
-    hidden units leaves what it computes and changes this figure; the outputs' similarity does not have that flaw.
+    An expert's vector is the concatenation of its slices of all parameters with leading dimension E. The figure depends
+    on the order of an expert's hidden units, although its function does not; `OutputSimilarity` avoids that.
     """
     num_experts = int(experts.num_experts)  # type: ignore[arg-type]
     gram = torch.zeros(num_experts, num_experts, dtype=torch.float64)
@@ -24,17 +24,18 @@ def weight_similarity(experts: nn.Module) -> dict[str, Any]:
             flat = parameter.detach().reshape(num_experts, -1)
             for piece in flat.split(1 << 20, dim=1):  # type: ignore[no-untyped-call]
                 gram += (piece.double() @ piece.double().T).cpu()
-    return _summary(_unit(gram), "cosine")
+    cosine = _unit(gram)
+    return {"cosine": table(cosine), "mean": _mean_over_pairs(cosine)}
 
 
 class OutputSimilarity(RoutingDiagnostic):
-    """Likeness of what the experts E_i(h) make of the same tokens, whoever they were routed to.
+    """Similarity of the outputs E_i(h) of all experts for the same tokens, regardless of routing.
 
     `cosine` [E, E]: the mean over tokens of cos(E_i(h_t), E_j(h_t)). `cka` [E, E]: linear CKA of the outputs,
     HSIC(X_i, X_j) / sqrt(HSIC(X_i, X_i) HSIC(X_j, X_j)) with the unbiased HSIC summed over updates (minibatch CKA,
-    Nguyen et al. 2021), which does not change under rotation and scale. `…_mean`: over pairs i != j.
+    Nguyen et al. 2021), invariant to rotation and scale. `cosine_mean`, `cka_mean`: over pairs i != j.
 
-    From each update at most `most` tokens, evenly spaced, go through all experts.
+    Each update computes all experts for at most `most` evenly spaced tokens.
 
     Args:
         experts: the layer's experts: called as experts(hidden [tokens, dim], routing), with `num_experts`.
@@ -50,13 +51,13 @@ class OutputSimilarity(RoutingDiagnostic):
         self.hsic: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the experts: what goes to another process to be merged."""
+        """The state without the experts, for merging in another process."""
         return {**vars(self), "experts": None}
 
     @torch.no_grad()
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         if hidden is None:
-            raise ValueError("OutputSimilarity: update needs hidden [tokens, dim], what the experts receive")
+            raise ValueError("OutputSimilarity: update needs hidden [tokens, dim], the experts' input")
         hidden = hidden.detach().reshape(-1, hidden.shape[-1])
         real = torch.nonzero((chosen(routing, mask) >= 0).any(-1))[:, 0]
         if not len(real):
@@ -74,21 +75,20 @@ class OutputSimilarity(RoutingDiagnostic):
     def result(self) -> dict[str, Any]:
         if self.tokens is None or self.cosine is None or self.hsic is None:
             return {"tokens": 0, "cosine": [], "cosine_mean": None, "cka": [], "cka_mean": None}
-        cosine = _summary((self.cosine / self.tokens).cpu(), "cosine")
-        cka = _summary(_unit(self.hsic.cpu()), "cka")
+        cosine, cka = (self.cosine / self.tokens).cpu(), _unit(self.hsic.cpu())
         return {
             "tokens": int(self.tokens),
-            "cosine": cosine["cosine"],
-            "cosine_mean": cosine["mean"],
-            "cka": cka["cka"],
-            "cka_mean": cka["mean"],
+            "cosine": table(cosine),
+            "cosine_mean": _mean_over_pairs(cosine),
+            "cka": table(cka),
+            "cka_mean": _mean_over_pairs(cka),
         }
 
 
 def expert_outputs(experts: nn.Module, hidden: Tensor) -> Tensor:
     """[E, tokens, dim]: every expert on every token of `hidden` [tokens, dim], in evaluation mode."""
     num_experts, tokens = int(experts.num_experts), hidden.shape[0]  # type: ignore[arg-type]
-    hidden = hidden.to(next(experts.parameters()).dtype)  # under autocast they may be of another one
+    hidden = hidden.to(next(experts.parameters()).dtype)  # under autocast the dtypes may differ
     training = experts.training
     experts.eval()
     ones = torch.ones(tokens, 1, dtype=torch.float32, device=hidden.device)
@@ -114,11 +114,11 @@ def _unbiased_hsic(outputs: Tensor) -> Tensor:
 
 
 def _unit(gram: Tensor) -> Tensor:
-    """G_ij / sqrt(G_ii G_jj); nan where a diagonal entry is not above 0."""
+    """G_ij / sqrt(G_ii G_jj); nan if a diagonal entry is not above 0."""
     size = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.nan).sqrt()
     return gram / torch.outer(size, size)
 
 
-def _summary(values: Tensor, name: str) -> dict[str, Any]:
-    off = values[~torch.eye(values.shape[0], dtype=torch.bool)]
-    return {name: table(values), "mean": number(off.nanmean()) if off.numel() else None}
+def _mean_over_pairs(values: Tensor) -> float | None:
+    off_diagonal = values[~torch.eye(values.shape[0], dtype=torch.bool)]
+    return number(off_diagonal.nanmean()) if off_diagonal.numel() else None

@@ -1,4 +1,4 @@
-"""What experts specialise in: which token ids they take."""
+"""Specialisation: the dependence between experts and token ids."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ TOP = 20  # token ids listed for each expert
 
 
 class Specialisation(RoutingDiagnostic):
-    """Mutual information of expert and token id, and the expert-by-token table n_vi behind it.
+    """Mutual information of expert and token id, from the table n_vi of assignments.
 
-    n_vi = how often a token with id v was assigned to expert i; each of a token's k choices counts 1.
-    `mutual_information` I = sum_vi p_vi ln(p_vi / (p_v p_i)) in nats, p = n / sum n (0: the id says nothing about the
-    expert). Few tokens for many ids inflate it, so `corrected` subtracts Miller and Madow's bias
-    (cells - ids - experts + 1) / (2 sum n), counting those that occur, not below 0. `of_entropy` = I / H(expert).
-    `saturation`: the mean over assignments of the share that its id gives to its most frequent expert.
-    `top`: for each expert its 20 most frequent ids as [id, count, share of that id's assignments that come here].
+    n_vi = the number of assignments of tokens with id v to expert i; each of a token's k choices counts 1.
+    `mutual_information` I = sum_vi p_vi ln(p_vi / (p_v p_i)) in nats, p = n / sum n (0: id and expert are independent).
+    It is biased upwards if there are few tokens per id: `corrected` subtracts Miller and Madow's bias
+    (cells - ids - experts + 1) / (2 sum n), counting those that occur, and is at least 0. `of_entropy` = I / H(expert).
+    `saturation`: the mean over assignments of the share of the token id's most frequent expert.
+    `top`: for each expert its 20 most frequent ids as [id, count, share of all assignments of that id].
 
-    The table holds at most `most_ids` rows, whatever the vocabulary: ids from there on share the last row, and then I
-    is that of the coarser ids, a lower bound.
+    The table has at most `most_ids` rows: larger ids share the last row, and I is then a lower bound.
     """
 
     def __init__(self, most_ids: int = 1 << 16) -> None:
         self.most_ids = most_ids
         self.table: Tensor | None = None  # [ids, E] int32 counts below 2^31
 
-    def take(self, routing: Routing, mask: Given, hidden: Given, token_ids: Given) -> None:
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         if token_ids is None:
             raise ValueError("Specialisation: update needs token_ids [tokens]")
         experts = chosen(routing, mask)
         ids = token_ids.reshape(-1, 1).to(experts.device).clamp_max(self.most_ids - 1).expand_as(experts)
-        taken = experts >= 0
-        ids, experts = ids[taken], experts[taken]
+        assigned = experts >= 0
+        ids, experts = ids[assigned], experts[assigned]
         if not ids.numel():
             return
         table = self._grown(int(ids.max()) + 1, routing.num_experts, experts.device)
@@ -46,7 +45,7 @@ class Specialisation(RoutingDiagnostic):
         table.view(-1).index_add_(0, ids * routing.num_experts + experts, ones)
 
     def _grown(self, ids: int, num_experts: int, device: torch.device) -> Tensor:
-        """The table with at least so many rows."""
+        """The table, extended to at least `ids` rows."""
         rows = min(self.most_ids, max(256, 1 << (ids - 1).bit_length()))
         if self.table is None:
             self.table = torch.zeros(rows, num_experts, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What `diagnose` found, as text for a terminal."""
+"""The result of `diagnose` as text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NONE = "-"
 
 
 def summary(found: Found) -> str:
-    """The figures of every layer in aligned columns; '-' where there is none."""
+    """The figures of every layer in aligned columns; '-' for no value."""
     if "comparison" in found:
         parts = [f"== {router} ==\n{summary(of)}" for router, of in found["routers"].items()]
         ratios = found["entropy_ratio"]

@@ -15,7 +15,7 @@ from tests.lab.report.fixtures import write_comparison
 from tests.lab.report.test_page import Page
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.samples import Seen, most_taken, pack
+from pointsman.diagnostics.samples import LayerSample, most_taken, pack
 from pointsman.lab.data.vocabulary import Vocabulary
 from pointsman.lab.report import inside, write_report
 from pointsman.lab.report.embedding import embed, pca
@@ -40,14 +40,14 @@ def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np
     return probs, first, np.array(chosen, dtype=bool)
 
 
-def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Seen]]:
+def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, LayerSample]]:
     generator = torch.Generator().manual_seed(3)
-    seen: dict[int, dict[str, Seen]] = {1: {}, 3: {}}
+    seen: dict[int, dict[str, LayerSample]] = {1: {}, 3: {}}
     for k in seen:
         for name in ("layers.0", "layers.2"):
             logits = 2 * torch.randn(tokens, experts, generator=generator)
             weights, chosen = logits.softmax(-1).topk(k, dim=-1)
-            seen[k][name] = Seen(logits, Routing(chosen, weights, logits.softmax(-1), logits))
+            seen[k][name] = LayerSample(logits, Routing(chosen, weights, logits.softmax(-1), logits))
     return seen
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pointsman._files import write_whole
-from pointsman.diagnostics.samples import Seen, pack
+from pointsman.diagnostics.samples import LayerSample, pack
 from pointsman.hf.audit.listen import changed
 from pointsman.hf.text import TextBatch
 from pointsman.routing import Routing
@@ -241,7 +241,7 @@ class AuditResult:
             return None
 
         seen = {
-            k: {layer: Seen(torch.empty(0), _joined(parts)) for layer, parts in layers.items()}
+            k: {layer: LayerSample(torch.empty(0), _joined(parts)) for layer, parts in layers.items()}
             for k, layers in sample.routings.items()
         }
         own = self.top_k if self.top_k in seen else min(seen)

@@ -19,7 +19,7 @@ from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import observe_routing
-from pointsman.diagnostics.samples import Seen, pack
+from pointsman.diagnostics.samples import LayerSample, pack
 from pointsman.lab.data.vocabulary import END_OF_LINE, Vocabulary
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.report.embedding import available, embed
@@ -68,7 +68,7 @@ def collect_samples(
     middle = top_k[len(top_k) // 2]
     with using(run.kernels):
         history: list[dict[str, Any]] = []
-        before: dict[str, Seen] = {}
+        before: dict[str, LayerSample] = {}
         for step in sorted(steps_of(within(path, "checkpoints"))):
             if step < run.step:
                 now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
@@ -119,7 +119,7 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
 @torch.no_grad()
 def look(
     model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int
-) -> dict[str, Seen]:
+) -> dict[str, LayerSample]:
     """One pass over `ids` [T] in segments with memory, in evaluation mode at this k: layer name -> what was seen."""
     device = next(model.parameters()).device
     routings: dict[str, list[Routing]] = {}
@@ -138,7 +138,7 @@ def look(
             segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
             memory = model(segment, segment, memory, memory_length=memory_length).memory
     model.train(training)
-    return {name: Seen(torch.cat(hiddens[name]), _joined(parts)) for name, parts in routings.items()}
+    return {name: LayerSample(torch.cat(hiddens[name]), _joined(parts)) for name, parts in routings.items()}
 
 
 def _joined(parts: Sequence[Routing]) -> Routing:
@@ -155,7 +155,7 @@ def _joined(parts: Sequence[Routing]) -> Routing:
     )
 
 
-def changes(step: int, seen: dict[str, Seen], before: dict[str, Seen]) -> dict[str, Any]:
+def changes(step: int, seen: dict[str, LayerSample], before: dict[str, LayerSample]) -> dict[str, Any]:
     """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
     layers = {}
     for name, now in seen.items():
@@ -191,7 +191,7 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
     return shown
 
 
-def map_points(model: nn.Module, seen: dict[str, Seen], top_k: int, points: int, method: str) -> dict[str, Any]:
+def map_points(model: nn.Module, seen: dict[str, LayerSample], top_k: int, points: int, method: str) -> dict[str, Any]:
     """2-D positions, from 0 to 1000, of evenly spaced tokens as each router sees them.
 
     What it sees is the hidden state, or its projection where the scorer has one (X-MoE).
