@@ -56,9 +56,9 @@ class set_top_k:  # noqa: N801 - used like a function
 
     def __init__(self, module: nn.Module, k: int) -> None:
         if _is_huggingface(module):
-            from pointsman.hf.top_k import slots  # transformers is imported only for its own models
+            from pointsman.hf.top_k import top_k_fields  # transformers is imported only for its own models
 
-            places: list[tuple[Any, str]] = [(slot.owner, slot.attribute) for slot in slots(module, k)]
+            places: list[tuple[Any, str]] = [(field.owner, field.attribute) for field in top_k_fields(module, k)]
         else:
             places = [(router, "top_k") for router in _routers(module)]
             for router, _ in places:

@@ -1,4 +1,4 @@
-"""Any Hugging Face MoE: audit it, serve it at any k, give it a better router."""
+"""Hugging Face MoE models: audit them, evaluate them at any k, replace their routers, upcycle dense models."""
 
 try:
     import transformers  # noqa: F401

@@ -1,9 +1,9 @@
-"""`experts_implementation="pointsman"`: our experts under the weights of Hugging Face models.
+"""`experts_implementation="pointsman"`: the experts of Hugging Face models on pointsman's CPU kernels.
 
-Their layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]; some classes transpose
-both, interleave gate and up, add biases, gate in a way of their own, or have no gate. What is SwiGLU in the plain
-layout takes `pointsman.ops`; the rest run expert by expert, sorted, with the class's own gating; off the CPU
-everything goes to `grouped_mm`.
+Hugging Face's layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]. Some classes
+transpose both, interleave gate and up, add biases, use their own gating function, or have no gate. Experts of the form
+act(gate) * up in the plain layout use `pointsman.experts`; all others run one expert at a time on sorted tokens, with
+the class's own gating function. On other devices than the CPU, transformers' `grouped_mm` is used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NAME = "pointsman"
 
 
 def register() -> None:
-    """Makes `experts_implementation="pointsman"` known to transformers."""
+    """Registers `experts_implementation="pointsman"` with transformers."""
     huggingface.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
 def activation_of(experts: Any) -> str | None:
-    """The activation by our name; None where the experts are not act(gate) * up in the plain layout."""
+    """The name of the activation; None if the experts are not act(gate) * up in the plain layout."""
     plain = experts.has_gate and experts.is_concatenated and not experts.is_transposed and not experts.has_bias
     plain = plain and not experts.has_post_expert_norm
     if not plain or type(experts)._apply_gate is not huggingface._default_apply_gate:
@@ -53,7 +53,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if hidden_states.device.type != "cpu":
         output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return output
-    if self._is_expert_parallel:  # experts of other processes have indices from num_experts on
+    if self._is_expert_parallel:  # an index from num_experts on means an expert of another process
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
     weights = top_k_weights.reshape(top_k_index.shape)
     activation = activation_of(self)
@@ -69,17 +69,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _one_token(self: Any, hidden: Tensor, chosen: list[int], weights: Tensor) -> Tensor:
-    compute = _Each(self)
+    compute = _SingleExpert(self)
     results = [compute(hidden, expert) for expert in chosen if expert >= 0]
     if not results:
         return torch.zeros_like(hidden)
     if len(results) < len(chosen):
-        weights = weights[:, [slot for slot, expert in enumerate(chosen) if expert >= 0]]
+        weights = weights[:, [column for column, expert in enumerate(chosen) if expert >= 0]]
     return (torch.cat(results) * weights.t()).sum(0, keepdim=True).to(hidden.dtype)
 
 
 def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
-    pairs, compute = routing.pairs, _Each(self)
+    pairs, compute = routing.pairs, _SingleExpert(self)
     rows = hidden.index_select(0, pairs.token)
     ends = enumerate(itertools.pairwise(pairs.offsets.tolist()))
     results = [compute(rows[start:stop], expert) for expert, (start, stop) in ends if start < stop]
@@ -90,8 +90,8 @@ def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
     return output.to(hidden.dtype)
 
 
-class _Each:
-    """One expert of a class, with its own gating, biases and layout: rows [n, dim] -> [n, dim]."""
+class _SingleExpert:
+    """Computes one expert with the class's own gating, biases and layout: rows [n, dim] -> [n, dim]."""
 
     def __init__(self, experts: Any) -> None:
         name = "gate_up_proj" if experts.has_gate else "up_proj"

@@ -1,9 +1,8 @@
-"""Finds the gates of a Hugging Face MoE by what they return, and says what each one does with its logits.
+"""Finds the gates of a Hugging Face MoE by their outputs, and determines how each one is called.
 
-A gate is a sibling of `experts` whose forward returns, among a few tensors, integers [tokens, k] (the chosen experts),
-floats [tokens, k] (their weights) and floats [tokens, E] (logits); its name differs from class to class. What a class
-does between logits and choice (softmax or sigmoid, groups, correction bias, scaling, renormalisation) is its own
-affair: we run its own code.
+A gate is a sibling module of `experts`. Its forward returns integers [tokens, k] (the chosen experts), floats
+[tokens, k] (their weights) and floats [tokens, E] (logits); its name and their order differ between classes. Between
+logits and choice (softmax or sigmoid, groups, correction bias, scaling, renormalisation) the class's own code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Kind = Literal["softmax", "sigmoid", "other"]
 
 
 class NotAGateError(ValueError):
-    """A module beside the experts that does not route as the shared block does; the message says what it does."""
+    """A module next to the experts does not return logits, weights and indices; the message says what it does."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ class Form:
     Attributes:
         owner: path from the gate to the module that holds the linear map ("" = the gate itself).
         sequence: whether its input must be [B, T, dim].
-        extras: names of the block's tensors that it takes beside the hidden states (a correction bias).
-        logits, weights, indices: positions in the tuple that it returns.
-        kind: what turns its logits into scores; "other" if neither softmax nor sigmoid.
-        linear: whether its logits are weight @ hidden (+ bias), nothing before and nothing after.
+        extras: names of the block's tensors that are further arguments (a correction bias).
+        logits, weights, indices: positions in the returned tuple.
+        kind: the function from logits to scores; "other" if neither softmax nor sigmoid.
+        linear: whether the logits are exactly weight @ hidden (+ bias).
     """
 
     owner: str
@@ -55,12 +54,10 @@ class Gate:
     """One gate of a model.
 
     Attributes:
-        name: its qualified name.
-        layer: the qualified name of the block that it routes for.
-        module: the gate.
-        block: the module that holds gate and experts.
-        num_experts, dim: how many experts it scores, and the width of its input.
-        form: how it is called.
+        name, layer: qualified names of the gate and of its MoE block.
+        module, block: the gate, and the block that contains gate and experts.
+        num_experts, dim: the number of experts and the width of the input.
+        form: how the gate is called.
     """
 
     name: str
@@ -76,17 +73,15 @@ class Gate:
         return self.block.get_submodule("experts")
 
     def routed(self, output: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from what the gate returned."""
-        width = output[self.form.logits].shape[-1]
-        return (
-            output[self.form.logits].reshape(-1, width),
-            output[self.form.weights].reshape(-1, output[self.form.weights].shape[-1]),
-            output[self.form.indices].reshape(-1, output[self.form.indices].shape[-1]),
+        """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the gate's output."""
+        logits, weights, experts = (
+            output[place].flatten(0, -2) for place in (self.form.logits, self.form.weights, self.form.indices)
         )
+        return logits, weights, experts
 
 
 def owner_of(gate: nn.Module) -> str:
-    """Path from the gate to the module whose `weight` [experts, dim] scores; NotAGateError if that is not one map."""
+    """Path from the gate to the module with the scoring matrix `weight` [E, dim]; NotAGateError unless there is one."""
     own = [name for name, tensor in gate.named_parameters() if tensor.dim() == 2 and name.split(".")[-1] == "weight"]
     if len(own) != 1 or own[0].count(".") > 1:
         raise NotAGateError(f"{type(gate).__name__} scores with {len(own)} matrices, not with one")
@@ -94,7 +89,7 @@ def owner_of(gate: nn.Module) -> str:
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(qualified name, module, block) of whatever stands beside `experts` and looks like a gate."""
+    """(qualified name, module, block) of siblings of `experts` that have a `top_k` or are named as gates are."""
     for layer, block in model.named_modules():
         children = dict(block.named_children())
         if "experts" not in children:
@@ -108,7 +103,7 @@ def find_gates(model: nn.Module) -> list[Gate]:
     """Every gate of a model, in the order of its layers.
 
     Raises:
-        ValueError: the model has none, or one that does not route as the shared block does; the message says why.
+        ValueError: the model has no gate, or its candidates are not gates; the message says why.
     """
     gates, reasons = survey(model)
     if not gates:
@@ -117,7 +112,7 @@ def find_gates(model: nn.Module) -> list[Gate]:
 
 
 def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
-    """The gates of a model, and why other modules beside experts are not among them."""
+    """The gates of a model, and for every other candidate the reason why it is not a gate."""
     gates: list[Gate] = []
     reasons: list[str] = []
     for name, module, block in candidates(model):
@@ -135,10 +130,10 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
 
 
 def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
-    """The block's tensors that the gate takes beside the hidden states, by name.
+    """Names of the block's tensors that the gate's forward takes after the hidden states.
 
     Raises:
-        NotAGateError: the gate needs something else.
+        NotAGateError: the gate needs an argument that is not a tensor of the block.
     """
     names = []
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
@@ -153,10 +148,10 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
 
 @torch.no_grad()
 def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
-    """Calls the gate on a few random vectors and reads its form off the answer.
+    """Determines a gate's form by calling it on random vectors.
 
     Raises:
-        NotAGateError: its answer is not that of a gate, or its weights are not loaded.
+        NotAGateError: its output is not that of a gate, or its weights are not loaded.
     """
     owner = owner_of(module)
     holder = module.get_submodule(owner)
@@ -167,9 +162,9 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROBE_TOKENS, dim, generator=generator)
     blank = not bool(weight.any())
-    if blank:  # a gate that starts at zero would look like anything
+    if blank:  # the output of a zero weight does not show the form
         weight.copy_(torch.randn(weight.shape, generator=generator))
-    spread = F.linear(hidden.to(weight.device), weight.float()).std()  # logits of spread 1 tell softmax from sigmoid
+    spread = F.linear(hidden.to(weight.device), weight.float()).std()  # softmax and sigmoid differ clearly at std 1
     hidden = (hidden.to(weight.device) / spread.clamp_min(1e-6)).to(weight.dtype)
     extras = extras_of(module, block)
     arguments = [getattr(block, extra) for extra in extras]
@@ -179,9 +174,9 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         output, sequence = _call(module, hidden, arguments)
         logits, weights, indices = positions(type(module).__name__, output, PROBE_TOKENS)
         expected = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-        seen = output[logits].reshape(PROBE_TOKENS, -1).float()
-        linear = seen.shape == expected.shape and bool(torch.allclose(seen, expected, rtol=3e-2, atol=3e-2))
-        num_experts = int(seen.shape[-1])
+        actual = output[logits].reshape(PROBE_TOKENS, -1).float()
+        linear = actual.shape == expected.shape and bool(torch.allclose(actual, expected, rtol=3e-2, atol=3e-2))
+        num_experts = int(actual.shape[-1])
         form = Form(owner, sequence, extras, logits, weights, indices, "other", linear)
         gate = Gate(name, layer, module, block, num_experts, dim, form)
         form = replace(form, kind=_kind(gate, hidden, arguments))
@@ -193,7 +188,7 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
 
 
 def call_gate(gate: Gate) -> tuple[Any, ...]:
-    """What the gate returns for a few zeros; where one of our routers scores, what its class makes of equal scores."""
+    """The gate's output for zero vectors; for a replaced router, the class's output for equal logits."""
     parameter = next(gate.module.parameters())
     module: Any = gate.module
     routed = hasattr(module, "pointsman_form")
@@ -209,8 +204,8 @@ def _call(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[t
     problem: Exception | None = None
     for sequence in (False, True):
         try:
-            output = module.forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # hooks stay out
-        except Exception as error:  # the class's own code on a shape that it may not take: any error means no
+            output = module.forward(hidden[None].clone() if sequence else hidden.clone(), *arguments)  # without hooks
+        except Exception as error:  # any error means that the class does not accept this shape
             problem = error
             continue
         if not isinstance(output, tuple):
@@ -220,7 +215,7 @@ def _call(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[t
 
 
 def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int, int]:
-    """Where logits, weights and indices stand in what a gate of class `kind` returned for so many tokens."""
+    """Positions of logits, weights and indices in the output of a gate of class `kind` for this number of tokens."""
     tensors = [
         (place, item.reshape(-1, item.shape[-1]) if item.dim() > 1 else item[:, None])
         for place, item in enumerate(output)
@@ -236,7 +231,7 @@ def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int
         raise NotAGateError(f"{kind} returns a mask over experts, not the chosen experts [tokens, k]")
     wide = [place for place, item in floats if item.shape[1] > chosen.shape[1]]
     narrow = [place for place, item in floats if item.shape == chosen.shape]
-    if not wide and len(narrow) >= 2:  # k = E: logits come first in every class
+    if not wide and len(narrow) >= 2:  # k = E: every class returns the logits first
         wide, narrow = narrow[:1], narrow[1:]
     if not wide or not narrow:
         raise NotAGateError(f"{kind} does not return logits [tokens, experts] and weights [tokens, k]")
@@ -244,7 +239,7 @@ def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int
 
 
 def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:
-    """What the weights of all experts are proportional to, with k = E for the moment."""
+    """The function of the logits to which the weights of all experts are proportional, measured with k = E."""
     if not gate.form.linear:
         return "other"
     module: Any = gate.module
@@ -255,7 +250,7 @@ def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:
         module.top_k = gate.num_experts
         output, _ = _call(module, hidden, arguments)
         logits, weights, experts = (tensor.float() for tensor in gate.routed(output))
-    except Exception:  # a class that takes no such k
+    except Exception:  # the class does not accept k = E
         return "other"
     finally:
         module.top_k = before

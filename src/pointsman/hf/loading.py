@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the hub; whatever is wrong there is one line."""
+"""Loads models and tokenizers from a folder or the hub, with one-line errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pointsman._errors import RunError
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """A causal language model; RunError says why there is none."""
+    """A causal language model; RunError if it cannot be loaded."""
     return _load(name, "model", lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)).to(device)
 
 
 def load_tokenizer(name: str) -> Any:
-    """A model's tokenizer; RunError says why there is none."""
+    """A model's tokenizer; RunError if it cannot be loaded."""
     return _load(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(name))
 
 
@@ -27,7 +27,7 @@ def _load(name: str, what: str, load: Callable[[], Any]) -> Any:
         raise RunError(f"{name}: this is a file; MODEL is a folder with a saved model, or a name on the hub")
     try:
         return load()
-    except Exception as error:  # whatever transformers, safetensors and tokenizers raise at a damaged folder
+    except Exception as error:  # transformers, safetensors and tokenizers raise many types for a damaged folder
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
         where = "" if path.is_dir() else " (there is no such folder here)"

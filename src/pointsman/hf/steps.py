@@ -11,9 +11,9 @@ from pointsman.control import step_end
 
 
 class StepEnd(TrainerCallback):
-    """`Trainer(…, callbacks=[StepEnd()])`: norms kept and running means taken over after each optimizer step.
+    """`Trainer(…, callbacks=[StepEnd()])` calls `pointsman.step_end` after each optimizer step.
 
-    For routers with such a state: `xmoe`, and `+attention` with its default choice of heads.
+    Routers that update state outside the optimizer need it: norms (`xmoe`), running means (`+attention`), biases.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Texts and conversations as batches of token ids, and what kind of token each one is."""
+"""Texts and conversations as batches of token ids, with the kind of each token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 PADDING, TEXT, SPECIAL, TEMPLATE = range(4)
 KINDS = ("padding", "text", "special", "template")
-MARK = "\u2060content\u2060"  # that no text has
+MARK = "\u2060content\u2060"  # a string that does not occur in texts
 PIECE = 1 << 16
-"""Characters that are tokenized at once."""
+"""Characters that are tokenized in one call."""
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages with "role" and "content": a string, or a list of parts of which those with "text" count."""
+"""Messages with "role" and "content". A content is a string or a list of parts; only parts with "text" count."""
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Token ids [B, T], padded on the right, and the kind of each token [B, T]: an index into `KINDS`."""
+    """`ids` [B, T], padded on the right; `kinds` [B, T], the kind of each token as an index into `KINDS`."""
 
     ids: Tensor
     kinds: Tensor
@@ -35,10 +35,10 @@ class TextBatch:
 def text_batches(
     tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, batch_size: int, max_tokens: int | None
 ) -> Iterator[TextBatch]:
-    """Batches of at most `batch_size` rows of at most `length` tokens, in order, until `max_tokens` real ones.
+    """Batches of at most `batch_size` rows of at most `length` tokens, in order, up to `max_tokens` real tokens.
 
-    A text longer than `length` goes on in the next row. A conversation is written out with the tokenizer's chat
-    template; what the template adds to the messages' contents is of the kind "template".
+    A text longer than `length` continues in the next row. A conversation is formatted with the tokenizer's chat
+    template; tokens that the template adds have the kind "template".
     """
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     rows: list[tuple[list[int], list[int]]] = []
@@ -60,7 +60,7 @@ def text_batches(
 
 
 def count_tokens(tokenizer: Any, texts: Iterable[str | Conversation], *, length: int, max_tokens: int | None) -> int:
-    """How many real tokens `text_batches` would give."""
+    """The number of real tokens in `text_batches` with the same arguments."""
     count = 0
     for text in texts:
         for ids, _ in _rows(tokenizer, text, length):
@@ -98,11 +98,11 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("audit: a text is a conversation, and the tokenizer has no chat template")
     if not tokenizer.is_fast:
-        raise ValueError("audit: conversations need a fast tokenizer, which knows where in the text a token stands")
+        raise ValueError("audit: conversations need a fast tokenizer, which returns the position of each token")
     try:
         written = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    except Exception as error:  # the template's own code: roles that do not alternate, a missing content, …
-        raise ValueError(f"audit: the tokenizer's chat template refuses a conversation: {error}") from None
+    except Exception as error:  # raised by the template: roles that do not alternate, a missing content, …
+        raise ValueError(f"audit: the tokenizer's chat template rejects a conversation: {error}") from None
     spans = []
     cursor = 0
     for number, message in enumerate(messages):
@@ -122,9 +122,9 @@ def _conversation(tokenizer: Any, messages: Conversation) -> tuple[list[int], li
 
 
 def _begin(tokenizer: Any, messages: Conversation, number: int, written: str) -> int:
-    """Where a message's content begins in the text that the template makes; 0 where the template does not say.
+    """The position at which a message's content begins in the formatted text; 0 if it cannot be determined.
 
-    So that a short content is not found in the template's own words.
+    A search from this position does not find a short content inside the template's own text.
     """
     content: Any = MARK
     if isinstance(messages[number].get("content"), list):
@@ -133,14 +133,14 @@ def _begin(tokenizer: Any, messages: Conversation, number: int, written: str) ->
         shown = tokenizer.apply_chat_template(
             [*messages[:number], {**messages[number], "content": content}], tokenize=False
         )
-    except Exception:  # a template that wants the conversation to be whole
+    except Exception:  # a template that requires a complete conversation
         return 0
     at = int(shown.find(MARK))
     return at if at >= 0 and written.startswith(shown[:at]) else 0
 
 
 def _contents(message: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a message: its content, or those of the content's parts; without the space around them."""
+    """The texts of a message, stripped: its content, or the texts of the content's parts."""
     content = message.get("content")
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -159,7 +159,7 @@ def _batch(rows: Sequence[tuple[list[int], list[int]]], padding: int) -> TextBat
 
 
 def refuse_unknown_tokens(model: Any, highest: int) -> None:
-    """ValueError if a text has a token that a model has no embedding for."""
+    """Raises ValueError if the highest token id has no embedding in the model."""
     embeddings = model.get_input_embeddings()
     known = getattr(embeddings, "num_embeddings", None)
     if known is not None and highest >= known:

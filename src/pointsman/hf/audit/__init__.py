@@ -1,4 +1,4 @@
-"""audit: measures a Hugging Face MoE by hooks."""
+"""audit: quality at every k and routing statistics of a Hugging Face MoE."""
 
 from pointsman.hf.audit.measure import audit
 from pointsman.hf.audit.result import AuditResult

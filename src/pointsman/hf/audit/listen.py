@@ -1,4 +1,4 @@
-"""Listening to the gates of an untouched Hugging Face MoE: hooks, no edits."""
+"""Observes the gates of a Hugging Face MoE with forward hooks; the model is not changed."""
 
 from __future__ import annotations
 
@@ -11,31 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Fluctuation
+from pointsman.diagnostics.observe import attached
 from pointsman.hf.gates import Kind, NotAGateError, candidates, positions, survey
 from pointsman.routing import Routing
 
-Taker = Callable[[str, Routing, Tensor], None]
-"""(layer, its routing, what its gate saw [tokens, dim])."""
-
-
-def changed(routing: Routing, change: Callable[[Tensor], Tensor]) -> Routing:
-    """A routing with every tensor changed: moved to a device, cut to some tokens."""
-    unmixed = None if routing.unmixed is None else change(routing.unmixed)
-    return Routing(
-        change(routing.experts),
-        change(routing.weights),
-        change(routing.probs),
-        change(routing.logits),
-        unmixed=unmixed,
-    )
+Observer = Callable[[str, Routing, Tensor], None]
+"""Called with (layer, its routing, its gate's input [tokens, dim])."""
 
 
 class GateListener:
-    """The gates of one model, heard while it runs.
+    """Observes the gates of one model while it runs.
 
     Attributes:
-        num_experts: gate -> how many experts it scores.
-        unsupported: layer -> why its gate says nothing.
+        num_experts: gate -> the number of experts that it scores.
+        unsupported: layer -> why its gate cannot be observed.
+        bfloat16: layer -> fluctuation between the gate in float32 and in bf16.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,43 +35,40 @@ class GateListener:
         self.num_experts = {gate.name: gate.num_experts for gate in gates}
         self.gates = {name: module for name, module, _ in candidates(model)}
         self.unsupported: dict[str, str] = {}
-        self.precision: dict[str, Fluctuation] = {}
-        self._rounded: dict[str, tuple[nn.Module, nn.Module] | None] = {}
+        self.bfloat16: dict[str, Fluctuation] = {}
+        self._copies: dict[str, tuple[nn.Module, nn.Module] | None] = {}  # gate -> in float32 and in bf16
 
     @property
     def layers(self) -> list[str]:
         return [name.rpartition(".")[0] for name in self.gates]
 
     @contextmanager
-    def listen(self, take: Taker, mask: Tensor | None = None, rounding: bool = False) -> Iterator[None]:
-        """Hands on every gate's routing; with `rounding`, `precision` gathers whether it is another one in bf16.
+    def listen(self, observe: Observer, mask: Tensor | None = None, bfloat16: bool = False) -> Iterator[None]:
+        """Calls `observe` for every gate; if `bfloat16`, also compares each gate in float32 and in bf16.
 
         Args:
-            mask: [B, T] bool, the tokens that `precision` counts.
+            mask: [B, T] bool, the tokens that the comparison counts.
         """
         handles = []
         for name, module in self.gates.items():
             router = getattr(module, "pointsman", None)
             if router is not None:
-                handles.append(router.register_forward_hook(self._of_router(name, take), with_kwargs=True))
+                handles.append(router.register_forward_hook(self._router_hook(name, observe), with_kwargs=True))
             else:
-                hook = self._of_gate(name, take, mask, rounding)
+                hook = self._gate_hook(name, observe, mask, bfloat16)
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        try:
+        with attached(handles):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _of_router(self, name: str, take: Taker) -> Callable[..., None]:
+    def _router_hook(self, name: str, observe: Observer) -> Callable[..., None]:
         layer = name.rpartition(".")[0]
 
         def hook(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> None:
-            take(layer, routing.detach(), args[0].detach().reshape(-1, args[0].shape[-1]))
+            observe(layer, routing.detach(), args[0].detach().reshape(-1, args[0].shape[-1]))
 
         return hook
 
-    def _of_gate(self, name: str, take: Taker, mask: Tensor | None, rounding: bool) -> Callable[..., None]:
+    def _gate_hook(self, name: str, observe: Observer, mask: Tensor | None, bfloat16: bool) -> Callable[..., None]:
         layer = name.rpartition(".")[0]
 
         def hook(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -92,32 +79,32 @@ class GateListener:
             except NotAGateError as error:
                 self.unsupported[layer] = str(error)
                 return
-            take(layer, routing, flat)
-            if rounding:
-                self._round(name, gate, args, kwargs, mask)
+            observe(layer, routing, flat)
+            if bfloat16:
+                self._compare_precisions(name, gate, args, kwargs, mask)
 
         return hook
 
     def routing(self, name: str, gate: nn.Module, output: Any, tokens: int) -> Routing:
-        """What a gate returned, as a Routing. Where its scores are unknown, probs are the softmax of its logits."""
+        """A gate's output as a Routing. If its scores are unknown, `probs` is the softmax of the logits."""
         if not isinstance(output, tuple):
             raise NotAGateError(f"{type(gate).__name__} returns {type(output).__name__}, not what it chose")
         logits, weights, experts = (output[place].detach() for place in positions(type(gate).__name__, output, tokens))
         logits = logits.reshape(tokens, -1).float()
         kind = self.kinds.get(name, "other")
         if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
-            probs = logits  # a few classes return probabilities there
+            probs = logits  # a few classes return probabilities instead of logits
         else:
             probs = torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1)
         return Routing(experts.reshape(tokens, -1).long(), weights.reshape(tokens, -1).float(), probs, logits)
 
-    def _round(
+    def _compare_precisions(
         self, name: str, gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mask: Tensor | None
     ) -> None:
-        """Runs the gate once in float32 and once in bf16, on what it saw."""
-        if name not in self._rounded:
-            self._rounded[name] = (_copy(gate, torch.float32), _copy(gate, torch.bfloat16))
-        pair = self._rounded[name]
+        """Runs the gate on the same input once in float32 and once in bf16."""
+        if name not in self._copies:
+            self._copies[name] = (_copy(gate, torch.float32), _copy(gate, torch.bfloat16))
+        pair = self._copies[name]
         if pair is None:
             return
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -128,15 +115,15 @@ class GateListener:
                 self.routing(name, one, one(hidden.to(dtype), *args[1:], **rest), tokens)
                 for one, dtype in zip(pair, (torch.float32, torch.bfloat16), strict=True)
             )
-        except (RuntimeError, NotAGateError):  # a class that cannot be run in another precision
-            self._rounded[name] = None
+        except (RuntimeError, NotAGateError):  # the class does not run in another precision
+            self._copies[name] = None
             return
         flat = None if mask is None or mask.numel() != tokens else mask.reshape(-1).to(hidden.device)
-        self.precision.setdefault(name.rpartition(".")[0], Fluctuation()).update(exact, rounded, flat)
+        self.bfloat16.setdefault(name.rpartition(".")[0], Fluctuation()).update(exact, rounded, flat)
 
 
 def _copy(gate: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy without hooks (ours would listen to it, too)."""
+    """A copy without forward hooks."""
     copied = copy.copy(gate)
     copied._forward_hooks, copied._forward_pre_hooks = type(gate._forward_hooks)(), type(gate._forward_pre_hooks)()
     copied._forward_hooks_with_kwargs = type(gate._forward_hooks_with_kwargs)()

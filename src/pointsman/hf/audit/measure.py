@@ -1,4 +1,4 @@
-"""audit: is this MoE healthy, and with how few experts can it be served? For any Hugging Face class, by hooks."""
+"""audit: routing statistics and quality at every k of a Hugging Face MoE, measured with hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pointsman.hf.audit.run import AuditRun
 from pointsman.hf.text import Conversation, text_batches
 
 Progress = Callable[[int, int | None], None]
-"""Told the number of tokens read so far, and how many there will be at most (None: not known)."""
+"""Called with the number of tokens read and the largest possible number (None: unknown)."""
 
 
 @torch.no_grad()
@@ -34,33 +34,35 @@ def audit(
     sample_tokens: int = 512,
     progress: Progress | None = None,
 ) -> AuditResult:
-    """Quality against k, and what every gate does, on your texts.
+    """Measures the loss at every k and the statistics of every gate on texts.
 
-    The model is not changed. Statistics are those of text tokens; special tokens, what a chat template adds, and
-    padding are counted apart. Memory does not grow with the texts.
+    The model is not changed. Statistics are of text tokens; special tokens, tokens of a chat template and padding are
+    counted separately. Memory does not grow with the texts.
 
     Args:
         model: a transformers MoE, on any device, in any precision.
         tokenizer: its tokenizer.
         texts: strings, or conversations (lists of {"role", "content"}).
-        top_k: values of k to measure (default: 1, 2, 4, … up to four times the model's own, and its own).
-        against: another checkpoint of the same model; routing fluctuation and loss between the two.
-        max_tokens: how many tokens are read at most (None: all).
-        length: tokens a row.
-        batch_size: rows a forward.
-        sample_tokens: of the first row(s), kept for the page's explorer.
+        top_k: values of k to measure (default: 1, 2, 4, … up to four times the model's own k, and its own k).
+        against: another checkpoint of the same model, for routing fluctuation and a second loss.
+        max_tokens: the largest number of tokens to read (None: all).
+        length: tokens per row.
+        batch_size: rows per forward.
+        sample_tokens: the number of tokens kept for the report's explorer.
         progress: called after each batch.
 
     Raises:
-        ValueError: no gate in the model, a k or another number out of range, no text, something that is no text, or
-            models that cannot be compared.
+        ValueError: the model has no gate, a number is out of range, there is no text, a text has the wrong type, or
+            the two models cannot be compared.
     """
-    _check(
-        texts, length=(length, 2), batch_size=(batch_size, 1), max_tokens=(1 if max_tokens is None else max_tokens, 1)
-    )
+    if isinstance(texts, str):
+        raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
+    check_whole("audit: length", length, 2)
+    check_whole("audit: batch_size", batch_size)
+    check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
     listener = GateListener(model)
     if not listener.gates:
-        raise ValueError(f"audit: {type(model).__name__} has no gate beside experts: not a mixture of experts we know")
+        raise ValueError(f"audit: {type(model).__name__} has no gate next to experts: not a known mixture of experts")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
@@ -69,7 +71,7 @@ def audit(
     read = 0
     with evaluating(model), evaluating(against or model):
         for batch in batches:
-            run.take(batch, sample)
+            run.update(batch, sample)
             read += int(batch.mask.sum())
             if progress:
                 progress(read, max_tokens)
@@ -86,15 +88,8 @@ def audit(
     return run.result(protocol, notes, sample)
 
 
-def _check(texts: Iterable[Any], **numbers: tuple[Any, int]) -> None:
-    if isinstance(texts, str):
-        raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
-    for name, (value, least) in numbers.items():
-        check_whole(f"audit: {name}", value, least)
-
-
 def _matching(listener: GateListener, against: nn.Module) -> GateListener:
-    """The other checkpoint's gates; refused unless class, gates and numbers of experts are those of the model."""
+    """The gates of `against`; ValueError unless its class, gates and numbers of experts equal the model's."""
     other = GateListener(against)
     here, there = (
         [type(one.model).__name__, f"{len(one.gates)} gates", f"{sorted(set(one.num_experts.values()))} experts"]

@@ -1,4 +1,4 @@
-"""What an audit found: as a dict, as Markdown, and as a run directory that `pointsman report` makes a page of."""
+"""The result of an audit: as a dict, as Markdown, and as a run directory that `pointsman report` reads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from pointsman._files import write_whole
+from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.samples import LayerSample, pack
-from pointsman.hf.audit.listen import changed
 from pointsman.hf.text import TextBatch
 from pointsman.routing import Routing
 
 FORMAT = 1
 HOT = 3.0
-"""An expert with more than so many times its even share of the assignments is called hot."""
+"""An expert is called hot if its load is more than HOT times the load under uniform routing."""
 TOLERANCE = 0.01
-"""The cheapest k is the smallest whose loss is at most this share above that at the model's own k."""
+"""The cheapest k is the smallest k whose loss exceeds that at the model's own k by at most this share."""
 POINTS = 200
+"""Tokens in the 2-D map."""
 
 
 class Sample:
@@ -35,7 +36,7 @@ class Sample:
         self.hidden: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: TextBatch) -> Tensor | None:
-        """[B*T] bool, the tokens of this batch that are kept; None once there are enough."""
+        """[B*T] bool, the tokens of this batch to keep; None if the sample is full."""
         if self.left <= 0:
             return None
         places = torch.nonzero(batch.mask.reshape(-1))[: self.left, 0]
@@ -43,33 +44,32 @@ class Sample:
         self.tokens += [self.tokenizer.decode([one]) for one in batch.ids.reshape(-1)[places].tolist()]
         return torch.zeros(batch.ids.numel(), dtype=torch.bool).index_fill_(0, places, True)
 
-    def take(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
-        """Keeps the marked tokens' routing, and of the first few what the gate saw."""
+    def add(self, own: bool, layer: str, routing: Routing, hidden: Tensor, kept: Tensor) -> None:
+        """Keeps the routing of the tokens `kept`; at the model's own k also the gate's input for the first ones."""
         kept = kept.to(hidden.device)
         k = routing.experts.shape[-1]
         of_layer = self.routings.setdefault(k, {}).setdefault(layer, [])
-        of_layer.append(changed(routing, lambda part: part[kept].cpu()))
+        of_layer.append(map_routing(routing, lambda tensor: tensor[kept].cpu()))
         if own:
-            have = sum(len(part) for part in self.hidden.get(layer, []))
-            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - have].half().cpu())
+            count = sum(len(rows) for rows in self.hidden.get(layer, []))
+            self.hidden.setdefault(layer, []).append(hidden[kept][: POINTS - count].half().cpu())
 
 
 @dataclass
 class AuditResult:
-    """What `audit` found. Losses are nats per text token; every other figure is defined in `pointsman.diagnostics`.
+    """The result of `audit`. Losses are nats per text token; `pointsman.diagnostics` defines all other figures.
 
     Attributes:
-        model: the class's name. parameters: their number.
-        top_k: the model's own k; None where the class keeps none.
-        tokens: how many of each kind were read: text, special, template, padding.
+        model, parameters: the class's name, and its number of parameters.
+        top_k: the model's own k; None if the class stores none.
+        tokens: the number of tokens read of each kind: text, special, template, padding.
         quality: by k: {"top_k", "loss", "perplexity", "tokens", "routers": {layer: {"entropy", "entropy_std", "load"}}}
         layers: layer -> its diagnostics at the model's own k ("entropy", "margin", "load", "co_activation", "collapse",
             "specialisation"), "apart" (entropy and load of the other kinds of token), "agreement" (routing at other k),
-            "bfloat16" (routing of the gate in bf16 against float32, on the same inputs) and, with another checkpoint,
-            "fluctuation".
+            "bfloat16" (the gate in bf16 against float32, on the same inputs) and, with `against`, "fluctuation".
         against: {"loss"} of the other checkpoint.
-        protocol: how it was measured.
-        notes: what could not be done, and why.
+        protocol: the settings of the measurement.
+        notes: what could not be measured, and why.
     """
 
     model: str
@@ -84,12 +84,12 @@ class AuditResult:
     sample: Sample | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `json.dumps(allow_nan=False)` accepts; the sample is left out."""
+        """JSON values for `json.dumps(allow_nan=False)`, without the sample."""
         names = ("model", "parameters", "top_k", "tokens", "quality", "layers", "against", "protocol", "notes")
         return {"format": FORMAT, **{name: getattr(self, name) for name in names}, "findings": self.findings()}
 
     def cheapest_top_k(self, tolerance: float = TOLERANCE) -> int | None:
-        """The smallest k measured whose loss is at most (1 + tolerance) times that at the model's own k."""
+        """The smallest measured k whose loss is at most (1 + tolerance) times that at the model's own k."""
         losses: dict[int, float] = {row["top_k"]: row["loss"] for row in self.quality if row["loss"] is not None}
         if self.top_k is None or self.top_k not in losses:
             return None
@@ -101,7 +101,7 @@ class AuditResult:
         return {name: layer["load"]["dead"] for name, layer in self.layers.items() if layer["load"]["dead"]}
 
     def hot(self) -> dict[str, list[int]]:
-        """layer -> experts with more than three times their even share."""
+        """layer -> experts with more than three times the load under uniform routing."""
         found = {}
         for name, layer in self.layers.items():
             share = layer["load"]["share"]
@@ -111,7 +111,7 @@ class AuditResult:
         return found
 
     def findings(self) -> list[str]:
-        """What an engineer should know, a sentence each."""
+        """The main results, one sentence each."""
         said = []
         cheapest = self.cheapest_top_k()
         if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
@@ -119,7 +119,8 @@ class AuditResult:
         better = [row for row in self.quality if row["loss"] is not None and self._loss() is not None]
         if better and (best := min(better, key=lambda row: row["loss"]))["top_k"] != self.top_k:
             said.append(f"The lowest loss is at k = {best['top_k']} ({best['loss']:.4f} nats a token).")
-        for what, found in (("got no text token", self.dead()), ("took over three times their even share", self.hot())):
+        hot = "have over three times the load of uniform routing"
+        for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
                 count = sum(len(experts) for experts in found.values())
                 layer, experts = next(iter(found.items()))
@@ -139,57 +140,43 @@ class AuditResult:
         return next((row["loss"] for row in self.quality if row["top_k"] == self.top_k), None)
 
     def markdown(self) -> str:
-        """A summary: quality against k, then a line for each layer."""
+        """A summary: the loss at every k, then a line for each layer."""
         read = ", ".join(f"{count:,} {kind}" for kind, count in self.tokens.items() if count)
         lines = [f"# Audit of {self.model}", "", f"{self.parameters:,} parameters; tokens read: {read}.", ""]
-        lines += [f"- {sentence}" for sentence in self.findings()] + [
-            "",
-            "| k | loss (nats) | perplexity |",
-            "|---|---|---|",
-        ]
+        lines += [*(f"- {sentence}" for sentence in self.findings()), ""]
+        rows = [["k", "loss (nats)", "perplexity"]]
         for row in self.quality:
             own = " (own)" if row["top_k"] == self.top_k else ""
             name = "-" if row["top_k"] is None else row["top_k"]
-            lines.append(f"| {name}{own} | {_shown(row['loss'])} | {_shown(row['perplexity'], 2)} |")
-        heads = [
-            "layer",
-            "entropy",
-            "margin",
-            "effective experts",
-            "dead",
-            "hot",
-            "RC",
-            "I(expert; token)",
-            "bf16",
-            "moved",
-        ]
-        rows = [heads, ["---"] * len(heads)]
+            rows.append([f"{name}{own}", _shown(row["loss"]), _shown(row["perplexity"], 2)])
+        lines += [*_table(rows), ""]
+        columns = "layer, entropy, margin, effective experts, dead, hot, RC, I(expert; token), bf16, fluctuation"
+        rows = [columns.split(", ")]
         for name, layer in self.layers.items():
             load = layer["load"]
-            rows.append(
-                [
-                    f"`{name}`",
-                    _shown(layer["entropy"]["mean"]),
-                    _shown(layer["margin"]["mean"]),
-                    f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
-                    str(len(load["dead"])),
-                    str(len(self.hot().get(name, []))),
-                    _shown(layer.get("collapse", {}).get("value")),
-                    _shown(layer.get("specialisation", {}).get("corrected")),
-                    _shown(layer.get("bfloat16", {}).get("sets"), 4),
-                    _shown(layer.get("fluctuation", {}).get("top1"), 4),
-                ]
-            )
-        lines += ["", *("| " + " | ".join(row) + " |" for row in rows)]
+            cells = [
+                f"`{name}`",
+                _shown(layer["entropy"]["mean"]),
+                _shown(layer["margin"]["mean"]),
+                f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
+                str(len(load["dead"])),
+                str(len(self.hot().get(name, []))),
+                _shown(layer.get("collapse", {}).get("value")),
+                _shown(layer.get("specialisation", {}).get("corrected")),
+                _shown(layer.get("bfloat16", {}).get("sets"), 4),
+                _shown(layer.get("fluctuation", {}).get("top1"), 4),
+            ]
+            rows.append(cells)
+        lines += _table(rows)
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
 
     def save(self, directory: str | Path, data: str = "texts", command: str | None = None) -> Path:
-        """Writes audit.json and audit.md, and the files of a run directory, so that `pointsman report` makes a page.
+        """Writes audit.json, audit.md and the files of a run directory that `pointsman report` reads.
 
         Args:
-            data: what the texts are called on the page.
-            command: what made this audit, as the page shows it.
+            data: the name of the texts on the page.
+            command: the command line of this audit, for the page.
 
         Returns:
             the directory.
@@ -235,24 +222,19 @@ class AuditResult:
         return folder
 
     def _explorer(self) -> dict[str, Any] | None:
-        """The sample as the report's explorer reads it; None if there is none or the layers differ in size."""
+        """The sample in the format of the report's explorer; None without a sample or if layers differ in size."""
         sample = self.sample
         if sample is None or not sample.tokens or len({layer["num_experts"] for layer in self.layers.values()}) != 1:
             return None
 
-        seen = {
-            k: {layer: LayerSample(torch.empty(0), _joined(parts)) for layer, parts in layers.items()}
+        samples = {
+            k: {layer: LayerSample(torch.empty(0), join_routings(routings)) for layer, routings in layers.items()}
             for k, layers in sample.routings.items()
         }
-        own = self.top_k if self.top_k in seen else min(seen)
-        whole = {layer: len(one.routing.experts) for layer, one in seen[own].items()}
-        seen = {
-            k: layers
-            for k, layers in seen.items()
-            if {layer: len(one.routing.experts) for layer, one in layers.items()} == whole
-        }
-        packed = pack(seen, sample.tokens)
-        return packed | {
+        own = self.top_k if self.top_k in samples else min(samples)
+        sizes = {k: {name: len(one.routing.experts) for name, one in layers.items()} for k, layers in samples.items()}
+        complete = {k: layers for k, layers in samples.items() if sizes[k] == sizes[own]}
+        return pack(complete, sample.tokens) | {
             "checkpoint": self.model,
             "split": "test",
             "level": "piece",
@@ -261,20 +243,14 @@ class AuditResult:
         }
 
 
-def _joined(parts: Sequence[Routing]) -> Routing:
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = Routing(
-            torch.cat([whole.experts, part.experts]),
-            torch.cat([whole.weights, part.weights]),
-            torch.cat([whole.probs, part.probs]),
-            torch.cat([whole.logits, part.logits]),
-        )
-    return whole
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the first row is the header."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
-    """2-D positions from 0 to 1000 of the first tokens as each gate sees them (PCA)."""
+    """2-D positions, from 0 to 1000, of the gates' inputs for the first tokens (PCA)."""
     layers = {}
     count = 0
     for layer, parts in sample.hidden.items():

@@ -13,18 +13,18 @@ from pointsman.hf.text import PADDING, TEXT, TextBatch
 
 @dataclass
 class TextLoss:
-    """A running sum of nats over the text tokens that a model was asked to predict."""
+    """The sum of the loss (nats) over predicted text tokens."""
 
     nats: float = 0.0
     tokens: int = 0
 
     @property
     def mean(self) -> float | None:
-        """Nats a text token; None where the model gives no logits over its vocabulary for each token."""
+        """Nats per text token; None if the model does not return logits [B, T, vocabulary]."""
         return self.nats / self.tokens if self.tokens else None
 
     def read(self, model: nn.Module, batch: TextBatch) -> None:
-        """Runs the model on a batch, each row on its own, and adds what its text tokens cost."""
+        """Runs the model on a batch and adds the loss of its text tokens, row by row."""
         device = next(model.parameters()).device
         ids = batch.ids.to(device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
