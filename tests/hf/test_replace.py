@@ -223,11 +223,11 @@ def test_shared_hypernetwork_is_saved_once() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("smoe:gate=sigmoid", "class's own affair"),
-        ("smoe:renormalize=false", "class's own affair"),
+        ("smoe:gate=sigmoid", "the model class"),
+        ("smoe:renormalize=false", "the model class"),
         ("smoe:balance=0.1", "router_aux_loss_coef"),
-        ("thor", "how it selects"),
-        ("switch", "how it selects"),
+        ("thor", "defined by its selection"),
+        ("switch", "defined by its selection"),
         ("dense", "without a router"),
         ("hyperruter", "did you mean 'hyperrouter'"),
     ],

@@ -1,7 +1,7 @@
-"""The attention before an MoE block, for routers that look at it: `+attention`, `+similarity:source=attention`.
+"""Traces the attention before an MoE block, for the mixers `+attention` and `+similarity:source=attention`.
 
-transformers hands every attention that uses its interface the same (module, query, key, value, …). Our entry in that
-interface computes with sdpa and keeps the trace; the projection and its output are read off the module.
+transformers calls every attention function of its interface as f(module, query, key, value, …). The entry registered
+here computes with sdpa and keeps query, key and value; hooks on the module add its output and output projection.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pointsman.routing import AttentionTrace
 
 NAME = "pointsman_sdpa"
 PROJECTIONS = ("o_proj", "out_proj", "dense")
-UNEXPLAINED = ("softcap", "s_aux", "position_bias", "sinks")
-"""Keyword arguments that change attention in a way the posterior does not know."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks")
+"""Keyword arguments of attention that the trace cannot represent."""
 
 
 def register() -> None:
-    """Makes the tracing attention known to transformers."""
+    """Registers the tracing attention function with transformers."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, traced_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """sdpa; where a router waits for it, query, key and value are kept until the module's output is there."""
+    """sdpa; if a router needs the trace, keeps query, key and value until the module returns its output."""
     tracer = module.__dict__.get("pointsman_tracer")
     if tracer is not None:
-        tracer.take(query, key, value, kwargs)
+        tracer.keep(query, key, value, kwargs)
     output = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     if tracer is not None:
         tracer.attended = output[0]
@@ -41,7 +41,7 @@ def traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *ar
 
 
 class Tracer:
-    """Watches one attention module for one gate."""
+    """Builds the trace of one attention module for one gate."""
 
     def __init__(self, module: nn.Module, projection: nn.Module, gate: nn.Module, state: ForwardState) -> None:
         self.projection, self.gate, self.state = projection, gate, state
@@ -53,23 +53,25 @@ class Tracer:
         state.handles.append(module.register_forward_hook(self.finish))
         state.traced.append(module)
 
-    def take(self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        for name in UNEXPLAINED:
+    def keep(self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+        for name in UNSUPPORTED:
             if kwargs.get(name) is not None:
-                raise ValueError(f"attention-informed routing does not know what {name!r} does to the attention")
+                raise ValueError(f"attention-informed routing does not support attention with {name!r}")
         window = kwargs.get("sliding_window")
         if isinstance(window, int) and window < key.shape[2]:
-            raise ValueError(f"attention-informed routing works within a sliding window only up to its {window} tokens")
+            raise ValueError(
+                f"attention-informed routing needs sequences of at most {window} tokens, the attention's sliding window"
+            )
         scale = kwargs.get("scaling")
         self.kept = query, key, value, float(query.shape[-1] ** -0.5 if scale is None else scale)
 
     def before_projection(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Once: whether the heads are projected as they came out, so that u = sum_h W_h sum_j A_h[i, j] v_j."""
+        """Checks once that the heads' outputs are projected unchanged, so that u = sum_h W_h sum_j A_h[i, j] v_j."""
         attended, self.attended = self.attended, None
         if self.plain or attended is None:
             return
         if args[0].numel() != attended.numel() or not torch.equal(args[0].reshape(attended.shape), attended):
-            raise ValueError("attention-informed routing needs heads that are projected as they are; these are gated")
+            raise ValueError("attention-informed routing needs heads that are projected unchanged; these are gated")
         self.plain = True
 
     def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -101,7 +103,7 @@ def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Modu
     """The attention module before a gate's block, and its output projection.
 
     Raises:
-        ValueError: there is none, or it does more than attend and project.
+        ValueError: there is none, or it is not a plain attention with one output projection.
     """
     where = f"layer {gate_name.rpartition('.')[0]!r}: attention-informed routing"
     path = gate_name.split(".")
@@ -117,7 +119,7 @@ def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Modu
 def _projection(attention: Any, where: str) -> nn.Module:
     kind = type(attention).__name__
     if any(isinstance(getattr(attention, name, None), Tensor) for name in ("sinks", "sink")):
-        raise ValueError(f"{where} does not know the attention sinks of {kind}")
+        raise ValueError(f"{where} does not support the attention sinks of {kind}")
     projections = [getattr(attention, name) for name in PROJECTIONS if hasattr(attention, name)]
     if len(projections) != 1 or not isinstance(projections[0], nn.Linear):
         raise ValueError(f"{where} needs an attention with one output projection; {kind} has none by a known name")
@@ -128,19 +130,19 @@ def _projection(attention: Any, where: str) -> nn.Module:
     if gates or (
         isinstance(query, nn.Linear) and query.out_features > projections[0].in_features and not _latent(attention)
     ):
-        raise ValueError(f"{where} needs heads that are projected as they are; {kind} gates them")
+        raise ValueError(f"{where} needs heads that are projected unchanged; {kind} gates them")
     if not getattr(attention, "is_causal", True):
         raise ValueError(f"{where} needs causal attention; {kind} is not")
     return projections[0]
 
 
 def _latent(attention: Any) -> bool:
-    """Whether queries and keys are wider than values for another reason than a gate (multi-head latent attention)."""
+    """Whether it is multi-head latent attention, in which queries and keys are wider than values without a gate."""
     return hasattr(attention, "kv_a_proj_with_mqa") or hasattr(attention, "kv_b_proj")
 
 
 def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> None:
-    """From now on the gate's router sees the attention before it. `model` is the transformers model that holds both."""
+    """Starts tracing the attention before a gate for its router. `model` is the transformers model with both."""
     attention, projection = find_attention(model, gate_name)
     check_implementation(model)
     Tracer(attention, projection, gate, state)
@@ -150,7 +152,7 @@ def trace(model: Any, gate_name: str, gate: nn.Module, state: ForwardState) -> N
 
 
 def check_implementation(model: Any) -> None:
-    """ValueError where the model's attention is computed in a way that shows nothing of it."""
+    """Raises ValueError if the model's attention implementation cannot be traced."""
     if model.config._attn_implementation not in ("sdpa", "eager", NAME):
         raise ValueError(
             f"attention-informed routing works with sdpa attention, not with {model.config._attn_implementation!r}"

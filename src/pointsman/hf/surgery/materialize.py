@@ -1,4 +1,4 @@
-"""materialize: a Hugging Face model back to its class's own plain gates, for stock transformers and servers."""
+"""materialize: turns replaced routers back into the class's own gates, for stock transformers and servers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pointsman.hf.surgery.replace import CONFIG_KEY
 def materialize(model: nn.Module) -> nn.Module:
     """Gives every replaced gate of a Hugging Face MoE a plain weight with the same logits, in place.
 
-    The saved checkpoint then loads in stock transformers, and in whatever reads its checkpoints. The weight has the
-    dtype of the model's other weights; in float32 the logits are identical.
+    The saved checkpoint then loads in stock transformers and in servers that read its checkpoints. The weight has the
+    original gate's dtype; in float32 the logits are identical.
 
     Returns:
         the model.
 
     Raises:
-        ValueError: no layer has one of our routers; or one that no plain gate expresses (a cosine router, a mixer of a
-            strength above 0), named with its layer. Nothing has changed then.
+        ValueError: no layer has a replaced router, or a plain gate cannot express one (a cosine router, a mixer of a
+            strength above 0). The message names the layer; nothing has changed.
     """
     found: list[tuple[Any, Tensor, Tensor | None]] = []
     for name, gate in model.named_modules():
@@ -30,20 +30,20 @@ def materialize(model: nn.Module) -> nn.Module:
             continue
         where = f"materialize: layer {name.rpartition('.')[0]!r} has the router {router.spec!r}"
         if router.mix is not None and float(router.mix.strength().detach()) != 0:
-            raise ValueError(f"{where}, whose mixer no plain gate expresses")
+            raise ValueError(f"{where}: a plain gate cannot express its mixer")
         with torch.no_grad():
             plain = router.score.plain_linear()
         if plain is None:
-            raise ValueError(f"{where}, which no plain gate expresses")
+            raise ValueError(f"{where}, which a plain gate cannot express")
         weight, bias = (None if tensor is None else tensor.detach().clone() for tensor in plain)
         assert weight is not None
         if not gate.pointsman_has_bias:
             if bias is not None and bool(bias.any()):
-                raise ValueError(f"{where}, whose bias {type(gate).__name__} has no place for")
+                raise ValueError(f"{where} with a bias; {type(gate).__name__} has none")
             bias = None
         found.append((gate, weight, bias))
     if not found:
-        raise ValueError(f"materialize: no layer of {type(model).__name__} has a router of ours")
+        raise ValueError(f"materialize: no layer of {type(model).__name__} has a pointsman router")
     for gate, weight, bias in found:
         _plain(gate, weight, bias)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""replace_routers: one of our routers in the place of a Hugging Face model's gates, and back from a checkpoint."""
+"""replace_routers: puts pointsman routers in the place of a Hugging Face model's gates; restores them on loading."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ Start = Literal["pretrained", "fresh"]
 def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start = "pretrained") -> nn.Module:
     """Puts routers into a Hugging Face MoE, in place.
 
-    The class keeps what it does after the logits: softmax or sigmoid, groups, correction bias, renormalisation,
-    scaling. With `start="pretrained"` the model computes at first what it computed before, wherever the method allows
-    it: `smoe`, `smoe-dropout`, `frozen-scaled` and `frozen-temperature` take the gate's weight over (trained, frozen,
-    frozen under a temperature that is trained), `hyperrouter` is that weight plus H(e) - H(e_0), without its bias
-    column, and mixers start at strength 0. Cosine routers (`xmoe`) have no such start.
+    The class's own code still runs after the logits: softmax or sigmoid, groups, correction bias, renormalisation,
+    scaling. With `start="pretrained"` the model's outputs do not change at first, if the method allows it: `smoe`,
+    `smoe-dropout`, `frozen-scaled` and `frozen-temperature` use the gate's weight (trained, frozen, frozen with a
+    trained temperature), `hyperrouter` uses that weight plus H(e) - H(e_0), without its bias column, and mixers start
+    at strength 0. Cosine routers (`xmoe`) cannot start from a pre-trained gate.
 
-    Routers compute in float32. The specs are kept in the model's configuration: `save_pretrained` and
-    `from_pretrained` bring them back in any process that has imported `pointsman.hf`.
+    Routers compute in float32. The specs are stored in the model's configuration: `save_pretrained` and
+    `from_pretrained` restore them in any process that has imported `pointsman.hf`.
 
     Args:
-        model: a transformers model whose MoE blocks share the block gate(h) -> (logits, weights, indices).
+        model: a transformers model with gates gate(h) -> (logits, weights, indices).
         spec: a router spec, `a|b` or a list: cycled over the sparse layers.
-        start: "pretrained", or "fresh" for the method's own start (training from scratch).
+        start: "pretrained", or "fresh" for the method's own initial values (training from scratch).
 
     Returns:
         the model.
 
     Raises:
-        ValueError: a layer that cannot take the router, named with its reason; nothing has changed.
+        ValueError: a layer does not support the router; the message names layer and reason, and nothing has changed.
     """
     if start not in ("pretrained", "fresh"):
         raise ValueError(f"replace_routers: start={start!r}: allowed are 'pretrained' and 'fresh'")
@@ -64,12 +64,14 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     built = []
     for gate, one in zip(gates, resolved, strict=True):
         if not homes:
-            raise ValueError(f"replace_routers: {type(model).__name__} holds no transformers model, to keep the specs")
+            raise ValueError(
+                f"replace_routers: {type(model).__name__} contains no transformers model to store specs in"
+            )
         home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
         heads = getattr(homes[home].config, "num_attention_heads", None)
         router = _build(gate, one, start, shared, heads)
         if not (router.causal and router.training_causal):
-            raise ValueError(f"replace_routers: {one!r} looks at later tokens; layer {gate.layer!r} is a decoder's")
+            raise ValueError(f"replace_routers: {one!r} is not causal; layer {gate.layer!r} belongs to a decoder")
         if "attention" in router.needs:
             find_attention(model, gate.name)
             check_implementation(homes[home])
@@ -90,12 +92,10 @@ def _check(gate: Gate, spec: str) -> None:
     if router is not None:
         raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
     if not gate.form.linear:
-        raise ValueError(
-            f"{where}: {type(gate.module).__name__} does more than multiply by one weight before its choice"
-        )
+        raise ValueError(f"{where}: the logits of {type(gate.module).__name__} are not the product with one weight")
     if parse_spec(spec).mixer is not None and gate.form.kind == "other":
         raise ValueError(
-            f"{where}: {type(gate.module).__name__} scores with neither a softmax nor sigmoids; nothing can be mixed"
+            f"{where}: {type(gate.module).__name__} uses neither softmax nor sigmoid; mixers need one of them"
         )
 
 
@@ -117,14 +117,14 @@ def make_router(
     shared: dict[str, nn.Module],
     heads: int | None,
 ) -> Router:
-    """The router of one gate whose weight is [E, dim] and bias [E]; `shared` is `build_router`'s."""
+    """The router of one gate with weight [E, dim] and bias [E]; `shared` as of `build_router`."""
     num_experts, dim = weight.shape
     before = set(map(id, shared.values()))
     parsed = parse_spec(spec)
     router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, shared=shared).to(weight.device)
     pretrained = weight.detach().float()
     has_bias = None if bias is None else bias.detach().to(pretrained)
-    score, _ = adapted(router, pretrained if start == "pretrained" else None, has_bias)
+    score = adapted(router, pretrained if start == "pretrained" else None, has_bias)
     if isinstance(score, HyperDelta) and id(score.hypernetwork) in before:
         score.refer(score.hypernetwork)
     router.score = score
@@ -143,14 +143,14 @@ def make_router(
 
 
 def _start_strength(options: dict[str, str], mixer: Any) -> float:
-    """The spec's strength, taken out of the mixer; 0 by default."""
+    """The strength in the spec, by default 0; the mixer itself gets strength 1."""
     start = float(options.get("strength", 0.0))
     mixer.strength = 1.0
     return start
 
 
 def _count_heads(mixer: Any, heads: int | None) -> None:
-    """A running mean per head has its size from the start, so that checkpoints load."""
+    """Sets the size of the running mean per head, so that checkpoints load."""
     if heads and getattr(mixer, "head_entropy", None) is not None:
         mixer.head_entropy = mixer.head_entropy.new_zeros(heads)
 
@@ -177,7 +177,7 @@ def _homes(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _inform(model: PreTrainedModel, name: str, gate: Any, state: ForwardState) -> None:
-    """Gives a gate whose router mixes what it needs to know of the forward around it."""
+    """Attaches the state of the forward to a gate whose router has a mixer."""
     if gate.pointsman.mix is None:
         return
     state.attach(model)
@@ -187,7 +187,7 @@ def _inform(model: PreTrainedModel, name: str, gate: Any, state: ForwardState) -
 
 
 def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: Start) -> None:
-    """Writes the router into the configuration of its model."""
+    """Stores the router's spec in the configuration of its model."""
     config: Any = model.config
     kept = dict(getattr(config, CONFIG_KEY, None) or {"format": FORMAT, "gates": {}})
     entry = {"router": router.spec, "start": start, "form": asdict(form)}
@@ -197,10 +197,10 @@ def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: 
 
 
 def restore_routers(model: PreTrainedModel) -> None:
-    """Puts the routers of the configuration into a model that has just been built and waits for its weights.
+    """Puts the routers named in the configuration into a new model, before its weights are loaded.
 
     Raises:
-        ValueError: they were saved in a format that this version does not read.
+        ValueError: this version does not read the format in which they were saved.
     """
     kept = getattr(model.config, CONFIG_KEY, None)
     if not kept:
@@ -209,7 +209,7 @@ def restore_routers(model: PreTrainedModel) -> None:
         raise ValueError(f"the configuration's pointsman format is {kept.get('format')!r}; this version reads {FORMAT}")
     modules = dict(model.named_modules())
     if not all(name in modules for name in kept["gates"]):
-        return  # an outer model with the same configuration: its inner one has them
+        return  # an outer model with the same configuration: the gates belong to its inner model
     shared: dict[str, nn.Module] = {}
     state = ForwardState()
     for name, entry in kept["gates"].items():
@@ -229,7 +229,7 @@ def restore_routers(model: PreTrainedModel) -> None:
 
 
 def install() -> None:
-    """From now on every transformers model whose configuration names our routers is built with them."""
+    """Patches transformers so that models whose configuration names pointsman routers are built with them."""
     own = PreTrainedModel.post_init
     if getattr(own, CONFIG_KEY, False):
         return

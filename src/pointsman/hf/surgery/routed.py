@@ -1,7 +1,8 @@
-"""A gate whose logits come from one of our routers; everything after the logits stays the class's own code.
+"""A gate whose logits come from a pointsman router; after the logits the class's own code runs.
 
-The gate keeps its place, its class (a subclass of it: hooks that look for instances still find it) and its forward;
-what stands for its weight returns the logits it is multiplied with.
+The gate gets a subclass of its class, so that hooks which look for instances still find it, and keeps its forward. The
+forward receives the router's logits as its input, and a placeholder for the weight whose product with them is the
+logits themselves.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pointsman.layer import AttachLosses
 from pointsman.routers.stages import Mixer, Scores, Selector
 from pointsman.routing import RouterState, Routing, RoutingContext
 
-SMALLEST = 1e-30  # a probability below this counts as this: ratios stay finite in float32
+SMALLEST = 1e-30  # probabilities are at least this: ratios stay finite in float32
 
 
 class PassThrough(torch.Tensor):
-    """Stands for a gate's weight: a product with it is the other factor, so that the class's code receives our logits.
+    """A placeholder for a gate's weight: its product with logits is the logits.
 
-    Not an identity matrix: nothing is computed, and no reduced-precision matrix product can round the logits.
+    Unlike an identity matrix it computes nothing, so that no reduced-precision matrix product rounds the logits.
     """
 
     @classmethod
@@ -40,25 +41,21 @@ class PassThrough(torch.Tensor):
 
 
 def _pass_through() -> PassThrough:
-    standing = torch.empty(0).as_subclass(PassThrough)
-    standing._is_hf_initialized = True  # type: ignore[attr-defined]  # no initialisation may touch it
-    return standing
+    placeholder = torch.empty(0).as_subclass(PassThrough)
+    placeholder._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers must not initialise it
+    return placeholder
 
 
 PASS_THROUGH = _pass_through()
 
 
 class ClassRule(Selector):
-    """Selection by the model class's own gate: groups, correction bias, renormalisation and scaling as they are.
-
-    A mixer's change of the probabilities is handed to it as a change of the logits: z + ln(p' / p), for sigmoids
-    z + logit(p') - logit(p). Where nothing is mixed that is z itself, bit for bit.
-    """
+    """Selection by the model class's own gate, with its groups, correction bias, renormalisation and scaling."""
 
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.form = form
-        self.call: Callable[[Tensor], tuple[Any, ...]] | None = None  # set by the gate for the time of a forward
+        self.call: Callable[[Tensor], tuple[Any, ...]] | None = None  # set by the gate during a forward
         self.output: tuple[Any, ...] = ()
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
@@ -71,7 +68,10 @@ class ClassRule(Selector):
 
 
 class MixedRule(ClassRule):
-    """The same with a mixer before it."""
+    """`ClassRule` after a mixer: a change of probabilities p -> p' becomes a change of the logits z.
+
+    For softmax z + ln(p' / p), for sigmoids z + logit(p') - logit(p): without mixing exactly z.
+    """
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         logits, mixed = scores.logits, scores.probs
@@ -88,7 +88,7 @@ def _ratio(after: Tensor, before: Tensor) -> Tensor:
 
 
 class StrengthMixer(Mixer):
-    """p + s (mix(p) - p): a mixer that starts at strength s = 0, where routing is as it was; s is trained."""
+    """p + s (mix(p) - p) with a trained strength s, by default 0 at first, so that routing does not change."""
 
     def __init__(self, mixer: Mixer, start: float) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class StrengthMixer(Mixer):
 
 
 class _Routed:
-    """What a gate's class gains (mixed in by `routed_class`)."""
+    """Mixin of `routed_class`: a gate that routes with `self.pointsman`."""
 
     own_class: type[nn.Module]
     pointsman: Any
@@ -121,7 +121,7 @@ class _Routed:
 
     @property
     def hidden_dim(self) -> int:
-        """The width that the class's code flattens to: here that of the logits."""
+        """The width to which the class's code flattens its input: here that of the logits."""
         return int(self.pointsman.num_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ class _Routed:
 
 
 def _with_statistics(output: tuple[Any, ...], router: Any, routing: Routing) -> tuple[Any, ...]:
-    """The same output; the statistics are gathered in backward, once per micro-batch."""
+    """The same output, whose backward gathers the statistics, once per micro-batch."""
     place = router.select.form.weights
     weights = output[place]
     if not weights.requires_grad:
@@ -162,6 +162,6 @@ def routed_class(own: Any, holds_weight: bool) -> Any:
 
 @cache
 def weightless_class(own: Any) -> Any:
-    """The subclass of a linear map inside a gate whose weight is no longer there."""
+    """The subclass of a linear map inside a gate whose weight was removed."""
     members = {"own_class": own, "__module__": own.__module__, "weight": PASS_THROUGH, "bias": PASS_THROUGH}
     return type(own.__name__, (own,), members)

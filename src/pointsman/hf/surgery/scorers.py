@@ -1,4 +1,4 @@
-"""Our scorers on a pre-trained gate: what each method makes of the weight that is already there."""
+"""Scorers that start from the weight of a pre-trained gate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pointsman.routers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
 from pointsman.routing import RoutingContext
 
 CLASS_OPTIONS = {
-    "gate": "softmax or sigmoid is the model class's own affair",
-    "renormalize": "renormalisation is the model class's own affair",
-    "scale": "scaling is the model class's own affair",
+    "gate": "the model class chooses softmax or sigmoid",
+    "renormalize": "the model class decides about renormalisation",
+    "scale": "the model class decides about scaling",
     "capacity": "the model class never drops tokens",
     "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
     "balance_scope": "use the model's own losses",
@@ -26,11 +26,11 @@ CLASS_OPTIONS = {
     "z_loss": "use the model's own losses",
 }
 SHARE_FROM = 2**24
-"""A hypernetwork with so many frozen outputs weights is shared by all layers unless the spec says otherwise."""
+"""From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
 
 
 def check_spec(spec: str) -> None:
-    """Raises ValueError for a spec whose meaning lies in what the model class keeps for itself."""
+    """Raises ValueError for an option that the model class decides."""
     parsed = parse_spec(spec)
     for name in parsed.options:
         if name in CLASS_OPTIONS:
@@ -38,7 +38,7 @@ def check_spec(spec: str) -> None:
 
 
 def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
-    """The spec with `share=true` where an unshared hypernetwork would be huge (67M weights at d 2048 and N 128)."""
+    """The spec with `share=true` if an unshared hypernetwork is very large (67M weights at d 2048 and N 128)."""
     parsed = parse_spec(spec)
     if parsed.router != "hyperrouter" or "share" in parsed.options:
         return spec
@@ -50,14 +50,14 @@ def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
 
 
 class HyperDelta(HyperScorer):
-    """z = (W + H(e) - H(e_0)) h + b: HyperRouter started at a pre-trained gate W, b; the bias column is not used.
+    """z = (W + H(e) - H(e_0)) h + b: HyperRouter starting from a pre-trained gate W, b, without its bias column.
 
-    At the start e = e_0, so the weight is W, bit for bit. Only e trains.
+    Initially e = e_0, and the weight is exactly W. Only e is trained.
 
     Args:
         scorer: a HyperRouter as built.
-        weight: W [E, dim], or None: the router starts as HyperRouter does.
-        bias: b [E] of a class whose gate has one.
+        weight: W [E, dim]; None: HyperRouter's own initial values.
+        bias: b [E], if the class's gate has one.
     """
 
     def __init__(self, scorer: HyperScorer, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -81,12 +81,12 @@ class HyperDelta(HyperScorer):
         return self.base + (generated - self.origin), self.base_bias
 
     def refer(self, hypernetwork: nn.Module) -> None:
-        """Uses a hypernetwork that another layer owns, so that a checkpoint holds it once."""
+        """Uses a hypernetwork owned by another layer, so that a checkpoint contains it once."""
         self._modules.pop("hypernetwork", None)
         self.__dict__["hypernetwork"] = hypernetwork
 
 
-class Tempered(Scorer):
+class TemperatureScorer(Scorer):
     """z = s / tau: X-MoE's learnable temperature before the class's own softmax or sigmoid."""
 
     def __init__(self, score: Scorer, gate: TemperatureGate) -> None:
@@ -103,27 +103,27 @@ class Tempered(Scorer):
         self.gate.step_end()
 
 
-def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> tuple[Scorer, bool]:
-    """The router's scorer for a gate with this weight [E, dim] and bias [E], and whether it starts with its logits.
+def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Scorer:
+    """The router's scorer for a gate with this weight [E, dim] and bias [E].
 
-    `weight` None: the method's own start. Linear scorers (trainable, frozen, with temperature) take the weight over;
-    cosines start at random.
+    Linear scorers (trained or frozen) and HyperRouter start from the weight, others at random. `weight` None: the
+    method's own initial values.
 
     Raises:
-        ValueError: a router that is more than scores.
+        ValueError: the router is not defined by its scores alone.
     """
     starts_at = entry(parse_spec(router.spec).router).starts_at
     if type(router.select) is not TopK or starts_at is not None or router.losses:
         raise ValueError(
-            f"replace_routers: {router.spec!r} is defined by how it selects, which a Hugging Face model does itself"
+            f"replace_routers: {router.spec!r} is defined by its selection, which the Hugging Face class does itself"
         )
     score, normalize = router.score, router.normalize
     if isinstance(normalize, TemperatureGate):
-        return Tempered(score, normalize), False
+        return TemperatureScorer(score, normalize)
     if not isinstance(normalize, (Softmax, Sigmoid)):
-        raise ValueError(f"replace_routers: {router.spec!r} normalises in a way of its own")
+        raise ValueError(f"replace_routers: {router.spec!r} has its own normalisation")
     if isinstance(score, HyperScorer):
-        return HyperDelta(score, weight, bias), weight is not None
+        return HyperDelta(score, weight, bias)
     if isinstance(score, (LinearScorer, FrozenLinearScorer)):
         with torch.no_grad():
             if isinstance(score, LinearScorer):
@@ -132,12 +132,11 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> tuple
                 score.weight.copy_(weight)
             if bias is not None and score.bias is not None and weight is not None:
                 score.bias.copy_(bias)
-        return score, weight is not None
-    return score, False
+    return score
 
 
 class Strength(Stage):
-    """A learnable scalar in [0, 1] that starts at `start`; beyond the ends its gradient still brings it back."""
+    """A learnable scalar, clamped to [0, 1] in the forward only, so that its gradient never vanishes."""
 
     def __init__(self, start: float) -> None:
         super().__init__()

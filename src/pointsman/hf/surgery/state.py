@@ -1,7 +1,7 @@
-"""What a mixing router in a Hugging Face model knows of the forward around it: shape, padding, cache, earlier tokens.
+"""The routing context of a mixer in a Hugging Face model: batch shape, padding mask, cache, earlier tokens.
 
-The blocks flatten hidden states before the gate. A pre-hook on the model supplies what is lost there; what a mixer
-carries over from earlier tokens is kept beside the model's key-value cache, for as long as that cache lives.
+The blocks flatten the hidden states before the gate. A pre-hook on the model records shape, mask and cache. The mixer's
+state of earlier tokens lives in a weak map with the key-value cache as the key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_i
 
 
 class ForwardState:
-    """The forward of one model (the innermost that holds the gates), shared by its gates."""
+    """The current forward of one model (the innermost one that contains the gates), shared by its gates."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, int] | None = None
@@ -37,14 +37,14 @@ class ForwardState:
         self.recomputed = False
 
     def attach(self, model: nn.Module) -> None:
-        """Hooks the state to its model, once."""
+        """Registers the hooks on the model, once."""
         if self.model is None:
             self.model = model
             self.handles.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(model.register_forward_hook(self.end, with_kwargs=True))
 
     def detach(self) -> None:
-        """Takes every hook off again."""
+        """Removes all hooks."""
         while self.handles:
             self.handles.pop().remove()
         while self.traced:
@@ -59,7 +59,7 @@ class ForwardState:
         tokens = given.get("input_ids")
         hidden = tokens if tokens is not None else given.get("inputs_embeds")
         if hidden is None:
-            raise ValueError("a mixing router needs input_ids or inputs_embeds to know the sequences")
+            raise ValueError("a mixing router needs input_ids or inputs_embeds, for the shape of the batch")
         self.shape = (int(hidden.shape[0]), int(hidden.shape[1]))
         self.cache = given.get("past_key_values")
         self.fresh = {}
@@ -89,29 +89,29 @@ class ForwardState:
         carries = self.carries.get(self.cache)
         if carries is None:
             if length:
-                raise ValueError("the cache was filled without this router: a mixing router lacks those tokens")
+                raise ValueError("the cache was filled without this router, which has no state of those tokens")
             return
         for carry in carries.values():
-            batch, seen = next(iter(carry.values())).shape[:2]
-            if (batch, seen) != (self.shape[0], length):
+            batch, tokens = next(iter(carry.values())).shape[:2]
+            if (batch, tokens) != (self.shape[0], length):
                 raise ValueError(
-                    f"the cache holds {self.shape[0]} x {length} tokens, a mixing router {batch} x {seen}: a cache "
-                    "that is cropped or regrouped is not supported"
+                    f"the cache holds {self.shape[0]} x {length} tokens, the mixing router {batch} x {tokens}: cropped "
+                    "or reordered caches are not supported"
                 )
 
     def context(self, gate: Any, hidden: Tensor) -> tuple[Tensor, RoutingContext]:
-        """The gate's input as [B, T, dim], and what its router may look at."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again, inside backward
+        """The gate's input as [B, T, dim], and its router's context."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward inside backward
             self.recomputed = True
             if self.pending > 1:
                 raise ValueError(
                     "gradient checkpointing with a mixing router needs a backward after each forward; "
-                    f"here {self.pending} forwards came first"
+                    f"there were {self.pending} forwards before this backward"
                 )
         if self.shape is None or hidden.numel() != self.shape[0] * self.shape[1] * hidden.shape[-1]:
             raise ValueError(
-                f"a mixing router expects the tokens of {self.shape} sequences and positions, and its gate got "
-                f"{list(hidden.shape[:-1])}: the block must be run by its model"
+                f"a mixing router expects {self.shape} sequences and tokens, its gate received "
+                f"{list(hidden.shape[:-1])}: call the model, not the block"
             )
         past = None
         if self.cache is not None and self.cache in self.carries:
@@ -121,7 +121,7 @@ class ForwardState:
         return hidden.reshape(*self.shape, hidden.shape[-1]), context
 
     def keep(self, gate: Any, routing: Routing) -> None:
-        """Remembers what the gate's mixer needs of these tokens later."""
+        """Keeps the mixer's state of these tokens until the end of the forward."""
         if routing.carry is not None:
             self.fresh[id(gate)] = {name: value.detach() for name, value in routing.carry.items()}
 
@@ -136,7 +136,7 @@ class ForwardState:
         self.fresh, self.cache, self.attention = {}, None, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model starts without caches."""
+        """The state without caches, for a copy of the model."""
         empty: dict[str, Any] = {"fresh": {}, "cache": None, "attention": {}, "padding": None, "shape": None}
         return {**self.__dict__, **empty, "carries": None}
 
@@ -146,7 +146,7 @@ class ForwardState:
 
 
 def _refuse_reordering(cache: Any) -> None:
-    """Beam search and assisted decoding move a cache's rows about; the mixer's own would not follow."""
+    """Makes a cache's reordering methods raise: beam search would not reorder the mixer's state."""
 
     def refuse(name: str) -> Any:
         def refused(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""upcycle: a dense model becomes a mixture of experts that computes the same at the start (Komatsuzaki et al. 2023)."""
+"""upcycle: turns a dense model into a mixture of experts with the same outputs (Komatsuzaki et al. 2023)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pointsman._values import check_whole
 from pointsman.hf.surgery.replace import replace_routers
 
 SHARED_HIDDEN = 64
-"""Width of the shared expert that Qwen2-MoE must have; its output projection starts at zero."""
+"""Width of Qwen2-MoE's mandatory shared expert; its output projection starts at zero."""
 
 
 def _mixtral(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
-            raise ValueError(f"upcycle: {type(config).__name__} has {name}=True, for which Mixtral has no place")
+            raise ValueError(f"upcycle: {type(config).__name__} has {name}=True, which Mixtral does not support")
     return {
         "num_local_experts": num_experts,
         "num_experts_per_tok": top_k,
@@ -48,7 +48,7 @@ def _qwen2(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
 def _qwen3(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
     kinds = set(getattr(config, "layer_types", None) or ())
     if len(kinds) > 1:
-        raise ValueError("upcycle: this Qwen3 mixes full and sliding attention, which Qwen3-MoE does not")
+        raise ValueError("upcycle: this Qwen3 has full and sliding attention, which Qwen3-MoE does not support")
     sliding = "sliding_attention" in kinds
     return {**_qwen(config, num_experts, top_k), "use_sliding_window": sliding, "head_dim": config.head_dim}
 
@@ -59,7 +59,7 @@ TARGETS: dict[str, tuple[str, Callable[[Any, int, int], dict[str, Any]]]] = {
     "qwen2": ("qwen2_moe", _qwen2),
     "qwen3": ("qwen3_moe", _qwen3),
 }
-"""Dense model type -> the mixture with the same attention, and what its configuration needs beside the dense one's."""
+"""Dense model type -> the MoE model type with the same attention, and its additional settings."""
 
 
 def upcycle(
@@ -70,25 +70,25 @@ def upcycle(
     router: str | Sequence[str] | None = None,
     noise: float = 0.0,
 ) -> PreTrainedModel:
-    """A mixture of experts from a dense model: every expert a copy of the feed-forward layer.
+    """Builds a mixture of experts from a dense model: every expert is a copy of the feed-forward layer.
 
-    Llama and Mistral become Mixtral, Qwen2 Qwen2-MoE, Qwen3 Qwen3-MoE. The weights of a token's experts sum to 1, so
-    the mixture computes what the dense model did, for any k and any router, up to the rounding of that sum. The dense
-    model stays as it is; attention, embeddings and norms are copied.
+    Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, Qwen3 becomes Qwen3-MoE. The combine weights of a token
+    sum to 1, so that the outputs equal the dense model's for any k and any router, up to rounding. The dense model is
+    not changed; attention, embeddings and norms are copied.
 
     Args:
         model: the dense model, a causal language model or its bare transformer.
         num_experts: E.
-        top_k: experts a token.
-        router: a router spec for `replace_routers`, in the method's own start; None: the class's own gate.
-        noise: standard deviation of Gaussian noise on the experts' weights, as a share of each matrix's own standard
-            deviation, so that experts can part; with noise the start is near the dense model, not equal to it.
+        top_k: experts per token.
+        router: a router spec for `replace_routers`, with the method's own initial values; None: the class's own gate.
+        noise: standard deviation of Gaussian noise on the experts' weights, relative to that of each matrix. It lets
+            experts diverge; with noise the outputs are close to the dense model's, not equal.
 
     Returns:
-        the new model, in the same mode, dtype and place.
+        the new model, in the same mode and dtype, on the same device.
 
     Raises:
-        ValueError: a class without a matching mixture, or something in the model for which that has no place.
+        ValueError: no MoE class matches the model's class, or it does not support one of the model's settings.
     """
     kind = model.config.model_type
     if kind not in TARGETS:
@@ -116,7 +116,7 @@ def upcycle(
 
 
 def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
-    """The mixture's configuration: what both classes know from the dense one, and `values`."""
+    """The MoE configuration: the fields that both classes have from the dense one, and `values`."""
     skipped = {"model_type", "architectures", "transformers_version", "auto_map"}
     plain = AutoConfig.for_model(target)
     known = {name for name in plain.to_dict() if not name.startswith("_")} - skipped
@@ -125,12 +125,12 @@ def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
 
 
 def _fill(into: dict[str, Tensor], dense: dict[str, Tensor], num_experts: int, noise: float) -> None:
-    """Copies the dense weights; those of the feed-forward layers once for each expert."""
+    """Copies the dense weights; those of feed-forward layers to every expert."""
     left = set(dense)
     for name, tensor in into.items():
         if name in dense:
             if tensor.shape != dense[name].shape:
-                raise ValueError(f"upcycle: {name} is {list(dense[name].shape)}, its place {list(tensor.shape)}")
+                raise ValueError(f"upcycle: {name} is {list(dense[name].shape)}, expected {list(tensor.shape)}")
             tensor.copy_(dense[name])
             left.discard(name)
         elif name.endswith("mlp.experts.gate_up_proj"):
@@ -146,7 +146,7 @@ def _fill(into: dict[str, Tensor], dense: dict[str, Tensor], num_experts: int, n
         elif name.endswith("shared_expert.down_proj.weight"):
             tensor.zero_()
     if left:
-        raise ValueError(f"upcycle: the mixture has no place for {', '.join(sorted(left)[:3])}")
+        raise ValueError(f"upcycle: the MoE class has no parameters for {', '.join(sorted(left)[:3])}")
 
 
 def _copies(weight: Tensor, num_experts: int, noise: float) -> Tensor:
