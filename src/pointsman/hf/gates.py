@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PROBE_TOKENS = 6
-NO_GATE = "{}: no gate beside experts: not a mixture of experts of the shared kind"
+NO_GATE = "{}: no gate next to experts: not a known mixture of experts"
 Kind = Literal["softmax", "sigmoid", "other"]
 
 

@@ -64,9 +64,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     built = []
     for gate, one in zip(gates, resolved, strict=True):
         if not homes:
-            raise ValueError(
-                f"replace_routers: {type(model).__name__} contains no transformers model to store specs in"
-            )
+            raise ValueError(f"replace_routers: {type(model).__name__} has no transformers model to store specs in")
         home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
         heads = getattr(homes[home].config, "num_attention_heads", None)
         router = _build(gate, one, start, shared, heads)
