@@ -252,7 +252,7 @@ def test_an_attention_that_shows_nothing_changes_nothing() -> None:
 
 
 def test_a_block_without_its_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="Sequential holds no transformers model"):
+    with pytest.raises(ValueError, match="Sequential has no transformers model"):
         hf.replace_routers(torch.nn.Sequential(zoo.tiny_model("mixtral").model.layers[0].mlp), "smoe")
 
 
