@@ -94,7 +94,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 def test_wrong_sizes_and_checksums(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"abc")
-    with pytest.raises(RunError, match="holds 3 bytes of text, not 4"):
+    with pytest.raises(RunError, match="has 3 bytes of text, expected 4"):
         list(check_md5(path, 4, ""))
     with pytest.raises(RunError, match="has the md5 900150983cd24fb0d6963f7d28e17f72, not 0000: it is damaged"):
         list(check_md5(path, 3, "0000"))

@@ -122,7 +122,7 @@ def test_type_grows_with_the_vocabulary() -> None:
 def test_ids_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="0 to 1"):
         Vocabulary.of_bytes(b"ab").decode([2])
-    with pytest.raises(ValueError, match="ids go from -1"):
+    with pytest.raises(ValueError, match="ids are from -1"):
         Vocabulary.of_bytes(b"ab").decode(np.array([-1]))
 
 

@@ -1,8 +1,8 @@
-"""Token arrays on disk: written aside, synced, renamed, checked at every opening, and mapped into memory.
+"""The token cache: arrays on disk, written atomically, verified when opened, and memory-mapped.
 
-A cache folder `tokens/KEY/` holds one raw array a split (`train.bin`, …) and `meta.json`: a first line with the SHA-256
-of the second, and in that the type, lengths and CRC-32 of the arrays and the vocabulary. Whoever renames first wins;
-another process that built the same at the same time uses that one.
+A cache folder `tokens/KEY/` holds one raw array per split (`train.bin`, …) and `meta.json`. The first line of that file
+is the SHA-256 of the second; the second has the lengths and CRC-32 of the arrays, and the vocabulary. If two processes
+build the same cache at the same time, both use the one that was renamed first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Write = Callable[[str, IdArray], None]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenized corpus: split -> ids [tokens], their CRC-32, and how many tokens the vocabulary did not know."""
+    """A tokenized corpus: split -> ids [tokens], their CRC-32, and the number of unknown tokens."""
 
     vocabulary: Vocabulary
     arrays: Mapping[str, IdArray]
@@ -49,16 +49,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Built:
-    """What building returns beside the arrays it has handed to `write`; every split that exists is in `unknown`."""
+    """The result of building, in addition to the arrays given to `write`; `unknown` has every split that exists."""
 
     vocabulary: Vocabulary
     unknown: Mapping[str, int]
 
 
 def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
-    """The tokens under this key: from the cache if they are there and whole, else built and put there.
+    """The tokens for this key: from the cache if it has valid ones, otherwise built and added to the cache.
 
-    A cache that cannot be written is done without, with a warning: the tokens then live in memory.
+    If the cache cannot be written, a warning is issued and the tokens stay in memory.
 
     Raises:
         RunError: no space left on the cache's disk.
@@ -122,7 +122,7 @@ def _write(folder: Path, build: Callable[[Write], Built]) -> None:
 
 
 def _open(folder: Path) -> Tokens | None:
-    """The tokens in a cache folder; None if there are none, or any byte of them is not as it was written."""
+    """The tokens in a cache folder; None if there are none or if a checksum differs."""
     try:
         digest, payload = (folder / "meta.json").read_text(encoding="ascii").splitlines()
         if hashlib.sha256(payload.encode()).hexdigest() != digest:
@@ -142,10 +142,10 @@ def _open(folder: Path) -> Tokens | None:
 
 
 def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
-    if tokens == 0:  # nothing can be mapped
+    if tokens == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype=dtype)
     if path.stat().st_size != tokens * dtype.itemsize:
-        raise ValueError(f"{path} has another length than was written")
+        raise ValueError(f"{path} has the wrong length")
     mapped: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r")
     return mapped
 
@@ -162,7 +162,7 @@ def _raw(ids: IdArray) -> memoryview:
 
 
 def _move_into_place(scratch: Path, final: Path) -> None:
-    if final.exists() and _open(final) is None:  # damaged, or left by another format
+    if final.exists() and _open(final) is None:  # damaged, or of another format
         aside = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=final.parent))
         final.replace(aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -176,7 +176,7 @@ def _move_into_place(scratch: Path, final: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed processes left: those of this machine at once, others once it is a day old."""
+    """Removes folders of killed processes: those of this machine at once, others after a day."""
     for path in root.glob(f"{_SCRATCH}*"):
         abandoned = is_abandoned(path.name.removeprefix(_SCRATCH))
         if abandoned or time.time() - path.stat().st_mtime > _STALE_SECONDS:

@@ -1,6 +1,6 @@
-"""The corpora that have a name, and the grammar of `--data`: `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
+"""The named corpora, and the grammar of `--data`: `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
 
-Imports neither torch nor numpy, so that the command line's help can list the corpora at once.
+Imports neither torch nor numpy, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class KnownCorpus:
 
     Attributes:
         summary: one line for lists.
-        level: what a token is, unless the user says otherwise.
-        files: names under which one whole file is recognised, in order of preference; empty if it comes in parts.
-        parts: file name of each part, for a corpus that comes in parts.
-        sizes: bytes of the unpacked train, valid and test parts of a whole file, in this order.
-        md5: of the unpacked whole file.
+        level: the default unit of tokens.
+        files: for a corpus in one file: its possible names, in order of preference.
+        parts: for a corpus with one file per split: split -> file name.
+        sizes: for a corpus in one file: bytes of the unpacked train, valid and test splits.
+        md5: of the unpacked file.
     """
 
     summary: str
@@ -68,7 +68,7 @@ CORPORA: Mapping[str, KnownCorpus] = MappingProxyType(
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What `--data` asked for: a name or a path, and the preparation. `level` None means the corpus's own."""
+    """A parsed `--data`: a name or a path, and the preparation. `level` None means the corpus's default."""
 
     name: str
     newlines: Newlines = "keep"
@@ -97,7 +97,7 @@ def parse_data(text: str) -> DataSpec:
         if key not in _OPTIONS:
             raise RunError(f"data {text!r}: unknown option {key!r}: {did_you_mean(key, _OPTIONS)}")
         if not equals or value not in _OPTIONS[key]:
-            raise RunError(f"data {text!r}: {key}={value!r} is not possible: {did_you_mean(value, _OPTIONS[key])}")
+            raise RunError(f"data {text!r}: {key}={value!r}: {did_you_mean(value, _OPTIONS[key])}")
         if key in values:
             raise RunError(f"data {text!r}: {key} is given twice")
         values[key] = value
@@ -105,7 +105,7 @@ def parse_data(text: str) -> DataSpec:
 
 
 def list_corpora() -> dict[str, str]:
-    """The corpora that `--data` knows by name: name -> one line about it."""
+    """The named corpora: name -> summary."""
     return {name: corpus.summary for name, corpus in CORPORA.items()}
 
 

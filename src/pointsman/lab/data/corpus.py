@@ -1,4 +1,4 @@
-"""Corpora: named or given by path, tokenized once, ready as memory-mapped arrays of token ids."""
+"""Corpora: named or given by path, tokenized once and cached as memory-mapped arrays of token ids."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pointsman.lab.data.vocabulary import IdArray, Vocabulary, count_words
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of the parts of a corpus.
+    """Token ids of a corpus's splits.
 
     Attributes:
-        name: the row's label: the corpus's name or the last part of its path, with the preparation.
-        vocabulary: what the ids stand for.
-        description: the protocol line: source, level, vocabulary, parts and their sizes.
-        fingerprint: 64 bits in hexadecimal over all ids and the vocabulary: equal if and only if the data are.
+        name: the label in tables: the corpus's name or the last part of its path, with the preparation.
+        vocabulary: of the ids.
+        description: the protocol line: source, level, vocabulary, splits and their sizes.
+        fingerprint: a 64-bit hash (hexadecimal) of all ids and the vocabulary.
     """
 
     name: str
@@ -42,16 +42,14 @@ class Corpus:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Which of train, valid and test exist."""
+        """The existing splits: some of train, valid, test."""
         return tuple(self._arrays)
 
     def split(self, name: str) -> IdArray:
-        """Ids [tokens] of "train", "valid" or "test", read-only, in the smallest type that holds V.
-
-        They are mapped into memory from the cache, if there is one.
+        """Ids [tokens] of "train", "valid" or "test", read-only, in the smallest type that holds V; memory-mapped.
 
         Raises:
-            RunError: the corpus has no such part.
+            RunError: the corpus has no such split.
         """
         if name not in SPLITS:
             raise RunError(f"there is no split {name!r}: {did_you_mean(name, SPLITS)}")
@@ -74,21 +72,21 @@ def load_corpus(
     vocabulary: Vocabulary | None = None,
     progress: DataProgress | None = None,
 ) -> Corpus:
-    """The corpus that `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]` asks for.
+    """Loads the corpus `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
 
-    A name is looked up in `data_dir`, then among earlier downloads, then downloaded; anything else is a file or
-    folder, in `data_dir` or by its path. The tokens are cached in `cache_dir` (default: the user's cache folder),
-    keyed by path, size and time of the files and by the options.
+    A name is looked up in `data_dir` and in earlier downloads, and downloaded otherwise. Anything else is a file or
+    folder, relative to `data_dir` or by its path. The tokens are cached in `cache_dir` (default: the user's cache
+    folder) under a key of the files' paths, sizes and times and of the options.
 
     Args:
-        spec: what `--data` takes.
+        spec: the value of `--data`.
         data_dir: the folder with the user's corpora.
-        cache_dir: where tokens and downloads are kept; never the data folder by itself.
-        vocabulary: the ids of a trained run, to evaluate or fine-tune it; default: made from the training part.
+        cache_dir: the folder for tokens and downloads.
+        vocabulary: that of a trained run, to evaluate or fine-tune it; default: built from the training split.
         progress: called as progress(what, done, total).
 
     Raises:
-        RunError: one line for whatever the user can mend.
+        RunError: one line, for every error of the user's.
     """
     wanted = parse_data(spec)
     if vocabulary and wanted.level and wanted.level != vocabulary.level:
@@ -116,12 +114,12 @@ def _find(
     if source is None:
         download(wanted.name, downloads, progress)
         source = local_source(wanted, folders, level)
-    assert source is not None, "a download puts the corpus where it is looked for"
+    assert source is not None, "local_source finds every downloaded corpus"
     return source
 
 
 class _Build:
-    """Reads a source and hands its ids to `write`, in bounded memory: first the vocabulary, then the ids."""
+    """Tokenizes a source in bounded memory: builds the vocabulary in a first pass, writes the ids in a second."""
 
     def __init__(
         self, source: Source, wanted: DataSpec, vocabulary: Vocabulary | None, progress: DataProgress | None
@@ -134,7 +132,7 @@ class _Build:
 
     @property
     def key(self) -> str:
-        """Names the cache: changes with the files, the options, the vocabulary and the format."""
+        """The cache key: depends on the files, the options, the vocabulary and the format."""
         files = {}
         for spans in self.source.parts.values():
             for span in spans:
@@ -172,7 +170,7 @@ class _Build:
         return Built(vocabulary, unknown)
 
     def _vocabulary(self) -> Vocabulary:
-        """From the training part; at byte level the other parts' bytes are added, so that the code is lossless."""
+        """Built from the training split; at byte level it includes the bytes of all splits and is lossless."""
         if self.level != "byte" and "train" not in self.source.parts:
             reason = f"a {self.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
             raise RunError(f"{self.source.no_part('train')}; {reason}")
@@ -202,7 +200,7 @@ class _Build:
             return Vocabulary.of_words(words)
         values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
         if not any(values.values()):
-            raise RunError(f"{self.source.name} holds nothing but newlines, and newlines=drop drops them")
+            raise RunError(f"{self.source.name} contains only newlines, and newlines=drop drops them")
         return Vocabulary.of_bytes(values.get("train", []), [value for part in values.values() for value in part])
 
     def _prepared(self, block: bytes | str) -> bytes | str:

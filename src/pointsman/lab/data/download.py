@@ -1,6 +1,6 @@
-"""Fetching a named corpus: from the Hugging Face hub, or from its author's page.
+"""Downloads a named corpus from the Hugging Face hub or from its author's page.
 
-What arrives is written beside its final place, checked, and only then renamed.
+Files are written to a temporary name, verified, and then renamed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def download(name: str, folder: Path, progress: DataProgress | None = None) -> N
     """Puts the files of a named corpus into `folder / name`.
 
     Raises:
-        RunError: no network, no place to write, a missing library, or a checksum that does not match.
+        RunError: no network, no permission or space to write, a missing library, or a wrong checksum.
     """
     target = folder / name
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"{name} cannot be downloaded: {target} cannot be made: {error.strerror}") from None
+        raise RunError(f"{name} cannot be downloaded: {target} cannot be created: {error.strerror}") from None
     if name in PAGES:
         _from_page(name, target, progress)
     else:
@@ -81,7 +81,7 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
                     file.write(line.encode() + b"\n")
                     tokens += len(line.split()) + 1
             if tokens != expected:
-                raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, not {expected:,}: it changed there")
+                raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, expected {expected:,}")
 
         path = target / CORPORA[name].parts[split]
         if not path.exists():
@@ -89,7 +89,7 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
 
 
 def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
-    """The rows of one split from the Hugging Face hub, without the warnings of the hub's library about its retries.
+    """The rows of one split from the Hugging Face hub, without the hub library's warnings about retries.
 
     Raises:
         RunError: no network, or the library is not installed.
@@ -103,7 +103,7 @@ def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
     logger.setLevel(logging.ERROR)
     try:
         return datasets.load_dataset(repository, config, split=split)
-    except Exception as error:  # libraries of the hub raise their own kinds when there is no network
+    except Exception as error:  # without a network, the hub's libraries raise their own types
         if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -113,7 +113,7 @@ def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
 
 
 def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]:
-    """The hub's rows are the file's lines; blank ones came through as empty text."""
+    """The lines of the published file: one per row, blank lines as empty text."""
     total = len(rows)
     for done, row in enumerate(rows, start=1):
         yield str(row["text"]).removesuffix("\n")
@@ -137,7 +137,7 @@ def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
         scratch.replace(path)
     except RunError as error:
         raise RunError(str(error).replace(str(scratch), f"the download of {path.name}")) from None
-    except Exception as error:  # libraries of the hub raise their own kinds when there is no network
+    except Exception as error:  # without a network, the hub's libraries raise their own types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise RunError(f"no space left in {path.parent} for the download of {name}") from None

@@ -1,4 +1,4 @@
-"""Reading stretches of text files, plain or packed, in blocks that cut no token."""
+"""Reads byte ranges of text files, plain or compressed, in blocks that end between tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_CHARACTER = 4
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes start … stop - 1 of a file (of its unpacked text). `whole_end`: the file ends there."""
+    """Bytes start … stop - 1 of a file's uncompressed text. `whole_end`: the file ends at stop."""
 
     path: Path
     start: int
@@ -36,7 +36,7 @@ class Span:
 
 
 class Reader:
-    """Reads spans. Keeps the last file open, so that neighbouring spans of a packed file unpack it only once."""
+    """Reads spans. Keeps the last file open: consecutive spans of a compressed file decompress it once."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -67,14 +67,14 @@ class Reader:
             while left:
                 block = self._file.read(min(left, BLOCK))
                 if not block:
-                    raise RunError(f"{span.path} ends {left:,} bytes too early: it changed, or it is cut off")
+                    raise RunError(f"{span.path} ends {left:,} bytes too early: it was changed or truncated")
                 left -= len(block)
                 yield block
 
     def blocks(self, span: Span, level: Level) -> Iterator[bytes | str]:
         """The text of a span in blocks that end between tokens: bytes at byte level, else characters.
 
-        At word level the last line of a file gets its newline where it has none.
+        At word level a file's last line gets a newline if it has none.
 
         Raises:
             RunError: as `raw`; bytes that are not UTF-8 at character or word level, with file and offset.
@@ -98,7 +98,7 @@ class Reader:
 
 
 class reading:  # noqa: N801  used as a statement: `with reading(path):`
-    """Turns what goes wrong with a file into one line that names it."""
+    """Turns errors of a file into a RunError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,7 +136,7 @@ def open_unpacked(path: Path) -> IO[bytes]:
 
 
 def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
-    """Reads a file whole and checks its unpacked text; yields the bytes read so far, for a progress display.
+    """Checks size and MD5 of a file's uncompressed text; yields the bytes read so far, for a progress display.
 
     Raises:
         RunError: another size or another checksum.
@@ -149,13 +149,13 @@ def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
             done += len(block)
             yield done
     if done != size:
-        raise RunError(f"{path} holds {done:,} bytes of text, not {size:,}: it is cut off or another file")
+        raise RunError(f"{path} has {done:,} bytes of text, expected {size:,}: truncated, or another file")
     if digest.hexdigest() != md5:
-        raise RunError(f"{path} has the md5 {digest.hexdigest()}, not {md5}: it is damaged or another file")
+        raise RunError(f"{path} has the md5 {digest.hexdigest()}, expected {md5}: damaged, or another file")
 
 
 def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
-    """UTF-8 to characters; `offset` is where `raw` begins in the file, for the error."""
+    """UTF-8 to characters; `offset`, the position of `raw` in the file, is for the error."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -166,7 +166,7 @@ def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
 
 
 def align(path: Path, position: int, size: int, level: Level) -> int:
-    """The first place at or after `position` where a text may be cut: between bytes, characters, or words."""
+    """The first position at or after `position` that is between two bytes, characters or words."""
     if level == "byte" or position in (0, size):
         return position
     with reading(path), path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Where the text of a corpus lies, and which bytes of it are training, validation and test."""
+"""Locates the text of a corpus, and splits it into training, validation and test bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PART_STEMS = {
 }
 _PROBE = 8192
 
-# Tests, other people's packages, demonstrations, generated tables, and what differs from machine to machine.
+# Tests, third-party packages, demonstrations, generated tables, and files that differ between machines.
 _STDLIB_SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data", "ensurepip"}
     | {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
@@ -36,11 +36,12 @@ class Source:
     """A corpus before tokenization.
 
     Attributes:
-        name: for tables: the corpus's name, or the last part of the path.
-        level: what a token is.
-        parts: split -> stretches of files; only the splits that exist.
-        note: what the parts are, for the protocol line.
-        checksum: (file, bytes, md5) to check before use; None if unknown.
+        name: the label in tables: the corpus's name, or the last part of the path.
+        level: the unit of tokens.
+        parts: split -> byte ranges of files; only the splits that exist.
+        note: how the splits were made, for the protocol line.
+        checksum: (file, bytes, md5) to verify before use; None if unknown.
+        missing: split -> the name of its missing file.
     """
 
     name: str
@@ -52,25 +53,25 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Bytes of text in all parts."""
+        """Bytes of text in all splits."""
         return sum(span.size for spans in self.parts.values() for span in spans)
 
     def no_part(self, split: str) -> RunError:
-        """The error for a part that the corpus does not have."""
+        """The error for a missing split."""
         names = {"train": "training", "valid": "validation", "test": "test"}
         where = f" ({self.missing[split]} is missing)" if split in self.missing else ""
         there = " and ".join(names[part] for part in self.parts)
         purpose = "it can be evaluated, not trained on" if split == "train" else f"it has: {there}"
-        return RunError(f"{self.name} has no {names[split]} part{where}: {purpose}")
+        return RunError(f"{self.name} has no {names[split]} split{where}: {purpose}")
 
 
 def local_source(spec: DataSpec, folders: Sequence[Path], vocabulary_level: Level | None = None) -> Source | None:
-    """The corpus of this name under the first of these folders that holds it, else of this path.
+    """The corpus with this name in the first folder that contains it, or at this path.
 
     None for a named corpus that must be downloaded first.
 
     Raises:
-        RunError: neither a corpus nor a path; a file that is empty, packed or not to be read; a folder without text.
+        RunError: neither a corpus nor a path; an empty, compressed or unreadable file; a folder without text.
     """
     forced = spec.level or vocabulary_level
     if spec.name == "stdlib":
@@ -89,7 +90,7 @@ def local_source(spec: DataSpec, folders: Sequence[Path], vocabulary_level: Leve
 
 
 def _whole(name: str, place: Path, level: Level | None) -> Source | None:
-    """The named corpus, if its one file is this one or lies in this folder."""
+    """The named corpus, if `place` is its file or a folder with its file."""
     corpus = CORPORA[name]
     candidates = [place / file for file in corpus.files] if place.is_dir() else [place] * (place.name in corpus.files)
     path = next((path for path in candidates if path.is_file()), None)
@@ -107,7 +108,7 @@ def _whole(name: str, place: Path, level: Level | None) -> Source | None:
 
 
 def _in_parts(name: str, folder: Path, level: Level | None) -> Source | None:
-    """The named corpus, if this is its folder and holds at least one of its parts."""
+    """The named corpus, if this is its folder and contains at least one of its splits."""
     corpus = CORPORA[name]
     files = {split: folder / file for split, file in corpus.parts.items()}
     if folder.name != name or not any(path.is_file() for path in files.values()):
@@ -140,7 +141,7 @@ def _in_stdlib_corpus(relative: Path) -> bool:
 
 
 def _stdlib_part(name: str) -> str:
-    """About 5 % of the files each for validation and test, by a hash of the name: the same on every machine."""
+    """About 5 % of the files each for validation and test, by a hash of the name, equal on every machine."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
     return "test" if draw < 5 else "valid" if draw < 10 else "train"
 
@@ -150,7 +151,7 @@ def _file(path: Path, level: Level | None) -> Source:
         if known := _whole(name, path, level):
             return known
     if path.suffix.lower() in _PACKED:
-        raise RunError(f"{path} is packed: unpack it first")
+        raise RunError(f"{path} is compressed: decompress it first")
     if not path.is_file():
         raise RunError(f"{path} is not an ordinary file")
     level = level or "byte"
@@ -170,7 +171,7 @@ def _folder(folder: Path, forced: Level | None) -> Source:
     for path in files:
         split = _PART_STEMS.get(path.stem.lower()) if path.parent == folder else None
         if split in parts:
-            raise RunError(f"the folder {folder} holds two {split} parts: {parts[split].name} and {path.name}")
+            raise RunError(f"the folder {folder} has two {split} files: {parts[split].name} and {path.name}")
         if split:
             parts[split] = path
     if "train" in parts or {"valid", "test"} <= parts.keys():
@@ -181,7 +182,7 @@ def _folder(folder: Path, forced: Level | None) -> Source:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Ordinary files below a folder, by name; hidden ones and linked folders are left out."""
+    """Regular files below a folder, by name, without hidden files and linked folders."""
     with reading(folder):
         entries = sorted(folder.iterdir())
     for path in entries:
@@ -194,7 +195,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    """Not empty, and without a zero byte near its start."""
+    """Whether a file is not empty and has no zero byte near its start."""
     with reading(path), path.open("rb") as file:
         start = file.read(_PROBE)
     return bool(start) and b"\0" not in start
@@ -211,7 +212,7 @@ def _whole_span(path: Path, *, may_be_empty: bool = False) -> Span:
 
 
 def _by_position(files: Sequence[Span], level: Level) -> dict[str, tuple[Span, ...]]:
-    """The first 90 % of the bytes to train, the next 5 to validate, the last 5 to test; no character or word is cut."""
+    """The first 90 % of the bytes for training, 5 % for validation, 5 % for test; no character or word is split."""
     total = sum(span.size for span in files)
     cuts = (0, total * 90 // 100, total * 95 // 100, total)
     parts: dict[str, list[Span]] = {split: [] for split in SPLITS}

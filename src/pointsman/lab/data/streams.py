@@ -1,7 +1,7 @@
-"""Segments of a token array, by step number: no state, so that resuming needs only the step.
+"""Segments of a token array as a pure function of the step, so that resuming needs only the step number.
 
-Shapes: B rows of the batch, T tokens of a segment. Inputs and targets are int64 [B, T]; the target of a position is the
-token after it. Rows continue from step to step, so that a model's memory of row b is what came just before in the text.
+Shapes: batch size B, segment length T. Inputs and targets are int64 [B, T]; the target of a position is the next token.
+A row continues from step to step, so that a model's memory of row b holds the preceding tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pointsman._errors import RunError
 from pointsman.lab.data.vocabulary import IdArray
 
 IGNORE = -100
-"""The target where there is none; `torch.nn.functional.cross_entropy` leaves it out by default."""
+"""The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 class BatchStream:
-    """Training segments as Transformer-XL cuts them: B contiguous columns of the array, each read from its start.
+    """Training segments as in Transformer-XL: the array is cut into B contiguous columns.
 
-    With n tokens a column is (n - 1) // B targets long, and an epoch (n - 1) // B // T whole segments; the fewer than
-    T targets left in each column are not used. After the last step of an epoch the columns start again.
+    With n tokens a column has (n - 1) // B targets, and an epoch (n - 1) // B // T segments. The remaining fewer than T
+    targets of a column are not used. The next epoch starts at the first segment again.
 
     Args:
         tokens: ids [n].
         batch_size: B.
         segment_length: T.
-        device: where batches go.
+        device: of the batches.
 
     Raises:
         RunError: fewer than B T + 1 tokens.
@@ -44,7 +44,7 @@ class BatchStream:
         need = batch_size * segment_length + 1
         if len(tokens) < need:
             raise RunError(
-                f"the training part has {len(tokens):,} tokens, and one step of {batch_size} x {segment_length} "
+                f"the training split has {len(tokens):,} tokens, and one step of {batch_size} x {segment_length} "
                 f"needs {need:,}: give more text, a smaller batch or a shorter segment"
             )
         self.batch_size = batch_size
@@ -73,31 +73,29 @@ class BatchStream:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def is_epoch_start(self, step: int) -> bool:
-        """Whether the columns start (again) at this step: memories of the text before must be forgotten."""
+        """Whether an epoch starts at this step: a model's memory must be reset."""
         return step % self.steps_per_epoch == 0
 
     def epoch(self, step: int) -> int:
-        """How often the text was read through before this step."""
+        """The number of complete epochs before this step."""
         return step // self.steps_per_epoch
 
 
 class EvalStream:
-    """Evaluation segments: every token but the array's first is a target exactly once, or evenly spaced stretches are.
+    """Evaluation segments: every token except the first is a target exactly once; with a budget, evenly spaced ones.
 
-    The n - 1 targets are cut into contiguous rows of equal length (the first ones may be one longer), read side by
-    side in segments of T; the last segment is as long as what is left, and where only some rows have a last target,
-    the others' target is `IGNORE`. There are B rows, or fewer if a row would not fill one segment. A memory starts
-    empty at the start of each row and is carried from segment to segment.
+    The n - 1 targets are cut into contiguous rows of equal length (the first rows may be one longer), which are read in
+    parallel in segments of T. The last segment may be shorter; a row without a last target has `IGNORE` there. There
+    are B rows, or fewer if a row would be shorter than a segment. A memory is empty at the start of each row.
 
-    With a `budget` below n - 1, only the first S = max(1, budget // (rows T)) whole segments of each row are read:
-    rows start at evenly spaced places of the text, and in its stretch each segment has the one before as context.
+    With a `budget` below n - 1, only the first S = max(1, budget // (rows T)) segments of each row are read.
 
     Args:
         tokens: ids [n].
         batch_size: B.
         segment_length: T.
-        device: where batches go.
-        budget: how many targets to evaluate, rounded down to whole segments (at least one a row); None for all.
+        device: of the batches.
+        budget: the number of targets, rounded down to whole segments (at least one per row); None for all.
 
     Raises:
         RunError: fewer than T + 1 tokens, or a budget below 1.
@@ -115,7 +113,7 @@ class EvalStream:
         targets = len(tokens) - 1
         if targets < segment_length:
             raise RunError(
-                f"the part to evaluate has {len(tokens):,} tokens, and one segment needs {segment_length + 1:,}"
+                f"the split to evaluate has {len(tokens):,} tokens, and one segment needs {segment_length + 1:,}"
             )
         if budget is not None and budget < 1:
             raise RunError(f"{budget} tokens to evaluate: at least 1 is needed")
@@ -135,7 +133,7 @@ class EvalStream:
 
     @classmethod
     def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
-        """A stream that reads these texts side by side, each of at least two ids, all targets but a text's first."""
+        """A stream with one row per text of at least two ids; all tokens except a text's first are targets."""
         _check_positive(len(rows), segment_length)
         stream = cls.__new__(cls)
         stream.rows, stream.segment_length = len(rows), segment_length
@@ -148,13 +146,13 @@ class EvalStream:
 
     @property
     def texts(self) -> list[IdArray]:
-        """The stretch of text that each row reads, its first token (which is no target) included."""
+        """The text of each row, including its first token, which is not a target."""
         return [
             self._tokens[start : start + length + 1] for start, length in zip(self._starts, self._lengths, strict=True)
         ]
 
     def __len__(self) -> int:
-        """The number of segments, side by side."""
+        """The number of segments per row."""
         return -(-int(self._lengths.max()) // self.segment_length)
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
@@ -177,13 +175,13 @@ class EvalStream:
 
     @property
     def protocol(self) -> str:
-        """One line on what is evaluated, for tables."""
+        """The protocol line: which targets are evaluated."""
         total = len(self._tokens) - 1
         if self.num_tokens == total:
             return f"all {total:,} targets in {self.rows} rows, segments of {self.segment_length}"
-        stretch = self.num_tokens // self.rows
+        length = self.num_tokens // self.rows
         return (
-            f"{self.num_tokens:,} of {total:,} targets: {self.rows} evenly spaced stretches of {stretch:,}, "
+            f"{self.num_tokens:,} of {total:,} targets: {self.rows} evenly spaced stretches of {length:,}, "
             f"segments of {self.segment_length}"
         )
 

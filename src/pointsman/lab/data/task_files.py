@@ -1,4 +1,4 @@
-"""Reading labelled texts: CSV, TSV, JSON lines and fastText files, plain or packed with gzip."""
+"""Reads labelled texts from CSV, TSV, JSON lines and fastText files, plain or compressed with gzip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FASTTEXT_LABEL = "__label__"
 
 @dataclass(frozen=True)
 class Columns:
-    """Where text and label stand; None = the first usual name that the file has. `header`: the first row names them."""
+    """Column names of text and label; None: the first usual name in the file. `header`: the first row has the names."""
 
     text: str | None = None
     label: str | None = None
@@ -31,7 +31,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class LabelledText:
-    """One example, and where it was read, for errors: "FILE, line 7"."""
+    """One example, and its location for errors: "FILE, line 7"."""
 
     text: str
     label: str
@@ -39,22 +39,22 @@ class LabelledText:
 
 
 def format_of(path: Path) -> str | None:
-    """The format that a file's name says, `.gz` left aside; None for another."""
+    """The format by a file's ending, ignoring `.gz`; None if unknown."""
     name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return FORMATS.get(name.suffix.lower())
 
 
 def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledText]:
-    """The examples of a file, in its order. Texts and labels are stripped of white space at their ends.
+    """The examples of a file, in order. Texts and labels are stripped.
 
     Raises:
-        RunError: a file that cannot be read, is no UTF-8, has no row, another format or the wrong columns; a row
-            without its text or label, or with an empty text. Names the file, and the line where there is one.
+        RunError: the file cannot be read, is not UTF-8, is empty, has an unknown format or wrong columns, or a row has
+            no text or no label. The message names the file, and the line if there is one.
     """
     columns = columns or Columns()
     kind = format_of(path)
     if kind is None:
-        raise RunError(f"{path}: allowed are .csv, .tsv, .jsonl and fastText .txt files, also packed as .gz")
+        raise RunError(f"{path}: allowed are .csv, .tsv, .jsonl and fastText .txt files, also compressed as .gz")
     found: list[LabelledText] = []
     with (
         reading(path),
@@ -66,22 +66,22 @@ def read_labelled(path: Path, columns: Columns | None = None) -> list[LabelledTe
             for line, text, label in _rows(file, kind, path, columns):
                 where = f"{path}, line {line}"
                 if not text.strip():
-                    raise RunError(f"{where}: the text is empty: remove the row, or give it a text")
+                    raise RunError(f"{where}: the text is empty: remove the row or add a text")
                 if not label.strip():
                     raise RunError(f"{where}: the label is empty")
                 found.append(LabelledText(text.strip(), label.strip(), where))
         except UnicodeDecodeError as error:
             raise RunError(f"{path} is not UTF-8 (byte 0x{error.object[error.start]:02x})") from None
         except csv.Error as error:
-            raise RunError(f"{path} is no whole {kind.upper()} file: {error}") from None
+            raise RunError(f"{path} is not a valid {kind.upper()} file: {error}") from None
     if not found:
-        raise RunError(f"{path} holds no example")
+        raise RunError(f"{path} contains no example")
     return found
 
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Texts of any length: csv refuses those above 131,072 characters otherwise."""
+    """Allows texts of any length; the default limit of csv is 131,072 characters."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -98,7 +98,7 @@ def _rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> It
 
 
 def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns) -> Iterator[tuple[int, str, str]]:
-    if kind == "tsv":  # as published: quotes are text
+    if kind == "tsv":  # in the published files quotes are text
         rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         rows = csv.reader(file, strict=True)
@@ -110,7 +110,7 @@ def _table_rows(file: io.TextIOWrapper, kind: str, path: Path, columns: Columns)
         if not row:
             continue
         if len(row) <= max(text_at, label_at):
-            raise RunError(f"{path}, line {rows.line_num}: {len(row)} columns, and text and label need more")
+            raise RunError(f"{path}, line {rows.line_num}: {len(row)} columns; text or label is missing")
         yield rows.line_num, row[text_at], row[label_at]
 
 

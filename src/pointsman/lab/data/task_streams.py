@@ -1,4 +1,4 @@
-"""Batches of labelled texts: encoded, cut to a length, padded on the right, and bucketed by length."""
+"""Batches of labelled texts: encoded, truncated, padded on the right, and bucketed by length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.lab.data.vocabulary import IdArray, Vocabulary
 
 END_MARK = "\n"
 PADDING = -1
-BUCKET = 50  # batches that are sorted by length together
+BUCKET = 50  # batches in a bucket
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Encoded:
     Attributes:
         rows: ids of each text [tokens], with its end mark.
         labels: [n] int64.
-        truncated: how many texts were cut.
-        unknown: how many tokens the vocabulary did not know.
+        truncated: the number of truncated texts.
+        unknown: the number of tokens that are not in the vocabulary.
     """
 
     rows: tuple[IdArray, ...]
@@ -43,30 +43,30 @@ class Encoded:
         return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
 
     def within(self, tokens: int | None) -> NDArray[np.int64]:
-        """Places of the texts that a budget of tokens allows, at least one; None: of all.
+        """Indices of texts with at most `tokens` tokens in total, at least one text; None: of all texts.
 
-        They are drawn at random with a fixed seed: the same ones for every model, and of every class.
+        The texts are drawn with a fixed seed, so that every model is evaluated on the same ones.
         """
         if tokens is None:
             return np.arange(len(self), dtype=np.int64)
         order = np.random.default_rng(0).permutation(len(self))
-        spent = np.cumsum([len(self.rows[place]) for place in order])
-        return np.sort(order[: max(1, int(np.searchsorted(spent, tokens, side="right")))])
+        total = np.cumsum([len(self.rows[place]) for place in order])
+        return np.sort(order[: max(1, int(np.searchsorted(total, tokens, side="right")))])
 
     def take(self, places: NDArray[np.int64]) -> Encoded:
-        """The examples at these places."""
+        """The examples with these indices."""
         rows = tuple(self.rows[place] for place in places)
         return Encoded(rows, self.labels[places], self.truncated, self.unknown)
 
 
 def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
-    """Ids of every text and an end mark, at most `max_length`: a longer text keeps its beginning, then the mark.
+    """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
 
-    The mark is a newline (`<eos>` at word level; a space where the vocabulary has no newline). A classifier reads its
-    answer off the mark's position, so that every text ends alike.
+    The mark is a newline (`<eos>` at word level; a space if the vocabulary has no newline). A classifier uses the
+    hidden state at the mark.
 
     Raises:
-        RunError: `max_length` below 2, or a text of which the vocabulary leaves nothing.
+        RunError: `max_length` is below 2, or a text is empty in this vocabulary.
     """
     if max_length < 2:
         raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
@@ -92,9 +92,9 @@ class TaskBatch:
     """B texts of up to T tokens.
 
     Attributes:
-        tokens: [B, T] int64, -1 on the right where padded.
+        tokens: [B, T] int64, padded on the right with -1.
         labels: [B] int64.
-        places: index of each text among the examples.
+        places: index of each text in the examples.
         num_tokens: real tokens.
     """
 
@@ -105,7 +105,7 @@ class TaskBatch:
 
 
 def collate(encoded: Encoded, places: NDArray[np.int64], device: torch.device) -> TaskBatch:
-    """The texts at these places as one padded batch."""
+    """The texts with these indices as one padded batch."""
     rows = [encoded.rows[place] for place in places]
     lengths = [len(row) for row in rows]
     tokens = np.full((len(rows), max(lengths)), PADDING, dtype=np.int64)
@@ -116,10 +116,10 @@ def collate(encoded: Encoded, places: NDArray[np.int64], device: torch.device) -
 
 
 class TaskStream:
-    """Training batches: every example in every epoch, texts of like length together.
+    """Training batches: every example in every epoch, bucketed by length.
 
-    Each epoch is shuffled by (seed, epoch), cut into groups of 50 batches, sorted by length within a group, cut into
-    batches, and the batches are shuffled. The last batch of an epoch is filled up with the epoch's first examples.
+    Each epoch is shuffled by (seed, epoch), cut into buckets of 50 batches, sorted by length within a bucket, cut into
+    batches, and the batches are shuffled. The last batch of an epoch is completed with the epoch's first examples.
     """
 
     def __init__(self, encoded: Encoded, batch_size: int, seed: int, device: torch.device | str = "cpu") -> None:
@@ -139,12 +139,12 @@ class TaskStream:
         return float(self._lengths.mean()) * self.batch_size
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """(tokens [B, T], labels [B]) of the step with this number, counted from 0: a pure function."""
+        """(tokens [B, T], labels [B]) of a step, counted from 0; a pure function."""
         found = collate(self.encoded, self.places(step), self._device)
         return found.tokens, found.labels
 
     def places(self, step: int) -> NDArray[np.int64]:
-        """Which examples that batch holds."""
+        """Indices of the examples in the batch of a step."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._batches(epoch))

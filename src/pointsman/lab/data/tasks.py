@@ -26,7 +26,7 @@ _OPTION = re.compile(r":(?=(?:text|label)=)")
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where the hub holds a task: repository, configuration, its name of each split, its columns."""
+    """A task on the hub: repository, configuration, names of splits and columns."""
 
     repository: str
     splits: Mapping[str, str]
@@ -41,11 +41,11 @@ class KnownTask:
 
     Attributes:
         summary: one line for lists.
-        folder: under the data folder.
+        folder: the folder inside the data folder.
         files: split -> file. A task without "test" reports "dev".
-        columns: where text and label stand in them.
-        classes: names of the labels, in the hub's order; () = those of the training part.
-        hub: where it is fetched from if it is not under the data folder.
+        columns: of text and label in the files.
+        classes: names of the labels, in the hub's order; () = those of the training split.
+        hub: the source of the download if the files are not in the data folder.
     """
 
     summary: str
@@ -104,7 +104,7 @@ TASKS: Mapping[str, KnownTask] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Examples:
-    """Texts and the index of each one's class."""
+    """Texts and their class indices."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -113,7 +113,7 @@ class Examples:
         return len(self.texts)
 
     def take(self, places: Iterable[int]) -> Examples:
-        """The examples at these places."""
+        """The examples with these indices."""
         kept = list(places)
         return Examples(tuple(self.texts[place] for place in kept), tuple(self.labels[place] for place in kept))
 
@@ -124,12 +124,12 @@ class LabelledTexts:
 
     Attributes:
         name: a known task's name, or the last part of the path.
-        classes: the labels' names; a label's index is its place here.
-        splits: "train", and what exists of "valid", "test", "dev". A part that is "dev" is reported, because there is
-            no test part, and chooses nothing.
+        classes: the labels' names, by index.
+        splits: "train" and some of "valid", "test", "dev". A "dev" split is reported in the place of a missing test
+            split and never used to choose a checkpoint.
         reported: "test" or "dev".
         description: the protocol line.
-        fingerprint: 64 bits in hexadecimal over all texts and labels.
+        fingerprint: a 64-bit hash (hexadecimal) of all texts and labels.
     """
 
     name: str
@@ -144,15 +144,15 @@ class LabelledTexts:
 
     @property
     def watched(self) -> str | None:
-        """The part that is looked at while training: never the test part."""
+        """The split that is evaluated during training; never the test split."""
         return next((split for split in ("valid", "dev") if split in self.splits), None)
 
 
 def parse_task(text: str) -> tuple[str, Columns]:
-    """`NAME|PATH[:text=COLUMN][:label=COLUMN]` as the name or path and its columns.
+    """The name or path, and the columns, of `NAME|PATH[:text=COLUMN][:label=COLUMN]`.
 
     Raises:
-        RunError: no name and no path.
+        RunError: the name is empty.
     """
     name, *options = _OPTION.split(text)
     if not name.strip():
@@ -164,19 +164,19 @@ def parse_task(text: str) -> tuple[str, Columns]:
 
 
 def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
-    """The task that `NAME|PATH[:text=COLUMN][:label=COLUMN]` asks for.
+    """Loads the task `NAME|PATH[:text=COLUMN][:label=COLUMN]`.
 
-    A name is looked up in `data_dir`, then fetched from the Hugging Face hub; anything else is a file or folder, in
-    `data_dir` or by its path. A folder holds train.*, and test.* or dev.* (valid.*, val.*); a single file is divided by
-    a hash of each text, 80 / 10 / 10 %, so that equal texts fall together and every machine divides alike.
+    A name is looked up in `data_dir`, then on the Hugging Face hub; anything else is a file or folder, relative to
+    `data_dir` or by its path. A folder contains train.*, and test.* or dev.* (valid.*, val.*). A single file is split
+    80 / 10 / 10 % by a hash of each text: equal texts are in the same split, and the result is equal on every machine.
 
     Args:
-        spec: what `--task` takes.
+        spec: the value of `--task`.
         data_dir: the folder with the user's data.
 
     Raises:
-        RunError: one line for whatever the user can mend: no such task or file, wrong columns, an empty text, a label
-            that training never had, a class without training examples, fewer than two classes.
+        RunError: one line: no such task or file, wrong columns, an empty text, a label that does not occur in training,
+            a class without training examples, fewer than two classes.
     """
     name, columns = parse_task(spec)
     path = find_task(spec, data_dir=data_dir)
@@ -189,7 +189,7 @@ def load_task(spec: str, *, data_dir: Path | None = None) -> LabelledTexts:
 
 
 def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
-    """The file or folder of the task that `spec` asks for, None for a known name; nothing is read.
+    """The file or folder of a task, without reading it; None for a known name.
 
     Raises:
         RunError: no such task, file or folder.
@@ -234,7 +234,7 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
         if split is None or format_of(path) is None or not path.is_file():
             continue
         if split in files:
-            raise RunError(f"the folder {folder} holds two {split} parts: {files[split].name} and {path.name}")
+            raise RunError(f"the folder {folder} has two {split} files: {files[split].name} and {path.name}")
         files[split] = path
     if "train" not in files or len(files) < 2:
         there = ", ".join(path.name for path in files.values()) or "none of them"
@@ -275,7 +275,7 @@ def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[Labelle
     empty = [split for split, found in parts.items() if not found]
     if empty:
         raise RunError(
-            f"{path} holds {len(rows)} examples: too few to divide (no {empty[0]} part); give a folder of parts"
+            f"{path} holds {len(rows)} examples: too few to divide (no {empty[0]} split); give a folder of splits"
         )
     return parts
 
@@ -285,16 +285,16 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
     classes = tuple(declared) or tuple(sorted(counts, key=_label_order))
     for label in classes:
         if not counts[label]:
-            raise RunError(f"task {name}: class {label!r} has no examples in the training part")
+            raise RunError(f"task {name}: class {label!r} has no examples in the training split")
     if len(classes) < 2:
-        raise RunError(f"task {name}: the training part has one class, {classes[0]!r}; at least two are needed")
+        raise RunError(f"task {name}: the training split has one class, {classes[0]!r}; at least two are needed")
     index = {label: place for place, label in enumerate(classes)}
     splits: dict[str, Examples] = {}
     for split, rows in parts.items():
         for row in rows:
             if row.label not in index:
                 shown = did_you_mean(row.label, classes) if len(classes) <= 12 else f"it has {len(classes)} classes"
-                raise RunError(f"{row.where}: label {row.label!r} does not occur in the training part: {shown}")
+                raise RunError(f"{row.where}: label {row.label!r} does not occur in the training split: {shown}")
             if not row.text:
                 raise RunError(f"{row.where}: the text is empty")
         splits[split] = Examples(tuple(row.text for row in rows), tuple(index[row.label] for row in rows))

@@ -1,11 +1,11 @@
-"""Vocabularies: what the token ids of a corpus stand for, at byte, character or word level.
+"""Vocabularies: token ids at byte, character or word level.
 
-- **byte**: lossless on its corpus. Ids are the bytes of the training part in ascending order, then the bytes that only
-  the other parts hold (none in enwik8, so V = 205 there). There is no `<unk>`: in text from elsewhere, a byte that
-  the corpus never had is read as a space if it is white space, else as `?`, so that lengths stay as they are.
-- **char**: id 0 is `<unk>`, then the characters of the training part by code point.
-- **word**: split at white space, case kept, `<eos>` for each newline, `<unk>` for a word that training never had;
-  ids in order of falling frequency (what an adaptive softmax needs), equal counts by the words themselves.
+- **byte**: lossless on its corpus. Ids are the bytes of the training split in ascending order, then the bytes that
+  occur only in other splits (none in enwik8, so V = 205 there). There is no `<unk>`: in other text, a byte that does
+  not occur in the corpus becomes a space if it is white space, else `?`, so that lengths do not change.
+- **char**: id 0 is `<unk>`, then the characters of the training split by code point.
+- **word**: split at white space, case-sensitive, `<eos>` for each newline, `<unk>` for a word that does not occur in
+  the training split; ids in order of decreasing frequency (as an adaptive softmax needs), then alphabetically.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ IdArray = NDArray[np.integer[Any]]
 
 
 class _WordIndex(dict[str, int]):
-    """word -> id; -1 for an unknown word, at the speed of a plain dict."""
+    """word -> id, -1 for an unknown word; as fast as a plain dict."""
 
     def __missing__(self, word: str) -> int:
         return -1
 
 
 class Vocabulary:
-    """Token ids and what they stand for.
+    """The mapping between token ids and symbols.
 
     Args:
         level: "byte", "char" or "word".
-        symbols: what id 0, 1, … stand for: byte values at byte level, else strings.
+        symbols: of id 0, 1, …: byte values at byte level, else strings.
 
     Raises:
-        ValueError: unknown level, a symbol given twice, none at all, or a kind of symbol that the level does not have.
+        ValueError: an unknown level, a repeated symbol, no symbols, or symbols of the wrong type.
     """
 
     def __init__(self, level: Level, symbols: Sequence[int] | Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Vocabulary:
 
     @classmethod
     def of_bytes(cls, training: Iterable[int], others: Iterable[int] = ()) -> Vocabulary:
-        """Bytes of the training part, then those that only other parts hold."""
+        """Bytes of the training split, then those that occur only in other splits."""
         first = sorted(set(training))
         return cls("byte", [*first, *sorted(set(others) - set(first))])
 
@@ -77,7 +77,7 @@ class Vocabulary:
 
     @classmethod
     def of_words(cls, counts: Mapping[str, int]) -> Vocabulary:
-        """The words by falling count; `<unk>` comes last where the text holds none."""
+        """The words by decreasing count; `<unk>` is last if it does not occur in the text."""
         ordered = sorted(counts, key=lambda word: (-counts[word], word))
         return cls("word", ordered if UNKNOWN in counts else [*ordered, UNKNOWN])
 
@@ -115,13 +115,13 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        """64 bits in hexadecimal that tell vocabularies apart."""
+        """A 64-bit hash (hexadecimal)."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def encode(self, text: str | bytes) -> NDArray[np.int64]:
         """Ids [tokens] of any text: a string, or its bytes in UTF-8.
 
-        At word level each newline becomes `<eos>`; a text without a last newline gets none.
+        At word level each newline becomes `<eos>`; none is added at the end.
 
         Raises:
             RunError: bytes that are not UTF-8, at character or word level.
@@ -129,7 +129,7 @@ class Vocabulary:
         return self.encode_compact(text)[0].astype(np.int64)
 
     def encode_compact(self, text: str | bytes) -> tuple[IdArray, int]:
-        """Ids [tokens] in `dtype`, and how many tokens were unknown (an `<unk>` in the text itself is not)."""
+        """Ids [tokens] in `dtype`, and the number of unknown tokens (an `<unk>` in the text itself does not count)."""
         if self.level == "byte":
             raw = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
             values = np.frombuffer(raw, dtype=np.uint8)
@@ -152,20 +152,20 @@ class Vocabulary:
         return ids, int(np.count_nonzero(unknown))
 
     def decode_bytes(self, ids: Iterable[int] | NDArray[Any]) -> bytes:
-        """The bytes that the ids stand for: at byte level exactly the text that was encoded.
+        """The bytes of the ids: at byte level exactly the encoded text.
 
         Raises:
             ValueError: an id outside 0 … V - 1.
         """
         array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64).reshape(-1)
         if array.size and (array.min() < 0 or array.max() >= self.size):
-            raise ValueError(f"ids go from {array.min()} to {array.max()}; the vocabulary holds 0 to {self.size - 1}")
+            raise ValueError(f"ids are from {array.min()} to {array.max()}; the vocabulary has 0 to {self.size - 1}")
         if self.level == "byte":
             return np.array(self.symbols, dtype=np.uint8)[array].tobytes()
         return self._join([str(self.symbols[index]) for index in array]).encode("utf-8", errors="surrogatepass")
 
     def decode(self, ids: Iterable[int] | NDArray[Any]) -> str:
-        """The text that the ids stand for; bytes that are not UTF-8 (a cut character, say) show as U+FFFD."""
+        """The text of the ids; bytes that are not UTF-8, as of a truncated character, become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
@@ -174,10 +174,10 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
-        """The vocabulary that `to_json` wrote.
+        """The vocabulary from the text of `to_json`.
 
         Raises:
-            RunError: a text that is not such a vocabulary.
+            RunError: the text is not a vocabulary.
         """
         try:
             data = json.loads(text)
@@ -222,7 +222,7 @@ class Vocabulary:
 
 
 def split_words(text: str, *, keep_newlines: bool) -> list[str]:
-    """Words at white space; each newline is a word of its own, `<eos>`, if newlines are kept."""
+    """Words, split at white space; if newlines are kept, each one becomes the word `<eos>`."""
     return (text.replace("\n", f" {END_OF_LINE} ") if keep_newlines else text).split()
 
 

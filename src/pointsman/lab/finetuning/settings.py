@@ -31,7 +31,7 @@ class Finetuning:
     Attributes:
         task: a task, as `--task` names it.
         steps: optimizer steps; None = `epochs`.
-        epochs: passes over the training part, if `steps` is None; None = the paper's.
+        epochs: passes over the training split, if `steps` is None; None = the paper's.
         train_top_k: k while fine-tuning; "N" = dense.
         freeze: roles that do not train: "router", "experts", … (X-MoE freezes both).
         balance: weight of the routers' balance losses; None = as in pre-training.

@@ -65,7 +65,7 @@ class RunConfig:
         batch_size: sequences a step; `accumulation` micro-batches share them.
         segment_length, memory_length: tokens of a training segment, and of the memory before it.
         eval_batch_size, eval_segment_length, eval_memory_length: the same in evaluation.
-        eval_tokens: tokens of the test part that are scored, whole segments evenly spaced; None = all.
+        eval_tokens: tokens of the test split that are scored, whole segments evenly spaced; None = all.
         eval_top_k: the k values of the final evaluation.
         eval_split: the part of the final evaluation.
         valid_tokens: as `eval_tokens`, for the validations on the way.

@@ -20,7 +20,7 @@ class ImageStream:
     Batches go on over the end of an epoch, so that every batch has B images.
 
     Args:
-        part: the training part.
+        part: the training split.
         batch_size: B.
         num_classes: C.
         augmentation: what is done to the images.
@@ -34,7 +34,7 @@ class ImageStream:
         self, part: ImagePart, batch_size: int, num_classes: int, augmentation: Augmentation, seed: int
     ) -> None:
         if len(part) == 0:
-            raise RunError("the training part has no images")
+            raise RunError("the training split has no images")
         if batch_size < 1:
             raise ValueError(f"batch size {batch_size}: at least 1")
         self.batch_size, self.num_classes, self.seed = batch_size, num_classes, seed
