@@ -1,5 +1,5 @@
-"""The MoE layer against its limit and its peers: `pointsman bench`.
+"""`pointsman bench`: the MoE layer against the dense limit and other libraries (peers).
 
-Every implementation of a case lives in a process of its own; the processes take turns, one call each, on the same new
-tokens, so that each call meets a routing it has not seen and a disturbance of the machine meets all alike.
+Every implementation of a case runs in its own process. The processes take turns: each makes one call on the same new
+tokens, so that every call has a new routing and disturbances of the machine affect all implementations equally.
 """

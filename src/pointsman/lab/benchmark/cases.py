@@ -1,4 +1,4 @@
-"""What is measured: the shapes of the training configurations, decoding, and the axes of growth."""
+"""The measured cases: shapes of training configurations, decoding, and scaling along each axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Case:
     """One layer and one batch.
 
     Attributes:
-        tokens: rows of a batch; peers that want sequences get them 512 long, or one shorter one.
+        tokens: rows of a batch; peers that need sequences get sequences of 512 tokens, or one shorter sequence.
         dim, hidden_dim, num_experts, k: the layer; experts are ReLU, without biases.
         dtype: "float32" or "bfloat16".
         train: forward and backward, or forward alone (decoding).
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the two products of each assignment."""
+        """Floating-point operations of the two matrix products of each assignment."""
         return 4 * self.tokens * self.k * self.dim * self.hidden_dim * (3 if self.train else 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_
 
 
 def cases(device: str, quick: bool, names: Collection[str] | None = None) -> list[Case]:
-    """All cases for a device, each in both dtypes on a CPU; a minute's worth of them if `quick`; only those `names`."""
+    """The cases for a device, on a CPU in both dtypes; a few if `quick`; only those in `names` if given."""
     if device != "cpu":
         chosen = [replace(case, device=device) for case in ON_GPU]
         chosen = chosen[:1] if quick else chosen
@@ -85,7 +85,7 @@ def cases(device: str, quick: bool, names: Collection[str] | None = None) -> lis
 
 
 def steps(device: str, quick: bool, names: Collection[str] | None = None) -> tuple[int, ...]:
-    """At which k training steps are measured: on a GPU, unless it has to be quick and nobody asked for them."""
+    """The values of k at which training steps are measured: only on a GPU, and not if `quick`."""
     wanted = not quick if names is None else STEPS in names
     return STEPS_TOP_K if wanted and device != "cpu" else ()
 

@@ -1,7 +1,7 @@
-"""Our layer, its limit, and its peers, each as a function of the hidden states: router, experts, combination.
+"""The implementations: our layer, its limit and its peers, each a function of hidden states with router and experts.
 
-A peer's router is its own, its experts do the same work: ReLU, no biases (st-moe-pytorch has gated experts only; its
-width is chosen for equal products).
+Peers use their own routers. All experts do the same work: ReLU, no biases (st-moe-pytorch has only gated experts; their
+width gives the same number of operations).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Implementation:
-    """How to build a layer, and where it can be built.
+    """How to build a layer, and for which cases.
 
     Attributes:
-        build: the layer, and the module that holds its parameters.
-        package: what must be installed, or None.
-        suits: whether it can do a case in reasonable time and memory.
+        build: returns the layer, and the module with its parameters.
+        package: the required package, or None.
+        suits: whether it supports a case, in reasonable time and memory.
     """
 
     build: Callable[[Case], tuple[Layer, nn.Module]]
@@ -48,7 +48,7 @@ def pointsman(case: Case) -> tuple[Layer, nn.Module]:
 
 
 def dense(case: Case) -> tuple[Layer, nn.Module]:
-    """A feed-forward layer of stock torch that sees each token k times."""
+    """A plain torch feed-forward layer on k copies of each token."""
     inward, outward = nn.Linear(case.dim, case.hidden_dim, False), nn.Linear(case.hidden_dim, case.dim, False)
 
     def layer(hidden: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def dense(case: Case) -> tuple[Layer, nn.Module]:
 
 
 class Limit(nn.Module):
-    """The same products as one dense chain at the best rate: the faster GEMM, chunks that stay in cache."""
+    """The same matrix products as a dense chain, with the faster GEMM library, in chunks that fit in cache."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def limit(case: Case) -> tuple[Layer, nn.Module]:
 
 
 def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
-    """For a few tokens: reading the weights of the experts that a uniform routing would use, once."""
+    """For few tokens: reads once the weights of as many experts as uniform routing would use."""
     dtype = getattr(torch, case.dtype)
     used = min(case.num_experts, round(case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)))
     weights = torch.randn(case.num_experts, 2 * case.dim * case.hidden_dim, device=case.device).to(dtype)
@@ -103,7 +103,7 @@ def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
 
 
 def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
-    """The experts of transformers (those of NemotronH, which have no gate) behind its usual softmax router."""
+    """The experts of transformers (NemotronH's, which have no gate projection) with its usual softmax router."""
 
     def build(case: Case) -> tuple[Layer, nn.Module]:
         from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -185,7 +185,7 @@ def megablocks(case: Case) -> tuple[Layer, nn.Module]:
 
 
 def _pairs_fit(case: Case) -> bool:
-    """batched_mm copies an expert's weights for every pair."""
+    """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
 
 
@@ -212,7 +212,7 @@ MODULES = (
     "st_moe_pytorch.st_moe_pytorch",
     "mixture_of_experts.mixture_of_experts",
 )
-"""What the peers import on a CPU, where they are installed."""
+"""Modules of the peers on a CPU, if installed."""
 LIMITS = ("limit", "limit (reading weights)")
 OWN = ("pointsman", "dense, stock torch", *LIMITS)
-"""What is always measured; the others are peers."""
+"""These are always measured; the others are peers."""

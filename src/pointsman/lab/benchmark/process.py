@@ -1,6 +1,6 @@
-"""Worker processes: forked from one that has imported everything and computed nothing, so that each is clean and quick.
+"""Worker processes, forked from a server process that has imported everything but computed nothing.
 
-An import of torch and of the peers takes several seconds; a benchmark starts more than a hundred processes.
+Importing torch and the peers takes several seconds, and a benchmark starts more than a hundred processes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _work(target: Callable[[Connection], None], pipe: Connection) -> None:
 
 
 class Process:
-    """A worker process, which answers requests.
+    """A worker process that answers requests.
 
     Args:
-        name: what it measures.
-        target: what it runs, given its end of the pipe; importable.
+        name: of the implementation.
+        target: the function that it runs, with its end of the pipe; must be importable.
     """
 
     def __init__(self, name: str, target: Callable[[Connection], None] = serve) -> None:
@@ -61,7 +61,7 @@ class Process:
         return self.receive()
 
     def send(self, request: str, value: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended: `receive` says so
+        with contextlib.suppress(OSError):  # the process has ended; `receive` returns the error
             self._pipe.send((request, value))
 
     def receive(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Process:
 
 
 def ask_all(requests: Mapping[Process, Request]) -> dict[Process, dict[str, Any]]:
-    """Each process's answer; they work at the same time."""
+    """Each process's answer; the processes run at the same time."""
     for process, request in requests.items():
         process.send(*request)
     return {process: process.receive() for process in requests}

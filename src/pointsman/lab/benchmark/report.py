@@ -1,4 +1,4 @@
-"""The benchmark as Markdown, as JSON and as a plot."""
+"""The benchmark's results as Markdown, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pointsman.ops.kernels import measure_kernels
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Versions, processor, threads and kernels, on which the figures depend."""
     info = {
         "pointsman": __version__,
         "commit": _commit(),
@@ -60,11 +60,11 @@ def markdown(benchmark: Benchmark) -> str:
     lines += [f"- {name}: {value}" for name, value in machine().items()]
     lines += [
         "",
-        "Each implementation runs in a process of its own; they take turns on the same new tokens. A time is the "
-        "median over rounds, a ratio the median of the ratios round by round. The limit is the same products as one "
-        "dense chain at this machine's best rate (forward and backward: three times the forward), in decoding "
-        "reading the chosen experts' weights once. Memory is what one call needs at its peak, beyond the weights and "
-        "the kernels that libraries keep.",
+        "Each implementation runs in its own process; the processes take turns on the same new tokens. A time is the "
+        "median over rounds, a ratio the median over the ratios of all rounds. The limit is a dense chain of the same "
+        "matrix products at this machine's highest rate (forward and backward: three times the forward); in decoding "
+        "it is reading the chosen experts' weights once. Memory is the peak of one call, without the weights and the "
+        "kernels that libraries cache.",
         "",
     ]
     if benchmark.results:
@@ -82,8 +82,8 @@ def markdown(benchmark: Benchmark) -> str:
             "",
             "## Training steps of HyperRouter's small Transformer-XL",
             "",
-            "22 x 512 tokens after a memory of 512; forward, backward, clipping and Adam; a process for each way; "
-            "they take turns. Memory is the most that the device holds for a process.",
+            "22 x 512 tokens after a memory of 512; forward, backward, clipping and Adam; one process for each way; "
+            "they take turns. Memory is the peak reserved on the device for a process.",
         ]
     for steps in benchmark.steps:
         lines += ["", f"k {steps.k}:", "", *step_table(steps)]
@@ -96,7 +96,7 @@ def markdown(benchmark: Benchmark) -> str:
 
 
 def rate(result: Result) -> list[str]:
-    """The limit's measured rate, and how much of it our layer reaches."""
+    """The limit's measured rate, and our layer's share of it."""
     ours, limit = result.times["pointsman"], result.limit
     if not result.case.train or not ours.total or not limit.total:
         return []

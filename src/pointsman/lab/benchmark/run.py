@@ -1,4 +1,4 @@
-"""Runs the cases: a process for each implementation, turn by turn."""
+"""Runs the cases: one process for each implementation; the processes take turns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pointsman.lab.benchmark.process import Process, ask_all
 from pointsman.lab.benchmark.steps import SETTINGS, WAYS, Settings
 from pointsman.ops.kernels import measure_kernels
 
-SECONDS = 3.0  # a case, if it takes no more
-LEAST = 5  # rounds
-WARM_UP = {"float32": 1.0, "bfloat16": 8.0}  # seconds at most for each; in bf16 torch builds kernels for row counts
-ROUNDS = {True: 15, False: 60}  # at most; decoding takes microseconds, so that its median needs more
-HOPELESS = 8  # times as long as the best peer: not worth a round
+SECONDS = 3.0  # for one case
+LEAST = 5  # the smallest number of rounds
+WARM_UP = {"float32": 1.0, "bfloat16": 8.0}  # seconds at most; in bf16 torch builds a kernel for each row count
+ROUNDS = {True: 15, False: 60}  # the largest number of rounds, for training and for decoding (short calls)
+TOO_SLOW = 8  # a peer that takes this many times as long as the best peer gets no rounds
 STEP_ROUNDS = 15
-PAUSE = 0.02  # seconds between calls, until the threads of the one before have gone to sleep
+PAUSE = 0.02  # seconds between calls, until the threads of the previous call sleep
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Times:
         return 1e3 * statistics.median(self.total)
 
     def ratio(self, other: Times, name: str = "total") -> float:
-        """The median over rounds of this time to the other's in the same round (what it has, if it left earlier)."""
+        """The median over common rounds of this time divided by the other's in the same round."""
         mine: list[float] = getattr(self, name)
         theirs: list[float] = getattr(other, name)
         return statistics.median([one / two for one, two in zip(mine, theirs, strict=False)])
@@ -60,14 +60,14 @@ class Result:
         return {name: times for name, times in self.times.items() if name not in OWN and times.total}
 
     def best_peer(self) -> tuple[str, float] | None:
-        """The best peer, and its time over that of ours; None without a peer or a time of ours."""
+        """The best peer, and its time divided by ours; None if either is missing."""
         ours = self.times["pointsman"]
         ratios = {name: times.ratio(ours) for name, times in self.peers().items()} if ours.total else {}
         return min(ratios.items(), key=lambda pair: pair[1], default=None)
 
 
 def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
-    """The implementations of a case: ours, its limits, and those peers that are installed and suit it."""
+    """The implementations of a case: ours, its limits, and the installed peers that support it."""
     return [
         name
         for name, implementation in IMPLEMENTATIONS.items()
@@ -78,22 +78,22 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
 def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
     """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
 
-    A peer that takes `HOPELESS` times the best peer's time when all are warm keeps that time; one that takes 4 times
-    as long is out after the first round, one that takes twice as long after 3.
+    A peer that takes `TOO_SLOW` times as long as the best peer after warm-up keeps its time from the warm-up; one that
+    takes 4 times as long leaves after the first round, one that takes twice as long after 3 rounds.
     """
     times: dict[str, Times] = {}
     processes = [Process(name) for name in names_for(case, peers)]
     try:
         built = ask_all({process: _building(process.name, case) for process in processes})
         times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
-        # decoding has few row counts, so that its kernels are soon built
+        # decoding has few row counts, so that few kernels are built
         contenders = _warm_up(processes, times, WARM_UP[case.dtype if case.train else "float32"])
         start = time.monotonic()
         for turn in range(ROUNDS[case.train]):
             passed = time.monotonic() - start
             if (turn >= LEAST and passed > seconds) or (turn and passed > 4 * seconds):
                 break
-            contenders = _in_question(contenders, times, 2 if turn >= 3 else 4 if turn else math.inf)
+            contenders = _competitive(contenders, times, 2 if turn >= 3 else 4 if turn else math.inf)
             for process in contenders:
                 _measure(process, times[process.name], turn)
         _measure_memory([process for process in contenders if process.name not in LIMITS], times)
@@ -104,24 +104,24 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
 
 
 def _building(name: str, case: Case) -> tuple[str, list[Any]]:
-    """The request for a layer. All compute with what one timing found faster, here, while nothing else runs."""
+    """The request for a layer. All processes use the kernels that this process chose while nothing else ran."""
     return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
 
 
 def _warm_up(processes: Sequence[Process], times: Mapping[str, Times], seconds: float) -> Sequence[Process]:
-    """Calls that do not count, until they get no faster (`Worker.warm`). Returns who goes on."""
+    """Warm-up calls until they get no faster (`Worker.warm`). Returns the processes that continue."""
     for process in processes:
         if times[process.name].error is None:
             _note(times[process.name], process.ask("warm", seconds))
-    contenders = _in_question(processes, times, HOPELESS)
+    contenders = _competitive(processes, times, TOO_SLOW)
     for process in contenders:
         times[process.name].forward.clear()
         times[process.name].total.clear()
     return contenders
 
 
-def _in_question(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
-    """Those that are always measured, and the peers that take at most `factor` times the best one's time."""
+def _competitive(processes: Sequence[Process], times: Mapping[str, Times], factor: float) -> list[Process]:
+    """The processes that are always measured, and the peers that take at most `factor` times the best peer's time."""
     peers = {name: statistics.median(one.total) for name, one in times.items() if name not in OWN and one.total}
     if not peers:
         return list(processes)
@@ -145,7 +145,7 @@ def _note(times: Times, answer: Mapping[str, Any]) -> None:
 
 
 def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times]) -> None:
-    """After all else: it takes away what a process keeps from call to call."""
+    """Runs last, because it frees what a process keeps between calls."""
     for process in processes:
         if times[process.name].error is None:
             times[process.name].memory = process.ask("memory", 0).get("memory")
@@ -168,7 +168,7 @@ def run_router(case: Case, rounds: int = 15) -> float:
 
 @dataclass
 class StepResult:
-    """Training steps at one k: way -> seconds a step (`total`), and bytes that the device holds."""
+    """Training steps at one k: way -> seconds per step (`total`), and peak bytes on the device."""
 
     k: int
     times: dict[str, Times]
@@ -177,7 +177,7 @@ class StepResult:
 def run_steps(
     k: int, device: str, rounds: int = STEP_ROUNDS, settings: Settings = SETTINGS, ways: Sequence[str] = WAYS
 ) -> StepResult:
-    """Measures training steps way by way, turn by turn."""
+    """Measures training steps; the ways take turns."""
     times = {way: Times() for way in ways}
     processes = [Process(way) for way in ways]
     try:
@@ -241,14 +241,14 @@ def run(
     names: Sequence[str] | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Benchmark:
-    """The whole benchmark: a minute if `quick`, otherwise several.
+    """Runs the whole benchmark: about a minute if `quick`, otherwise several.
 
     Args:
         device: "cpu", or a CUDA device.
         quick: configuration a and one token of decoding only, and no growth.
         peers: names of peers to compare with; None: all that are installed.
         names: names of cases; None: all, and the curves of growth.
-        announce: told what comes next.
+        announce: called with the name of the next measurement.
     """
     chosen = cases(device, quick, names)
     results = []

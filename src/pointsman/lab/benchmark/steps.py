@@ -1,6 +1,6 @@
-"""Training steps of the paper's small Transformer-XL: eager, compiled, and replayed as CUDA graphs.
+"""Training steps of HyperRouter's small Transformer-XL: eager, compiled, and as CUDA graphs.
 
-A worker (`worker.serve`) holds one run, trained in one of these ways, and answers like a layer's.
+A worker process (`worker.serve`) trains one run in one of these ways and answers the same requests as for a layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
 """HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
 
 WAYS = ("eager", "compiled", "graph")
-FIRST, STEPS = 12, 10  # steps before the first measurement: the memory fills, kernels are compiled, a graph captured
+FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation, graph capture), and steps of a measurement
 
 Settings = Mapping[str, Any]
 
@@ -54,7 +54,7 @@ class Steps:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def measure(self, turn: int) -> dict[str, float]:
-        """Mean seconds of a few steps in a row; one before them wakes the device."""
+        """Mean seconds of a few consecutive steps, after one step of warm-up."""
         with using(self.kernels):
             self.state.train_step()
             start = self._now()
@@ -64,7 +64,7 @@ class Steps:
         return {"total": (end - start) / STEPS}
 
     def memory(self, turn: int) -> dict[str, float]:
-        """Bytes that the device holds for the run at its peak: what lies in a graph's pool is never given back."""
+        """Peak bytes reserved on the device; memory in a graph's pool is never released."""
         if self.device.type != "cuda":
             return {}
         return {"memory": torch.cuda.max_memory_reserved(self.device)}

@@ -1,4 +1,4 @@
-"""One implementation in a process of its own: what it can be asked, and how it answers."""
+"""The worker process of one implementation: the requests it answers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops.kernels import Kernels, using
 
 AWAKE = 0.02  # seconds of work before a measurement
-WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # the first seed, and how many calls at most; compared four by four
-SHORT, MOST = 0.02, 9  # calls are repeated until so many seconds have passed, at most so often
+WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # of warm-up: the first seed, the largest number of calls, calls a block
+SHORT, MOST = 0.02, 9  # short calls are repeated for this many seconds, at most this often
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Worker:
-    """A layer, and what can be asked of it.
+    """A layer and its measurements.
 
     Args:
-        kernels: what ours and the limit compute with on a CPU; None: what this process finds faster.
+        kernels: the CPU kernels of our layer and the limit; None: chosen by this process.
     """
 
     def __init__(self, name: str, case: Case, kernels: Kernels | None = None) -> None:
@@ -51,20 +51,20 @@ class Worker:
         return torch.randn(shape, generator=generator, device=self.case.device).to(getattr(torch, self.case.dtype))
 
     def measure(self, seed: int) -> dict[str, float]:
-        """Seconds of a call on new tokens, forward and forward with backward: the median of several if it is short."""
+        """Seconds of a call on new tokens, forward and forward + backward: the median over several short calls."""
         self._awake(seed)
         start, calls = time.perf_counter(), [self.once(seed)]
         while len(calls) < MOST and time.perf_counter() - start < SHORT:
             calls.append(self.once(seed + 1_000_000 * len(calls)))
         if self.case.device != "cpu":
-            self.module.zero_grad()  # the room that gradients take is the others' until the next turn
+            self.module.zero_grad()  # frees the gradients' memory for the other processes
         return {name: statistics.median(call[name] for call in calls) for name in calls[0]}
 
     def warm(self, seconds: float) -> dict[str, float]:
-        """Calls on new tokens until they get no faster, at most so many seconds; what the last ones took.
+        """Calls on new tokens until they get no faster, for at most `seconds`; returns the times of the last calls.
 
-        In bf16 libraries build a kernel for each row count of an expert that they have not seen, of which there may be
-        hundreds: whoever uses a layer for long pays for them only at first.
+        In bf16 libraries build a kernel for each new row count of an expert, of which there may be hundreds. Only the
+        first calls of a long-running program pay for that.
         """
         start, calls, before = time.perf_counter(), [], float("inf")
         for seed in range(WARM, WARM + MOST_WARM):
@@ -114,10 +114,10 @@ class Worker:
             return {"router": self._now() - start}
 
     def memory(self, seed: int) -> dict[str, float]:
-        """Bytes that one call needs at its peak, beyond the weights. Linux and CUDA.
+        """Peak bytes of one call without the weights (Linux and CUDA).
 
-        On a CPU the call is not the first on these tokens: kernels that libraries keep for their row counts are there.
-        Nothing else is: freed memory, and what layers keep between steps, are given back before.
+        On a CPU an earlier call on the same tokens has built the kernels for their row counts. All other memory that
+        layers and the allocator keep between calls is freed before.
         """
         if self.case.device != "cpu":
             torch.cuda.reset_peak_memory_stats(self.case.device)
@@ -133,7 +133,7 @@ class Worker:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-        _CLEAR.write_text("5")  # the peak is counted anew
+        _CLEAR.write_text("5")  # resets the peak
         before = _status("VmRSS")
         self.once(seed)
         return {"memory": _status("VmHWM") - before}
@@ -142,7 +142,7 @@ class Worker:
         return nullcontext() if self.kernels is None else using(self.kernels)
 
     def _awake(self, seed: int) -> None:
-        """Wakes what is to be measured: a GPU by a call on other tokens, which also gets back the memory it gave up."""
+        """Wakes the processor; a GPU by a call on other tokens, which also reallocates its memory."""
         awake()
         if self.case.device != "cpu":
             self.once(seed + 2)
@@ -154,7 +154,7 @@ class Worker:
 
 
 def awake() -> None:
-    """Keeps every thread busy for a moment: a core that has slept takes up to 10 ms to come back, now and then."""
+    """Keeps every thread busy for a moment, because a sleeping core may take up to 10 ms to wake."""
     square, end = torch.ones(512, 512), time.perf_counter() + AWAKE
     while time.perf_counter() < end:
         torch.mm(square, square)
@@ -166,10 +166,10 @@ def _status(field: str) -> int:
 
 
 def serve(pipe: Connection) -> None:
-    """Answers requests until the other end closes, a dictionary to each pair.
+    """Answers each request (name, value) with a dictionary, until the other end closes.
 
-    ("build", [name, case, kernels]) makes a layer, ("train", [way, device, settings]) a run (`steps.Steps`), and
-    ("measure" | "router" | "memory", seed) asks it.
+    ("build", [name, case, kernels]) creates a `Worker`, ("train", [way, device, settings]) a `steps.Steps`; every other
+    request calls that method of it with `value`.
     """
     worker: Any = None
     while True:
@@ -182,7 +182,7 @@ def serve(pipe: Connection) -> None:
                 worker = Worker(*value)
                 answer: dict[str, Any] = {}
             elif request == "train":
-                from pointsman.lab.benchmark.steps import Steps  # a layer's process does without the trainer
+                from pointsman.lab.benchmark.steps import Steps  # not needed for a layer
 
                 worker, answer = Steps(*value), {}
             else:
@@ -190,5 +190,5 @@ def serve(pipe: Connection) -> None:
         except Exception as error:
             answer, worker = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, None
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the other processes need the room
+            torch.cuda.empty_cache()  # frees memory for the other processes
         pipe.send(answer)
