@@ -1,4 +1,4 @@
-"""`diagnose` for what lies on the disk: a run, a checkpoint, a comparison over seeds, a Hugging Face model."""
+"""Diagnoses saved models: a run, a checkpoint, a comparison, a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ READING = ("eval_batch_size", "eval_segment_length", "eval_memory_length")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for.
+    """Settings of a diagnosis.
 
     Attributes:
-        data: a corpus as `--data` names it; None: the run's own.
-        split: its part.
-        tokens: how many targets are read, of a run whole segments evenly spaced, of a Hugging Face model the first;
-            None: all.
-        top_k: values of k whose routing is compared with that at its own k; None: those of the run, of a model none.
-        history: how many of the run's earlier checkpoints are looked at.
+        data: a corpus in the form of `--data`; None: the run's own.
+        split: "train", "valid" or "test".
+        tokens: the number of targets: of a run in evenly spaced segments, of a Hugging Face model the first; None: all.
+        top_k: values of k whose routing is compared with that at the model's own k; None: the run's, for a model none.
+        history: the largest number of earlier checkpoints of the run.
         device: where models run.
-        changes: settings of a run's evaluation to read with instead (those of `READING`), as --set takes them.
+        changes: changed settings of a run's evaluation (names in `READING`), in the form of --set.
     """
 
     data: str | None = None
@@ -53,7 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in self.changes:
             if name not in READING:
-                raise RunError(f"--set {name}: a finished run is only read: {did_you_mean(name, READING)}")
+                raise RunError(f"--set {name}: not a setting of a diagnosis: {did_you_mean(name, READING)}")
 
 
 def diagnose_path(
@@ -64,30 +63,30 @@ def diagnose_path(
 ) -> dict[str, Any]:
     """Diagnoses a run directory, one of its checkpoints (`…/checkpoints/step-N`), a comparison directory, or a model.
 
-    Of a run: `diagnose` on its data at its own k, with its earlier checkpoints as history and `against` (runs or
-    checkpoints with the same data vocabulary, layers and experts); with several runs also "consistency_over_training"
-    from their metrics. Of a comparison: every router's first seed against its other seeds, under "routers", and
-    "entropy_ratio" of each router to the first one. Of a Hugging Face model: its gates as they are.
+    A run: `diagnose` on its data at its own k, with its earlier checkpoints as history and `against` (runs or
+    checkpoints with the same vocabulary, layers and experts); with several runs also "consistency_over_training" from
+    their metrics. A comparison: every router's first seed against its other seeds, under "routers", and the
+    "entropy_ratio" of each router to the first one. A Hugging Face model: its own gates.
 
     Returns:
-        JSON-able: what `diagnose` returns, with "source", "protocol" and "tokens_text" (id -> text of the ids that are
-        listed); of a comparison {"format", "comparison", "routers": {spec: …}, "entropy_ratio": {spec: {layer: …}}}.
+        JSON values: those of `diagnose` with "source", "protocol" and "tokens_text" (listed id -> its text); for a
+        comparison {"format", "comparison", "routers": {spec: …}, "entropy_ratio": {spec: {layer: …}}}.
 
     Raises:
-        RunError: nothing to diagnose there, or things that do not compare.
+        RunError: there is nothing to diagnose, or the runs cannot be compared.
     """
     settings = settings or Settings()
     path = Path(target)
     if (path / "comparison.json").is_file():
         if against:
-            raise RunError(f"{path} is a comparison: its rows are held against each other; leave --against out")
+            raise RunError(f"{path} is a comparison, which compares its own runs; leave --against out")
         return _of_comparison(path, settings, watch)
     if ((path / "config.json").is_file() and (path / "checkpoints").is_dir()) or _step_of(path) is not None:
         return _of_run(path, [Path(one) for one in against], settings, watch)
     if path.exists() and not (path / "config.json").is_file():
         raise RunError(f"{path}: neither a run, nor a checkpoint step-N, nor a comparison, nor a Hugging Face model")
     if against:
-        raise RunError("--against compares runs and their checkpoints; a Hugging Face model is looked at alone")
+        raise RunError("--against compares runs and their checkpoints, not Hugging Face models")
     return _of_hugging_face(str(target), settings, watch)
 
 
@@ -112,10 +111,10 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     run = _open(path, settings.device)
     others = {_label(one, against): _open(one, settings.device) for one in against}
     if not any(True for _ in named_routers(run.model)):
-        raise RunError(f"{path}: a dense model has no router to diagnose")
+        raise RunError(f"{path}: a dense model has no router")
     for label, other in others.items():
         if other.vocabulary.digest != run.vocabulary.digest:
-            raise RunError(f"{label} reads other tokens than {path}: their vocabularies differ")
+            raise RunError(f"{label} and {path} have different vocabularies")
     corpus = run.corpus(settings.data)
     config = run.config.with_overrides(settings.changes)
     stream = EvalStream(
@@ -159,7 +158,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
 
 
 def _label(path: Path, among: Sequence[Path]) -> str:
-    """The end of a path that tells it from the others."""
+    """The shortest end of a path that is unique among the others."""
     parts = path.parts
     for count in range(1, len(parts) + 1):
         label = "/".join(parts[-count:])
@@ -175,7 +174,7 @@ def _batches(stream: Any) -> Iterator[Batch]:
 
 
 def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
-    """Readers of a Transformer-XL with its memory, in the run's precision; the loss is the sum of nats."""
+    """Creates readers of a Transformer-XL with memory, in the run's precision; the loss is the sum of nats."""
     from pointsman.lab.training.state import autocast
 
     device = next(run.model.parameters()).device
@@ -196,7 +195,7 @@ def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
 
 
 def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
-    """The run's earlier whole checkpoints, oldest first, evenly spaced."""
+    """The run's earlier valid checkpoints, evenly spaced, oldest first."""
     from pointsman.lab.runs.checkpoints import CheckpointError, steps_of
 
     steps = sorted(step for step in steps_of(within(run.path, "checkpoints")) if step < run.step)
@@ -252,16 +251,14 @@ def _entropy_ratio(one: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[
 
 
 def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> dict[str, Any]:
-    """A Hugging Face MoE through its own gates, each seen as a router with the same routing."""
+    """A Hugging Face MoE with each gate replaced by a router with the same routing."""
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import refuse_unknown_tokens
     from pointsman.lab.data import open_corpus
 
     if settings.changes:
-        raise RunError(
-            f"--set {next(iter(settings.changes))}: of a run; a Hugging Face model is read in rows of its own"
-        )
+        raise RunError(f"--set {next(iter(settings.changes))}: only for runs, not for Hugging Face models")
     try:
         model, tokenizer = load_model(name, device=settings.device), load_tokenizer(name)
     except RunError as error:

@@ -1,4 +1,8 @@
-"""Robustness: saved runs, fine-tuned runs and whole comparisons under text attacks (`evaluation.attacks`)."""
+"""Robustness to text attacks.
+
+`attacks` changes texts, `attacked` evaluates models on them, `runs` saved runs, `compare` whole comparisons;
+`text_attack` runs the recipes of the package TextAttack.
+"""
 
 from pointsman.lab.robustness.compare import comparison_under_attack
 from pointsman.lab.robustness.runs import finetuned_under_attack, run_under_attack

@@ -1,4 +1,4 @@
-"""Evaluation under attack: language models and classifiers, at any k, and what the attack does to the routing."""
+"""Evaluation on attacked texts: language models and classifiers at any k, and routing fluctuation under attack."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.lab.data import EvalStream, Vocabulary
 from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
@@ -31,7 +32,7 @@ ROUTING_TEXTS = 64
 def attack_part(
     tokens: IdArray, vocabulary: Vocabulary, protocol: EvalProtocol, attack: Attack
 ) -> tuple[list[IdArray], Attacked]:
-    """The stretches of text that an evaluation reads, clean and attacked: rates and figures are of the same text."""
+    """The texts that an evaluation reads, clean and attacked: an attack's rate refers to exactly these texts."""
     stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, budget=protocol.tokens)
     return stream.texts, attack_texts(stream.texts, vocabulary, attack)
 
@@ -49,12 +50,10 @@ def evaluate_attack(
     watch: Progress | None = None,
     stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
-    """A language model on an attacked text, at every k.
-
-    The clean evaluation's text is attacked, row by row; every token of it is a target. Arguments as of `evaluate`.
+    """Evaluates a language model on the attacked texts of the clean evaluation, at every k; arguments as of `evaluate`.
 
     Returns:
-        What `evaluate` gives, with "unmarked" (attacked tokens not counted as targets) and "attack": {"kind", "rate",
+        The results of `evaluate`, with "unmarked" (without attacked tokens as targets) and "attack": {"kind", "rate",
         "seed", "word", "chosen", "candidates"}.
     """
     _, attacked = attack_part(tokens, vocabulary, protocol, attack)
@@ -76,7 +75,7 @@ def evaluate_attack(
 def attack_examples(
     examples: Examples, vocabulary: Vocabulary, max_length: int, attack: Attack
 ) -> tuple[Encoded, list[IdArray], Attacked]:
-    """Examples with attacked texts, the clean ids, and the attack; end marks are never attacked."""
+    """Examples with attacked texts, the clean ids, and the attacked ids. End marks are not attacked."""
     clean = [vocabulary.encode_compact(text)[0] for text in examples.texts]
     attacked = attack_texts(clean, vocabulary, attack)
     mark = vocabulary.encode_compact(END_MARK)[0]
@@ -99,7 +98,7 @@ def evaluate_task_attack(
     watch: Progress | None = None,
     stop: Stop | None = None,
 ) -> list[dict[str, Any]]:
-    """A classifier on attacked texts, at every k: what `evaluate_task` gives, with "attack" as of `evaluate_attack`."""
+    """Evaluates a classifier on attacked texts, at every k: the results of `evaluate_task`, each with "attack"."""
     encoded, _, attacked = attack_examples(examples, vocabulary, max_length, attack)
     results = evaluate_task(
         model,
@@ -119,17 +118,18 @@ def evaluate_task_attack(
 def change_under_attack(
     model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked, *, top_k: int
 ) -> dict[str, Any]:
-    """Routing fluctuation between clean and attacked texts, over the tokens that the attack left.
+    """Routing fluctuation between clean and attacked texts, over the tokens that the attack did not change.
 
     Each text is read on its own, without memory: the first 64 texts, up to 512 tokens of each.
 
     Args:
         model: a language model, or a classifier's `backbone`.
-        clean: ids of the texts; attacked: what `attack_texts` made of them.
+        clean: ids of the texts.
+        attacked: the result of `attack_texts` for them.
         top_k: k.
 
     Returns:
-        {"top_k", "texts", "layers": {layer: what `Fluctuation` gives}}; no layers without routers.
+        {"top_k", "texts", "layers": {layer: result of `Fluctuation`}}; no layers for a model without routers.
     """
     names = [name for name, _ in named_routers(model)]
     layers = {name: Fluctuation() for name in names}
@@ -162,7 +162,7 @@ def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
 
 def _rows(routing: Routing, places: Any) -> Routing:
     index = torch.as_tensor(places, device=routing.experts.device)
-    return Routing(routing.experts[index], routing.weights[index], routing.probs[index], routing.logits[index])
+    return map_routing(routing, lambda tensor: tensor[index])
 
 
 def _described(attack: Attack, attacked: Attacked) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Text attacks: words swapped for "AAA", and character noise; deterministic, at an exact rate, in the clean vocabulary.
+"""Text attacks: words replaced by "AAA", and character noise; deterministic, at an exact rate.
 
-At byte and character level the text's words change before encoding, in effect: each symbol is encoded on its own, so
-swapping in the ids is the same. At word level a word is a token. A word or letter that the vocabulary does not know
-becomes what the vocabulary makes of unknown ones; ids never shift.
+Attacks work on token ids in the run's vocabulary. At byte and character level each symbol is encoded on its own, so
+that replacing ids equals replacing text before encoding. At word level a word is a token; a new word that is not in the
+vocabulary becomes its unknown token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.lab.data.vocabulary import END_OF_LINE, UNKNOWN, IdArray, Vocabul
 
 Kind = Literal["word", "char"]
 RATES = (0.01, 0.025, 0.05, 0.1)
-"""The sweep: the papers give no rate; 2.5 % fits their perplexities best (an inference)."""
+"""Rates of a sweep. The papers give no rate; 2.5 % fits their perplexities best (our inference)."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Mask = NDArray[np.bool_]
@@ -31,10 +31,10 @@ class Attack:
     """An attack on a text.
 
     Attributes:
-        kind: "word", each chosen word becomes `word`; "char", each chosen letter becomes another lower-case letter.
-        rate: share of words or letters, rounded to whole ones over the whole text.
-        seed: decides which. A higher rate attacks what a lower one does, and more.
-        word: what words become.
+        kind: "word": each chosen word becomes `word`; "char": each chosen letter becomes another lower-case letter.
+        rate: share of words or letters, rounded to a whole number over all texts.
+        seed: of the choice. A higher rate attacks a superset of the words or letters of a lower rate.
+        word: the replacement.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Attack:
             raise RunError(f"attack word {self.word!r}: allowed is one word without white space")
 
     def to_dict(self) -> dict[str, Any]:
-        """As results hold it."""
+        """The attack's entry in results."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -64,10 +64,10 @@ class Attacked:
     """Attacked texts.
 
     Attributes:
-        rows: ids of each text.
-        marks: of each text [tokens] bool, True for a token that the attack put there.
-        sources: of each text [tokens] int64, the place of each token in the clean text; -1 where marked.
-        chosen, candidates: how many words or letters were attacked, of how many.
+        rows: ids of each text [tokens].
+        marks: for each text [tokens] bool, True for a token that the attack inserted.
+        sources: for each text [tokens] int64, the position of each token in the clean text; -1 where marked.
+        chosen, candidates: the number of attacked words or letters, and of all words or letters.
     """
 
     rows: tuple[IdArray, ...]
@@ -78,10 +78,10 @@ class Attacked:
 
 
 def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack) -> Attacked:
-    """Attacks texts given as ids; exactly round(rate x candidates) words or letters over all texts together.
+    """Attacks texts given as ids: exactly round(rate x candidates) words or letters over all texts.
 
     Raises:
-        RunError: character noise with a vocabulary of fewer than two letters.
+        RunError: character noise with a vocabulary of fewer than two lower-case letters.
     """
     if vocabulary.level == "word":
         return _attack_word_ids(rows, vocabulary, attack)
@@ -95,7 +95,7 @@ def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack
 
 
 def _spans(row: IdArray, vocabulary: Vocabulary, kind: Kind) -> NDArray[np.int64]:
-    """[n, 2]: first and past-the-last place of each word, or of each letter."""
+    """[n, 2]: start and end (exclusive) of each word, or of each letter."""
     if kind == "char":
         places = np.flatnonzero(_letters(vocabulary)[row])
         return np.stack([places, places + 1], 1)
@@ -105,7 +105,7 @@ def _spans(row: IdArray, vocabulary: Vocabulary, kind: Kind) -> NDArray[np.int64
 
 
 def _pick(counts: Sequence[int], attack: Attack) -> list[Mask]:
-    """Which candidates of each text: a prefix of one permutation of all of them."""
+    """The chosen candidates of each text: the start of one permutation of all candidates."""
     total = sum(counts)
     chosen = np.zeros(total, dtype=np.bool_)
     order = np.random.default_rng([attack.seed, get_args(Kind).index(attack.kind)]).permutation(total)
@@ -139,7 +139,7 @@ def _substituted(
     draw = np.random.default_rng([attack.seed, len(get_args(Kind))])
     made = []
     for row, each, chosen in zip(rows, spans, picked, strict=True):
-        # a draw for every candidate, so that a higher rate keeps what a lower one put
+        # one draw for every candidate, so that a higher rate keeps the letters of a lower one
         other = known[draw.integers(len(known), size=len(each))]
         next_one = known[(np.searchsorted(known, other) + 1) % len(known)]
         places = each[chosen][:, 0]
@@ -154,9 +154,8 @@ def _attack_word_ids(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: At
     special = {vocabulary.unknown_id, vocabulary.end_of_line_id}
     made = []
     if attack.kind == "word":
-        candidates: list[NDArray[Any]] = [
-            np.flatnonzero(row != (-1 if (end := vocabulary.end_of_line_id) is None else end)) for row in rows
-        ]
+        end = -1 if vocabulary.end_of_line_id is None else vocabulary.end_of_line_id
+        candidates: list[NDArray[Any]] = [np.flatnonzero(row != end) for row in rows]
         picked = _pick([len(each) for each in candidates], attack)
         new = vocabulary.encode_compact(attack.word)[0][0]
         for row, each, chosen in zip(rows, candidates, picked, strict=True):

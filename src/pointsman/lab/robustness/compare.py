@@ -1,4 +1,4 @@
-"""Every run of a comparison under attack, or every fine-tuning of its runs on one task."""
+"""Attacks on all runs of a comparison, or on all its fine-tuned runs of one task."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def comparison_under_attack(
     progress: Progress,
     stop: Stop | None = None,
 ) -> str:
-    """Evaluates every run of a comparison that has saved under these attacks; what is done is not done again.
+    """Evaluates every run of a comparison that has a checkpoint under these attacks; skips existing results.
 
-    Each run keeps its results in attacks-KIND-DATA-SPLIT.json, each fine-tuning in attacks-KIND.json.
+    The results of a run go to attacks-KIND-DATA-SPLIT.json in its folder, those of a fine-tuned run to
+    attacks-KIND.json.
 
     Args:
-        variant: the fine-tunings on this task (as their folders are called) instead of the language models; then
-            `data` and `split` do not matter.
+        variant: a task's folder name: attack the runs fine-tuned on it instead of the language models, and ignore
+            `data` and `split`.
         data, split, top_k, budget: as of `run_under_attack`.
 
     Returns:
@@ -93,7 +94,7 @@ def comparison_under_attack(
 
 
 def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
-    """The fine-tunings of these runs on this task."""
+    """The folders of these runs fine-tuned on this task."""
     found = [file.parent for run in runs for file in find(run, f"finetune/{glob.escape(variant)}/seed-*/finetune.json")]
     if not found:
         known = {folder.name for run in runs for folder in find(run, "finetune/*")}
@@ -104,5 +105,5 @@ def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
 
 
 def _asked(file: Path) -> Any:
-    """What was asked for when this file was written; None where there is no whole file: it is made again."""
+    """The settings with which this file was written; None if the file is missing or damaged."""
     return (read_whole_json(file) or {}).get("asked")

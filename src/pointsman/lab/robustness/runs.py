@@ -1,4 +1,4 @@
-"""Saved runs under attack: clean and attacked figures at every k, and what the attack does to the routing."""
+"""Attacks on saved runs: results on clean and attacked texts at every k, and routing fluctuation under attack."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMAT = 1
 ROUTING_TOP_K = 2
 
 Budget = int | None | Literal["run"]
-"""Tokens to score: a number, None = all, "run" = what the run's settings say."""
+"""Tokens to score: a number, None = all, "run" = as in the run's settings."""
 
 
 def run_under_attack(
@@ -47,18 +47,17 @@ def run_under_attack(
     stop: Stop | None = None,
     data_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """A language model, clean and under each attack.
+    """Evaluates a language model on clean texts and under each attack.
 
     Args:
         run: from `load_run`.
-        attacks: each on the same stretches of text as the clean evaluation.
-        data: other data than the run's, in the run's vocabulary.
+        attacks: applied to the texts of the clean evaluation.
+        data: other data than the run's, encoded with the run's vocabulary.
         split, top_k, budget: of the evaluation; top_k None = the run's.
 
     Returns:
-        {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, first
-        the clean ones, then those of each attack with "attack" and "unmarked" (`evaluate_attack`); `routing` is
-        `change_under_attack` at k = 2 for each attack.
+        {"format", "name", "checkpoint", "protocol", "results", "routing"}: `results` are those of `evaluate`, then
+        for each attack those of `evaluate_attack`; `routing` is `change_under_attack` at k = 2 for each attack.
     """
     corpus = run.corpus(data, progress=data_progress)
     tokens = corpus.split(split)
@@ -99,11 +98,11 @@ def finetuned_under_attack(
     watch: Progress | None = None,
     stop: Stop | None = None,
 ) -> dict[str, Any]:
-    """A classifier on its task, clean and under each attack; or under one of TextAttack's recipes.
+    """Evaluates a classifier on its task: clean texts, each attack, and a recipe of TextAttack if given.
 
     Args:
         run: from `load_finetuned`.
-        recipe: name of a recipe; `count` and `seed` are its.
+        recipe: name of a recipe; `count` and `seed` are its number of examples and its seed.
         budget: tokens to read, in whole texts.
 
     Returns:

@@ -1,4 +1,4 @@
-"""TextAttack's recipes against a classifier: for users who have that package (`pip install 'pointsman[attack]'`)."""
+"""Recipes of the optional package TextAttack against a classifier (`pip install 'pointsman[attack]'`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pointsman.lab.models.classifier import Classifier
 
 
 class Scorer:
-    """Texts to scores, as TextAttack wants them: called with a list of strings, returns logits [texts, C]."""
+    """TextAttack's interface of a model: called with a list of strings, returns logits [texts, C]."""
 
     def __init__(self, model: Classifier, vocabulary: Vocabulary, max_length: int) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, texts: Sequence[str], **_: Any) -> torch.Tensor:
         device = next(self.model.parameters()).device
-        kept = [text if text.strip() else "?" for text in texts]  # a recipe may empty a text
+        kept = [text if text.strip() else "?" for text in texts]  # a recipe may produce an empty text
         encoded = encode_examples(Examples(tuple(kept), (0,) * len(kept)), self.vocabulary, self.max_length)
         logits: torch.Tensor = self.model(collate(encoded, np.arange(len(kept)), device).tokens)
         return logits.float().cpu()
@@ -51,8 +51,8 @@ def recipe_attack(
     """Attacks a classifier with one of TextAttack's recipes, at every k.
 
     Args:
-        recipe: a recipe's class name, as "TextFoolerJin2019"; case and what follows the name do not matter.
-        count: how many of the first examples.
+        recipe: a recipe's class name such as "TextFoolerJin2019", or the start of it, in any case.
+        count: the number of examples, from the first.
 
     Returns:
         For each k: {"top_k", "metric": "accuracy", "value" (under attack), "clean", "examples", "recipe", "queries"}.
@@ -101,7 +101,7 @@ def recipe_attack(
 
 
 def _recipe(wanted: str, recipes: Any) -> str:
-    """The class that a name means."""
+    """The name of the recipe's class."""
     known: dict[str, str] = {
         name.lower(): name
         for name, value in vars(recipes).items()
