@@ -1,4 +1,4 @@
-"""`pointsman evaluate … --attack`: language models, classifiers and whole comparisons under text attacks."""
+"""`pointsman evaluate … --attack`: text attacks on language models, classifiers and whole comparisons."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 ATTACK_FLAGS = ("--attack-rate", "--attack-seed", "--attack-examples", "--task")
-"""What says nothing without `--attack`."""
+"""Flags without effect unless `--attack` is given."""
 
 
 def add_attack_flags(flags: Parser) -> None:
     """--attack, --attack-rate, --task, --attack-seed, --attack-examples."""
-    flags.add_argument("--attack", metavar="KIND", help="word (swapped for AAA), char (noise), or a TextAttack recipe")
+    flags.add_argument("--attack", metavar="KIND", help="word (becomes AAA), char (noise), or a TextAttack recipe")
     flags.add_argument(
         "--attack-rate", type=rates, default=(0.025,), metavar="R,R", help="share attacked (default: 0.025)"
     )
-    flags.add_argument("--task", metavar="NAME", help="of a comparison: attack what was fine-tuned on this task")
+    flags.add_argument("--task", metavar="NAME", help="attack a comparison's runs fine-tuned on this task")
     flags.add_argument(
-        "--attack-seed", type=whole(0), default=0, metavar="S", help="which words or letters; default: 0"
+        "--attack-seed", type=whole(0), default=0, metavar="S", help="seed of the choice of words (default: 0)"
     )
     flags.add_argument(
         "--attack-examples", type=whole(1), default=100, metavar="N", help="examples for a recipe (default: 100)"
@@ -41,9 +41,9 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def run_attacks(values: argparse.Namespace, device: str) -> int:
-    """Evaluates a run, a fine-tuned run or every run of a comparison, clean and attacked; prints and saves the results.
+    """Evaluates a run, a fine-tuned run or every run of a comparison on clean and attacked texts; prints and saves.
 
-    Without `--attack`, a fine-tuned run is evaluated clean.
+    Without `--attack`, a fine-tuned run is evaluated on clean texts only.
     """
     from pointsman.lab.finetuning.run import is_finetuned
     from pointsman.lab.report.attack_table import attack_tables
@@ -54,7 +54,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
     with Display() as display, stop_on_signals() as stop:
         if not is_finetuned(values.run) and read_plan(values.run) is not None:
             if values.attack not in ("word", "char"):
-                raise RunError(f"--attack {values.attack}: a comparison is attacked by word or char")
+                raise RunError(f"--attack {values.attack}: for a comparison allowed are word and char")
             name = comparison_under_attack(
                 values.run,
                 attacks_of(values),
@@ -75,7 +75,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             print(f"saved: {paths[0]}", file=sys.stderr)
             return 0
         if values.task:
-            raise RunError(f"--task {values.task}: {values.run} is no comparison; name the fine-tuned run itself")
+            raise RunError(f"--task {values.task}: {values.run} is not a comparison; name the fine-tuned run")
         record, name = _one(values, device, display, stop)
     from pointsman._files import write_whole
 
@@ -95,7 +95,7 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
     kind = (values.attack or "clean").lower()
     if is_finetuned(values.run):
         if values.data:
-            raise RunError(f"--data: {values.run} is a fine-tuned run, which is evaluated on its task")
+            raise RunError(f"--data: {values.run} is a fine-tuned run, which is always evaluated on its task")
         saved = load_finetuned(values.run, device=device, note=display.note)
         recipe = values.attack if kind not in ("clean", "word", "char") else None
         record = finetuned_under_attack(
@@ -105,7 +105,7 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
         return record, f"attacks-{kind}" if values.attack else "evaluation-task"
     if kind not in ("word", "char"):
         raise RunError(
-            f"--attack {values.attack}: a language model is attacked by word or char (recipes need a classifier): "
+            f"--attack {values.attack}: for a language model allowed are word and char (recipes need a classifier): "
             f"{did_you_mean(kind, ('word', 'char'))}"
         )
     run = load_run(values.run, device=device, note=display.note)
@@ -124,13 +124,13 @@ def attacks_of(values: argparse.Namespace) -> list[Any]:
 
 
 def budget_of(values: argparse.Namespace) -> Budget:
-    """How many tokens to score: a number, None for all, "run" for what the run's settings say."""
+    """The number of tokens to score; None: all; "run": as in the run's settings."""
     tokens: int | str | None = values.eval_tokens
     return "run" if tokens is None else tokens if isinstance(tokens, int) else None
 
 
 def result_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Clean and attacked figures at every k; of a language model also with the attacked tokens not counted."""
+    """Results on clean and attacked texts at every k; for language models also without attacked tokens as targets."""
     columns = sorted({row["top_k"] for row in results})
     metric = str(results[0]["metric"])
     groups: dict[str, dict[int, Mapping[str, Any]]] = {}

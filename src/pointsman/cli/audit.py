@@ -1,4 +1,4 @@
-"""`pointsman audit MODEL`: the health and the any-k quality of a Hugging Face mixture of experts."""
+"""`pointsman audit MODEL`: routing statistics and the loss at every k of a Hugging Face mixture of experts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PIECE = 1 << 16
 
 
 def parser() -> Parser:
-    flags = Parser("audit", "Health and any-k quality of a Hugging Face mixture of experts.", EPILOG)
+    flags = Parser("audit", "Routing statistics and loss at every k of a Hugging Face MoE.", EPILOG)
     flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
     flags.add_argument("--data", default="stdlib", metavar="NAME|PATH", help="default: stdlib")
     flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
     flags.add_argument(
-        "--top-k", type=k_list, metavar="K,K", help="default: 1, 2, 4, … up to four times its own, its own"
+        "--top-k", type=k_list, metavar="K,K", help="default: 1, 2, 4, … up to four times the model's k, and its k"
     )
     flags.add_argument(
         "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
@@ -80,7 +80,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
-    """The texts of a file, or those of a data set's test split; a missing file is told at once."""
+    """The texts of a file, or of a data set's test split. Errors about a missing file are raised at once."""
     path = Path(data)
     if path.is_file():
         return _lines(path) if path.suffix in (".jsonl", ".json") else _pieces(path)

@@ -1,4 +1,4 @@
-"""`pointsman bench`: the MoE layer against its limit and its peers."""
+"""`pointsman bench`: measures the MoE layer against the dense limit and other libraries."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ graphs.
 
 
 def parser() -> Parser:
-    flags = Parser("bench", "Measure the MoE layer against its limit and its peers, on this machine.", EPILOG)
-    flags.add_argument("--quick", action="store_true", help="a minute's worth: configuration a, one token of decoding")
+    flags = Parser("bench", "Measure the MoE layer against the dense limit and other libraries.", EPILOG)
+    flags.add_argument("--quick", action="store_true", help="about a minute: case a, and decoding of one token")
     flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (below)")
     flags.add_argument(
         "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"

@@ -1,4 +1,4 @@
-"""`pointsman compare`: trains routers on equal footing and lays them side by side."""
+"""`pointsman compare`: trains several routers with equal settings and compares them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from pointsman._errors import RunError
 from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
-from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
 
 if TYPE_CHECKING:
-    from pointsman.lab.progress import Progress
+    pass
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
@@ -23,7 +23,7 @@ EPILOG = """examples:
   pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine      # adds a row
   pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine      # fine-tunes every row
 
-Interrupted, the same command goes on where it was. The table is also written as CSV, Markdown and LaTeX, and as a page.
+After an interruption the same command continues. The table is also written as CSV, Markdown, LaTeX and as a page.
 """
 
 
@@ -34,7 +34,7 @@ TRAINING_FLAGS = (
 
 
 def parser() -> Parser:
-    flags = Parser("compare", "Train routers on equal footing and compare them at every k.", EPILOG)
+    flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
     flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
     flags.add_argument(
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
         shlex.join(["pointsman", "compare", *arguments]),
     )
     with Display() as display, stop_on_signals() as stop:
-        tables = Tables(display, out)
+        tables = TableUpdates(lambda: write_tables(out))
         jobs = default_jobs(base, device) if values.jobs is None else values.jobs
         compare(
             plan, out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop, data_progress=display.data
@@ -92,20 +92,6 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, out, device)
     print(f"\n{write_page(out)}", file=sys.stderr)
     return 0
-
-
-class Tables:
-    """Shows which run is under way, and writes tables and record anew after each."""
-
-    def __init__(self, display: Display, out: Path) -> None:
-        self.display = display
-        self.out = out
-
-    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
-        line.title = f"{number}/{total} {router}, seed {seed}"
-
-    def ended(self, router: str, seed: int) -> None:
-        write_tables(self.out)
 
 
 def write_tables(out: Path) -> str:

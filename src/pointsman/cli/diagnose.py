@@ -1,4 +1,4 @@
-"""`pointsman diagnose RUN|MODEL`: what its routers do, alone, against others, and along its training."""
+"""`pointsman diagnose RUN|MODEL`: routing diagnostics, comparisons with other models and earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ The figures and their conventions: docs/diagnostics.md.
 
 
 def parser() -> Parser:
-    flags = Parser("diagnose", "What the routers of a run or a model do.", EPILOG)
+    flags = Parser("diagnose", "Routing diagnostics of a run or a model.", EPILOG)
     flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
@@ -38,7 +38,7 @@ def parser() -> Parser:
     )
     flags.common(
         "where diagnostics.json goes (default: the run)",
-        settings="how to read: eval_batch_size, eval_segment_length, eval_memory_length",
+        settings="settings of a run: eval_batch_size, eval_segment_length, eval_memory_length",
     )
     return flags
 

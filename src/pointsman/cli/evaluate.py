@@ -1,4 +1,4 @@
-"""`pointsman evaluate RUN`: a run's quality at every k."""
+"""`pointsman evaluate RUN`: evaluates a run at every k."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "pre
 
 
 def parser() -> Parser:
-    flags = Parser("evaluate", "Evaluate a run at any k, on its own data or on others.", EPILOG)
+    flags = Parser("evaluate", "Evaluate a run at any k, on its own or other data.", EPILOG)
     flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", default="test", choices=("valid", "test"), help="default: test")
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Quality and mean router entropy at every k."""
+    """The metric and the mean router entropy at every k."""
     rows = [["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]]
     for result in results:
         entropies = [layer["entropy"] for layer in result.get("routers", {}).values() if layer["entropy"] is not None]

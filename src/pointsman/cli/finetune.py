@@ -1,4 +1,4 @@
-"""`pointsman finetune RUN`: a pre-trained run on a classification task."""
+"""`pointsman finetune RUN`: fine-tunes a pre-trained run on a classification task."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from pointsman.cli.options import (
     whole,
     words,
 )
-from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 
 if TYPE_CHECKING:
     from pointsman.lab.finetuning import Finetuning
-    from pointsman.lab.progress import Progress
     from pointsman.lab.runs.record import RunRecord
 
 EPILOG = """examples:
@@ -37,7 +36,7 @@ EPILOG = """examples:
 
 tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
 Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
-512. Interrupted, the same command goes on where it was.
+512. After an interruption the same command continues.
 """
 
 
@@ -47,14 +46,14 @@ def parser() -> Parser:
     flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
     flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
     flags.add_argument(
-        "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training part"
+        "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training split"
     )
     flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
     flags.add_argument(
         "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
     )
     flags.add_argument(
-        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test part to score, in whole texts"
+        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test split to score, in whole texts"
     )
     add_task_settings(flags)
     flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
@@ -65,11 +64,11 @@ TASK_FLAGS = (
     "--task-routers", "--task-steps", "--task-set", "--task-seeds", "--task-top-k", "--freeze", "--balance",
     "--pooling", "--length", "--from-scratch",
 )  # fmt: skip
-"""What says nothing to `compare` without `--task`."""
+"""Flags of `compare` without effect unless `--task` is given."""
 
 
 def add_task_settings(flags: Parser) -> None:
-    """--freeze, --balance, --task-top-k, --pooling, --length, --from-scratch: of `finetune` and `compare --task`."""
+    """Flags of both `finetune` and `compare --task`."""
     flags.add_argument("--task-top-k", metavar="K", default="N", help="k while fine-tuning (default: N, dense)")
     flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
     flags.add_argument(
@@ -81,7 +80,7 @@ def add_task_settings(flags: Parser) -> None:
 
 
 def add_compare_flags(flags: Parser) -> None:
-    """--task and what belongs to it, for `compare`."""
+    """--task and its flags, for `compare`."""
     flags.add_argument(
         "--task", type=words, metavar="A,B", help="fine-tune every row on these tasks; alone: a trained comparison's"
     )
@@ -101,7 +100,7 @@ def add_compare_flags(flags: Parser) -> None:
 
 
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
-    """What `compare --task` does after training: fine-tunes every row, prints and writes a table a task."""
+    """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman.lab.finetuning import compare_tasks
     from pointsman.lab.report.task_table import TaskTable
     from pointsman.lab.runs.compact import write_record
@@ -110,39 +109,26 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     if values.top_k is not None:
         changes["eval_top_k"] = values.top_k
     variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
+
+    def write_tables() -> list[TaskTable]:
+        tables = [TaskTable.read(out, one.variant) for one in variants]
+        for table in tables:
+            table.write(out)
+        return tables
+
     with Display() as display, stop_on_signals() as stop:
-        watcher = _Tables(display, out, [one.variant for one in variants])
+        watcher = TableUpdates(write_tables)
         compare_tasks(
             out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
             progress=display, watcher=watcher, stop=stop,
         )  # fmt: skip
-    tables = [TaskTable.read(out, one.variant) for one in variants]
-    for table in tables:
-        table.write(out)
+    tables = write_tables()
     write_record(out)
     print("\n".join(table.text() for table in tables))
     print(
         f"saved: {', '.join(f'task-{table.name}.txt' for table in tables)} in {out}, also .csv, .md, .tex",
         file=sys.stderr,
     )
-
-
-class _Tables:
-    """Shows which fine-tuning is under way, and writes the tables anew after each."""
-
-    def __init__(self, display: Display, out: Path, variants: Sequence[str]) -> None:
-        self.display = display
-        self.out = out
-        self.variants = variants
-
-    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
-        line.title = f"{number}/{total} {router}, seed {seed}"
-
-    def ended(self, router: str, seed: int) -> None:
-        from pointsman.lab.report.task_table import TaskTable
-
-        for variant in self.variants:
-            TaskTable.read(self.out, variant).write(self.out)
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -153,7 +139,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def settings_of(
     values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
 ) -> list[Finetuning]:
-    """What the flags ask for, one for each balance weight."""
+    """The settings from the flags, one for each balance weight."""
     from pointsman.lab.finetuning import Finetuning
 
     return [
@@ -207,7 +193,7 @@ def run(arguments: Sequence[str]) -> int:
                     progress=display, monitor=RoutingMonitor, stop=stop,
                 )  # fmt: skip
             except Interrupted as saved:
-                raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command goes on") from None
+                raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command continues") from None
             found.setdefault(settings.variant, []).append(read_run(result.out))
             print(f"run: {out}", file=sys.stderr)
     print(data.description, file=sys.stderr)
@@ -216,7 +202,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
-    """Accuracy in percent at every k, mean and deviation over seeds; how far the routing moved; whether seeds agree."""
+    """Accuracy (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
     from pointsman.lab.report.task_table import ROUTING_KEYS, routing_of
 
     rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}

@@ -1,4 +1,4 @@
-"""`pointsman COMMAND …`: finds the command, and turns a user's mistake into one line and exit code 2."""
+"""`pointsman COMMAND …`: runs a command; a user error becomes one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pointsman._values import is_utf8
 from pointsman.ops.allocator import keep_freed_memory
 
 COMMANDS = {
-    "compare": "train routers on equal footing and compare them (the main job)",
+    "compare": "train several routers with equal settings and compare them",
     "train": "train one model, from flags or from a paper's recipe",
-    "evaluate": "a run's quality at every k",
-    "finetune": "a run on a classification task",
-    "diagnose": "what the routers of a run or a model do",
-    "audit": "health and any-k quality of a Hugging Face MoE",
-    "report": "the page, the figures and the papers' tables of runs",
-    "routers": "list and explain the routers; what they cost",
-    "bench": "measure the MoE layer against its limit and its peers",
-    "export": "a run's weights for use elsewhere",
+    "evaluate": "evaluate a run at every k",
+    "finetune": "fine-tune a run on a classification task",
+    "diagnose": "routing diagnostics of a run or a model",
+    "audit": "routing statistics and loss at every k of a Hugging Face MoE",
+    "report": "write the page, the figures and the papers' tables of runs",
+    "routers": "list and explain the routers; show their cost",
+    "bench": "measure the MoE layer against the dense limit and other libraries",
+    "export": "write a run's weights for use elsewhere",
 }
 USAGE = """usage: pointsman COMMAND [options]
 
-routing for sparse mixtures of experts: every router on one layer, compared fairly
+routing for sparse mixtures of experts
 
 commands:
 {commands}
@@ -41,7 +41,7 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 2 a mistake of the user's, 130 interrupted."""
+    """Runs one command. Exit codes: 0 done, 2 user error, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())), end="")
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning as one line, without the place in our source."""
+    """A warning as one line, without the source location."""
     return f"pointsman: {' '.join(str(message).split())}\n"
 
 
 def describe(error: OSError) -> str:
-    """An operating-system error as one line: what, where, and what would help."""
+    """An operating-system error as one line: what, where, and how to solve it."""
     place = f": {error.filename}" if error.filename else ""
     if error.errno == errno.ENOSPC:
         return f"no space left on the disk{place}; nothing already saved is lost; free some space and run it again"
@@ -101,7 +101,7 @@ def describe(error: OSError) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out: numpy's, a CPU's, or a device's, of which torch knows."""
+    """Whether memory ran out: in numpy, or in torch on a CPU or another device."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"

@@ -1,4 +1,4 @@
-"""Flags that commands share, a configuration file below them, and one-line errors."""
+"""Flags that commands share, configuration files, and one-line errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pointsman._values import most, upper
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, with the nearest flag; flags may also stand in a --config file."""
+    """argparse with one-line errors that name the most similar flag; flags may also come from a --config file."""
 
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -89,11 +89,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def without_effect(self, values: argparse.Namespace, flags: Sequence[str], unless: str) -> None:
-        """Refuses flags that were given and would be ignored; `unless` says what they need, as "without --task".
-
-        Raises:
-            RunError: one of `flags` has another value than its default.
-        """
+        """Raises RunError if one of `flags` was given; `unless` says when it has no effect, as "without --task"."""
         for action in self._actions:
             for flag in set(action.option_strings).intersection(flags):
                 if getattr(values, action.dest) != self.defaults[action.dest]:
@@ -128,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def _file_value(self, action: argparse.Action, value: Any) -> Any:
-        """A flag's value from a file, checked as on the command line."""
+        """A flag's value from a file, with the checks of the command line."""
         if isinstance(action, argparse._StoreTrueAction):
             if not isinstance(value, bool):
                 raise argparse.ArgumentError(action, f"{value!r}: allowed are true and false")
@@ -145,7 +141,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`model.dim = 64` of a TOML file is a table in a table."""
+    """Flattens nested tables: `model.dim = 64` in a TOML file is a table in a table."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
@@ -193,7 +189,7 @@ def k_list(text: str) -> tuple[int, ...]:
 
 
 def words(text: str) -> list[str]:
-    """`a,b,c` as a list without repetitions; empty parts are a mistake."""
+    """`a,b,c` as a list without repetitions; empty names are an error."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r}: an empty name between commas")
@@ -217,10 +213,10 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
-    """RunError where a folder holds a run, a model or other results, which those of a command would overwrite.
+    """Raises RunError if a command's output would overwrite a run, a model or other results in a folder.
 
     Args:
-        unless: the files by which a folder of its own results is known; it may be written again.
+        unless: a folder with all these files holds earlier output of the same command, which may be overwritten.
     """
     foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
     if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
@@ -228,7 +224,7 @@ def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
 
 
 def choose_device(name: str | None) -> str:
-    """The device asked for, checked; by default CUDA where there is one."""
+    """The device, checked; by default CUDA if available, else the CPU."""
     import torch
 
     if name is None:
@@ -249,17 +245,13 @@ def choose_device(name: str | None) -> str:
 
 
 def check_device(name: str | None) -> None:
-    """Refuses a device that is not there, also for a command that needs none; without a name torch is not imported.
-
-    Raises:
-        RunError: no such device on this machine.
-    """
+    """Raises RunError for an unknown device, in commands that use none; without a name torch is not imported."""
     if name is not None:
         choose_device(name)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A plain table: the first column left, the others right; nothing is ever cut to a terminal's width."""
+    """A text table: the first column is left-aligned, the others right-aligned; no cell is truncated."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))

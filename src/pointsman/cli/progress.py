@@ -1,4 +1,4 @@
-"""The progress display of long work, and what Ctrl-C does to it."""
+"""The progress display of long operations, and the handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from pointsman.lab.progress import Progress as RunProgress
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -90,6 +94,19 @@ class Display(Line):
         self.advance(done, {})
 
 
+class TableUpdates:
+    """Shows the current run in the title of its line, and writes the tables after each run."""
+
+    def __init__(self, write: Callable[[], object]) -> None:
+        self.write = write
+
+    def begins(self, number: int, total: int, router: str, seed: int, line: RunProgress) -> None:
+        line.title = f"{number}/{total} {router}, seed {seed}"
+
+    def ended(self, router: str, seed: int) -> None:
+        self.write()
+
+
 def describe(figures: Mapping[str, float]) -> str:
     """The figures of a step: loss, bits, k, rate."""
     words = []
@@ -112,7 +129,7 @@ class _Remaining(ProgressColumn):
 
 @contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that work can save and end; a second Ctrl-C interrupts at once."""
+    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once."""
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:

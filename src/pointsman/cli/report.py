@@ -1,4 +1,4 @@
-"""`pointsman report RUN…`: the page, the figures, and a paper's tables beside ours."""
+"""`pointsman report RUN…`: the page, the figures, and a paper's tables with our results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pointsman routers [NAME] [--cost]`: lists and explains the routers, and what a model with them costs."""
+"""`pointsman routers [NAME] [--cost]`: lists and explains the routers, and shows the cost of models."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def explain_spec(spec: str) -> str:
 
 
 def explain(name: str) -> str:
-    """What a router is, where it comes from, and its options with types and defaults."""
+    """A router's summary, its paper, and its options with types and defaults."""
     from pointsman._values import describe
     from pointsman.routers.registry import BASELINES, COMMON, entry, list_mixers
 

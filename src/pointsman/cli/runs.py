@@ -1,4 +1,4 @@
-"""What `compare` and `train` share: flags of a training run, and the configuration that they ask for."""
+"""Shared by `compare` and `train`: the flags of a training run, and its configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_run_flags(flags: Parser) -> None:
         "--eval-tokens",
         type=token_budget,
         metavar="N|all",
-        help="tokens of the test part to score (default: the preset's; tiny: 200000)",
+        help="tokens of the test split to score (default: the preset's; tiny: 200000)",
     )
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
 
@@ -63,7 +63,7 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
 
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:
-    """The settings that the flags ask for: preset, then flags, then --set."""
+    """The configuration from the flags: preset, then flags, then --set."""
     from pointsman.lab.recipes import preset
 
     config = preset(values.preset or "tiny", router=router, data=values.data or "stdlib", steps=values.steps, seed=seed)
@@ -71,7 +71,7 @@ def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunCon
 
 
 def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
-    """`config` with what flags and --set change."""
+    """`config` with the changes of flags and --set."""
     changes: dict[str, object] = {}
     if values.train_top_k is not None:
         changes["train_top_k"] = values.train_top_k

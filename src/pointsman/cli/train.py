@@ -24,7 +24,7 @@ def parser() -> Parser:
     flags.add_argument("--router", metavar="SPEC", help="router spec (default: smoe, or the recipe's)")
     flags.add_argument("--seed", type=whole(0), metavar="S", help="default: 0")
     flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")
-    flags.add_argument("--resume", action="store_true", help="go on from the last whole checkpoint")
+    flags.add_argument("--resume", action="store_true", help="continue from the last valid checkpoint")
     add_run_flags(flags)
     flags.common("the run directory (default: runs/ROUTER-DATA-PRESET-seed-S)")
     return flags
