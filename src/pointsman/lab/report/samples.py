@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman._files import within, write_whole
 from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy
@@ -126,7 +127,7 @@ def look(
     hiddens: dict[str, list[Tensor]] = {}
 
     def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-        routings.setdefault(name, []).append(routing)
+        routings.setdefault(name, []).append(map_routing(routing, Tensor.cpu))
         hiddens.setdefault(name, []).append(hidden.float().cpu())
 
     training = model.training
@@ -138,21 +139,7 @@ def look(
             segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
             memory = model(segment, segment, memory, memory_length=memory_length).memory
     model.train(training)
-    return {name: LayerSample(torch.cat(hiddens[name]), _joined(parts)) for name, parts in routings.items()}
-
-
-def _joined(parts: Sequence[Routing]) -> Routing:
-    def cat(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.cpu() for tensor in tensors])
-
-    unmixed = [part.probs if part.unmixed is None else part.unmixed for part in parts]
-    return Routing(
-        cat([part.experts for part in parts]),
-        cat([part.weights for part in parts]),
-        cat([part.probs for part in parts]),
-        cat([part.logits for part in parts]),
-        unmixed=cat(unmixed),
-    )
+    return {name: LayerSample(torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
 
 
 def changes(step: int, seen: dict[str, LayerSample], before: dict[str, LayerSample]) -> dict[str, Any]:
