@@ -23,7 +23,7 @@ from pointsman.lab.benchmark.run import (
     Result,
     StepResult,
     Times,
-    _in_question,
+    _competitive,
     _warm_up,
     names_for,
     run_case,
@@ -138,11 +138,11 @@ def test_on_a_device(text: Path) -> None:
 def test_hopeless_peers_are_left_out() -> None:
     processes = [SimpleNamespace(name=name) for name in ("pointsman", "near", "far", "fast", "new", "limit")]
     totals = {"pointsman": [9.0], "near": [1.9], "far": [2.1, 9.0, 2.1], "fast": [1.0], "new": [], "limit": [0.1]}
-    left = _in_question(processes, {name: Times([], total) for name, total in totals.items()}, 2)  # type: ignore[arg-type]
+    left = _competitive(processes, {name: Times([], total) for name, total in totals.items()}, 2)  # type: ignore[arg-type]
     assert [process.name for process in left] == ["pointsman", "near", "fast", "new", "limit"]
-    left = _in_question(processes, {process.name: Times() for process in processes}, 2)  # type: ignore[arg-type]
+    left = _competitive(processes, {process.name: Times() for process in processes}, 2)  # type: ignore[arg-type]
     assert left == processes
-    left = _in_question(processes, {process.name: Times() for process in processes}, math.inf)  # type: ignore[arg-type]
+    left = _competitive(processes, {process.name: Times() for process in processes}, math.inf)  # type: ignore[arg-type]
     assert left == processes
 
 

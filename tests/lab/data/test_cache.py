@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
+from pointsman._files import user_cache_folder
 from pointsman.lab.data import Vocabulary, cache
 from pointsman.lab.data.cache import Built, Write, cached
 
@@ -123,6 +124,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
 
 def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.user_cache_folder() == tmp_path / "pointsman"
+    assert user_cache_folder() == tmp_path / "pointsman"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the rule says: ignore it
-    assert cache.user_cache_folder() == Path.home() / ".cache" / "pointsman"
+    assert user_cache_folder() == Path.home() / ".cache" / "pointsman"

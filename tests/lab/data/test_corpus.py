@@ -159,7 +159,7 @@ def test_two_files_on_either_side_of_a_cut(tmp_path: Path, cache: Path) -> None:
     ("name", "content", "message"),
     [
         ("empty.txt", b"", r"empty\.txt is empty"),
-        ("packed.gz", gzip.compress(b"text", mtime=0), r"packed\.gz is packed: unpack it first"),
+        ("packed.gz", gzip.compress(b"text", mtime=0), r"packed\.gz is compressed: decompress it first"),
         ("folder/picture.png", b"\0\0\0", "folder .*folder holds no text file"),
         ("latin.txt:level=word", b"caf\xe9 " * 50, r"latin\.txt: byte 3 \(0xe9\) is not UTF-8, which level=word needs"),
     ],

@@ -93,9 +93,9 @@ BAD = [
     ({"train__csv": csv_text([ROWS[0]])}, r"one class, 'pos'; at least two"),
     ({"labels__json": '["pos", "neg", "none"]'}, r"class 'none' has no examples in the training split"),
     ({"labels__json": '{"a": 1}'}, r"a JSON list of class names"),
-    ({"test__csv": 'text,label\n"open,pos\n'}, r"no whole CSV file"),
+    ({"test__csv": 'text,label\n"open,pos\n'}, r"not a valid CSV file"),
     ({"test__csv": "text,label\nonly one\n"}, r"test.csv, line 2: 1 columns"),
-    ({"test__csv": "text,label\n"}, r"holds no example"),
+    ({"test__csv": "text,label\n"}, r"contains no example"),
     ({"test__csv": "text,label\nx,\n"}, r"the label is empty"),
     ({"test__tsv": GOOD}, r"two test files"),
 ]
