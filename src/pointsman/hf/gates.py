@@ -37,6 +37,7 @@ class Form:
         logits, weights, indices: positions in the returned tuple.
         kind: the function from logits to scores; "other" if neither softmax nor sigmoid.
         linear: whether the logits are exactly weight @ hidden (+ bias).
+        outputs: the length of the returned tuple; 0 in configurations of earlier versions.
     """
 
     owner: str
@@ -47,6 +48,7 @@ class Form:
     indices: int
     kind: Kind
     linear: bool
+    outputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,13 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     training = module.training
     module.eval()
     try:
-        output, sequence = _call(module, hidden, arguments)
+        output, sequence = run_gate(module, hidden, arguments)
         logits, weights, indices = positions(type(module).__name__, output, PROBE_TOKENS)
         expected = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
         actual = output[logits].reshape(PROBE_TOKENS, -1).float()
         linear = actual.shape == expected.shape and bool(torch.allclose(actual, expected, rtol=3e-2, atol=3e-2))
         num_experts = int(actual.shape[-1])
-        form = Form(owner, sequence, extras, logits, weights, indices, "other", linear)
+        form = Form(owner, sequence, extras, logits, weights, indices, "other", linear, len(output))
         gate = Gate(name, layer, module, block, num_experts, dim, form)
         form = replace(form, kind=_kind(gate, hidden, arguments))
     finally:
@@ -200,7 +202,7 @@ def call_gate(gate: Gate) -> tuple[Any, ...]:
     return output
 
 
-def _call(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[tuple[Any, ...], bool]:
+def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[tuple[Any, ...], bool]:
     problem: Exception | None = None
     for sequence in (False, True):
         try:
@@ -248,7 +250,7 @@ def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:
         return "other"
     try:
         module.top_k = gate.num_experts
-        output, _ = _call(module, hidden, arguments)
+        output, _ = run_gate(module, hidden, arguments)
         logits, weights, experts = (tensor.float() for tensor in gate.routed(output))
     except Exception:  # the class does not accept k = E
         return "other"

@@ -11,7 +11,7 @@ from torch import nn
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.listen import GateListener
-from pointsman.hf.audit.plan import small_diagnostics, values_of_k
+from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.run import AuditRun
 from pointsman.hf.text import Conversation, text_batches
@@ -85,7 +85,7 @@ def audit(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": str(next(model.parameters()).device.type),
     }
-    return run.result(protocol, notes, sample)
+    return run.result(protocol, notes, sample, routers_of(model))
 
 
 def _matching(listener: GateListener, against: nn.Module) -> GateListener:

@@ -9,6 +9,7 @@ from torch import nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
 from pointsman.hf.audit.listen import GateListener
+from pointsman.hf.counterpart import counterparts, shared_experts
 from pointsman.hf.gates import survey
 from pointsman.hf.top_k import gate_top_k, max_top_k
 
@@ -49,6 +50,13 @@ def values_of_k(model: nn.Module, wanted: Sequence[int] | None) -> tuple[int | N
                 raise
             notes.append(str(error))
     return own, checked, list(dict.fromkeys(notes))[:2]
+
+
+def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
+    """Layer -> {"router": the spec with the same choice and weights, or None, "shared_experts": their number}."""
+    gates, _ = survey(model)
+    specs = counterparts(gates)
+    return {gate.layer: {"router": specs[gate.layer], "shared_experts": shared_experts(gate)} for gate in gates}
 
 
 def small_diagnostics(model: nn.Module, listener: GateListener, notes: list[str]) -> Diagnostics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,9 @@ class AuditResult:
         quality: by k: {"top_k", "loss", "perplexity", "tokens", "routers": {layer: {"entropy", "entropy_std", "load"}}}
         layers: layer -> its diagnostics at the model's own k ("entropy", "margin", "load", "co_activation", "collapse",
             "specialisation"), "apart" (entropy and load of the other kinds of token), "agreement" (routing at other k),
-            "bfloat16" (the gate in bf16 against float32, on the same inputs) and, with `against`, "fluctuation".
+            "bfloat16" (the gate in bf16 against float32, on the same inputs) and, with `against`, "fluctuation";
+            "router": the spec of the router with the same choice and weights, None if there is none here;
+            "shared_experts": the width of shared experts, in widths of one expert.
         against: {"loss"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
@@ -112,7 +115,7 @@ class AuditResult:
 
     def findings(self) -> list[str]:
         """The main results, one sentence each."""
-        said = []
+        said = self._routers()
         cheapest = self.cheapest_top_k()
         if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
             said.append(f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}.")
@@ -135,6 +138,15 @@ class AuditResult:
             worst = max(moved, key=lambda name: moved[name] or 0)
             said.append(f"Up to {moved[worst] or 0:.1%} of the tokens changed their first expert ({worst}).")
         return said
+
+    def _routers(self) -> list[str]:
+        kinds = Counter((layer.get("router"), layer.get("shared_experts") or 0.0) for layer in self.layers.values())
+        sentences = []
+        for (spec, shared), count in kinds.items():
+            router = "a router without a counterpart here" if spec is None else f"`{spec}`"
+            beside = f", with {shared:g} shared expert{'' if shared == 1 else 's'}" if shared else ""
+            sentences.append(f"Router of {count} layer{'' if count == 1 else 's'}: {router}{beside}.")
+        return sentences
 
     def _loss(self) -> float | None:
         return next((row["loss"] for row in self.quality if row["top_k"] == self.top_k), None)

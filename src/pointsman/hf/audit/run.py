@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -128,7 +128,9 @@ class AuditRun:
             other = map_routing(other, partial(torch.Tensor.to, device=device))
             self.fluctuation.setdefault(layer, Fluctuation()).update(other, routing, text.to(device))
 
-    def result(self, protocol: dict[str, Any], notes: list[str], sample: Sample) -> AuditResult:
+    def result(
+        self, protocol: dict[str, Any], notes: list[str], sample: Sample, routers: Mapping[str, Mapping[str, Any]]
+    ) -> AuditResult:
         if not self.experts:
             reason = next(iter(self.listener.unsupported.values()), "no gate ran")
             raise ValueError(f"audit: no gate of {type(self.model).__name__} can be observed: {reason}")
@@ -136,7 +138,8 @@ class AuditRun:
         other_kinds = {kind: diagnostics.result() for kind, diagnostics in self.other_kinds.items()}
         layers = {}
         for layer, experts in self.experts.items():
-            one: dict[str, Any] = {"num_experts": experts, **found[layer]}
+            router = routers.get(layer, {"router": None, "shared_experts": 0.0})
+            one: dict[str, Any] = {"num_experts": experts, **router, **found[layer]}
             one["apart"] = {kind: result[layer] for kind, result in other_kinds.items() if layer in result}
             one["top_k"] = self.width[layer]
             one["agreement"] = [

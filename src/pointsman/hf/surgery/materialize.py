@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pointsman.hf.counterpart import correction_bias, counterpart, same_forward
+from pointsman.hf.gates import Gate, survey
 from pointsman.hf.surgery.replace import CONFIG_KEY
+from pointsman.hf.surgery.routed import ClassRule
 
 
 def materialize(model: nn.Module) -> nn.Module:
@@ -23,7 +28,8 @@ def materialize(model: nn.Module) -> nn.Module:
         ValueError: no layer has a replaced router, or a plain gate cannot express one (a cosine router, a mixer of a
             strength above 0). The message names the layer; nothing has changed.
     """
-    found: list[tuple[Any, Tensor, Tensor | None]] = []
+    gates = {gate.name: gate for gate in survey(model)[0]}
+    found: list[tuple[Gate, Tensor, Tensor | None]] = []
     for name, gate in model.named_modules():
         router: Any = getattr(gate, CONFIG_KEY, None)
         if router is None or not hasattr(gate, "pointsman_form"):
@@ -41,16 +47,30 @@ def materialize(model: nn.Module) -> nn.Module:
             if bias is not None and bool(bias.any()):
                 raise ValueError(f"{where} with a bias; {type(gate).__name__} has none")
             bias = None
-        found.append((gate, weight, bias))
+        if not isinstance(router.select, ClassRule):
+            own = _class_rule(gates[name], weight, bias)
+            if own is None or not same_forward(router.spec, own):
+                raise ValueError(f"{where}; the rule of {type(gate).__name__} is {own or 'another one'!r}")
+        found.append((gates[name], weight, bias))
     if not found:
         raise ValueError(f"materialize: no layer of {type(model).__name__} has a pointsman router")
-    for gate, weight, bias in found:
-        _plain(gate, weight, bias)
+    for replaced, weight, bias in found:
+        correction, moved = correction_bias(replaced), getattr(replaced.module.pointsman.select, "bias", None)
+        _plain(replaced.module, weight, bias)
+        if correction is not None and isinstance(moved, Tensor):
+            correction.data.copy_(moved.reshape(correction.shape))
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, CONFIG_KEY):
             delattr(config, CONFIG_KEY)
     return model
+
+
+def _class_rule(gate: Gate, weight: Tensor, bias: Tensor | None) -> str | None:
+    """The counterpart of the class's own gate, found on a copy."""
+    plain = copy.deepcopy(gate.module)
+    _plain(plain, weight, bias)
+    return counterpart(replace(gate, module=plain))
 
 
 def _plain(gate: Any, weight: Tensor, bias: Tensor | None) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.gates import NO_GATE, Form, Gate, survey
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
-from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, shared_by_default
+from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, has_own_rule, shared_by_default
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.registry import build_router, parse_spec, split_specs
 from pointsman.routers.router import Router
@@ -33,6 +34,10 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     `smoe-dropout`, `frozen-scaled` and `frozen-temperature` use the gate's weight (trained, frozen, frozen with a
     trained temperature), `hyperrouter` uses that weight plus H(e) - H(e_0), without its bias column, and mixers start
     at strength 0. Cosine routers (`xmoe`) cannot start from a pre-trained gate.
+
+    `loss-free`, and `smoe` with one of the options `gate`, `renormalize` and `scale`, also replace the class's code
+    after the logits. With the spec that `audit` names for the model, outputs do not change at first; `loss-free` starts
+    from the class's correction bias and updates it in `step_end` (`pointsman.hf.StepEnd`).
 
     Routers compute in float32. The specs are stored in the model's configuration: `save_pretrained` and
     `from_pretrained` restore them in any process that has imported `pointsman.hf`.
@@ -91,6 +96,10 @@ def _check(gate: Gate, spec: str) -> None:
         raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
     if not gate.form.linear:
         raise ValueError(f"{where}: the logits of {type(gate.module).__name__} are not the product with one weight")
+    if has_own_rule(spec) and (gate.form.sequence or gate.form.outputs != 3):
+        raise ValueError(
+            f"{where}: {type(gate.module).__name__} returns more than logits, weights and experts; {spec!r} does not"
+        )
     if parse_spec(spec).mixer is not None and gate.form.kind == "other":
         raise ValueError(
             f"{where}: {type(gate.module).__name__} uses neither softmax nor sigmoid; mixers need one of them"
@@ -102,6 +111,10 @@ def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], he
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     top_k = getattr(gate.module, "top_k", 1)
     router = make_router(spec, gate.form, weight, bias, top_k, start, shared, heads)
+    correction = correction_bias(gate) if has_own_rule(spec) and start == "pretrained" else None
+    if correction is not None and hasattr(router.select, "bias"):
+        with torch.no_grad():
+            router.select.bias.copy_(correction.reshape(-1))
     return router.to(weight.device).train(gate.module.training)
 
 
@@ -126,8 +139,10 @@ def make_router(
     if isinstance(score, HyperDelta) and id(score.hypernetwork) in before:
         score.refer(score.hypernetwork)
     router.score = score
-    router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
     router.balance = router.z_loss = 0.0
+    if has_own_rule(spec):
+        return router
+    router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
     if isinstance(router.mix, Mixer):
         _count_heads(router.mix, heads)
         router.mix = StrengthMixer(router.mix, _start_strength(parsed.mixer_options, router.mix))

@@ -117,6 +117,7 @@ class _Routed:
 
     own_class: type[nn.Module]
     pointsman: Any
+    pointsman_form: Form
     pointsman_state: ForwardState | None
 
     @property
@@ -125,9 +126,9 @@ class _Routed:
         return int(self.pointsman.num_experts)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        router = self.pointsman
-        rule: ClassRule = router.select
-        rule.call = lambda logits: self.own_class.forward(self, logits, *args, **kwargs)
+        router, rule = self.pointsman, self.pointsman.select
+        if isinstance(rule, ClassRule):
+            rule.call = lambda logits: self.own_class.forward(self, logits, *args, **kwargs)
         state = self.pointsman_state
         if state is None:
             routing: Routing = router(hidden_states)
@@ -135,19 +136,27 @@ class _Routed:
             hidden, context = state.context(self, hidden_states)
             routing = router(hidden, context)
             state.keep(self, routing)
-        output, rule.output, rule.call = rule.output, (), None
+        if isinstance(rule, ClassRule):
+            output, rule.output, rule.call = rule.output, (), None
+        else:
+            output = _own_output(self.pointsman_form, routing)
         if not (router.training and routing.statistics and torch.is_grad_enabled()):
             return output
-        return _with_statistics(output, router, routing)
+        return _with_statistics(output, router, self.pointsman_form.weights, routing)
 
 
-def _with_statistics(output: tuple[Any, ...], router: Any, routing: Routing) -> tuple[Any, ...]:
+def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
+    """The tuple that the class's gate would return for this routing."""
+    output = {form.logits: routing.logits, form.weights: routing.weights, form.indices: routing.experts}
+    return tuple(output[place] for place in range(len(output)))
+
+
+def _with_statistics(output: tuple[Any, ...], router: Any, place: int, routing: Routing) -> tuple[Any, ...]:
     """The same output, whose backward gathers the statistics, once per micro-batch."""
-    place = router.select.form.weights
     weights = output[place]
     if not weights.requires_grad:
         return output
-    gathered = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics)  # type: ignore[no-untyped-call]
+    gathered = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
     return (*output[:place], gathered, *output[place + 1 :])
 
 

@@ -16,25 +16,33 @@ from pointsman.routers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
 from pointsman.routing import RoutingContext
 
 CLASS_OPTIONS = {
-    "gate": "the model class chooses softmax or sigmoid",
-    "renormalize": "the model class decides about renormalisation",
-    "scale": "the model class decides about scaling",
     "capacity": "the model class never drops tokens",
     "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
 }
+RULE_OPTIONS = {"gate", "renormalize", "scale"}
+"""Options that replace the class's own selection rule by that of the router."""
 SHARE_FROM = 2**24
 """From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
 
 
 def check_spec(spec: str) -> None:
-    """Raises ValueError for an option that the model class decides."""
+    """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
     parsed = parse_spec(spec)
     for name in parsed.options:
         if name in CLASS_OPTIONS:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
+    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in ("smoe", "loss-free")):
+        names = sorted(RULE_OPTIONS & set(parsed.options)) or [parsed.router]
+        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with 'smoe' and 'loss-free' without a mixer")
+
+
+def has_own_rule(spec: str) -> bool:
+    """Whether the router itself selects and weights the experts, in the place of the class's code."""
+    parsed = parse_spec(spec)
+    return parsed.router == "loss-free" or bool(RULE_OPTIONS & set(parsed.options))
 
 
 def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
@@ -113,14 +121,15 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
         ValueError: the router is not defined by its scores alone.
     """
     starts_at = entry(parse_spec(router.spec).router).starts_at
-    if type(router.select) is not TopK or starts_at is not None or router.losses:
+    own_rule = has_own_rule(router.spec)
+    if (type(router.select) is not TopK or starts_at is not None or router.losses) and not own_rule:
         raise ValueError(
             f"replace_routers: {router.spec!r} is defined by its selection, which the Hugging Face class does itself"
         )
     score, normalize = router.score, router.normalize
     if isinstance(normalize, TemperatureGate):
         return TemperatureScorer(score, normalize)
-    if not isinstance(normalize, (Softmax, Sigmoid)):
+    if not isinstance(normalize, (Softmax, Sigmoid)) and not own_rule:
         raise ValueError(f"replace_routers: {router.spec!r} has its own normalisation")
     if isinstance(score, HyperScorer):
         return HyperDelta(score, weight, bias)
