@@ -99,7 +99,7 @@ def test_one_stop_reaches_all(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-class LayerSample:
+class Seen:
     """A watcher."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def test_any_number_of_jobs_gives_the_same_bits(
     results: dict[int, Mapping[str, bytes]] = {}
     before = torch.get_num_threads()
     for jobs in (1, 2):
-        seen, out = LayerSample(), tmp_path / str(jobs)
+        seen, out = Seen(), tmp_path / str(jobs)
         compare(plan, out, jobs=jobs, progress=Notes(), watcher=seen)
         assert len(seen.ends) == 4
         results[jobs] = {
