@@ -223,8 +223,7 @@ def test_shared_hypernetwork_is_saved_once() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("smoe:gate=sigmoid", "the model class"),
-        ("smoe:renormalize=false", "the model class"),
+        ("xmoe:gate=sigmoid", "works with 'smoe' and 'loss-free'"),
         ("smoe:balance=0.1", "router_aux_loss_coef"),
         ("thor", "defined by its selection"),
         ("switch", "defined by its selection"),

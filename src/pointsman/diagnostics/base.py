@@ -133,16 +133,17 @@ def ratio(top: float | None, bottom: float | None) -> float | None:
 
 def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
     """`function` applied to experts, weights, probs, logits and unmixed: to select tokens or move to a device."""
-    fields = ("experts", "weights", "probs", "logits")
+    fields = (routing.experts, routing.weights, routing.probs, routing.logits)
+    experts, weights, probs, logits = map(function, fields)
     before = None if routing.unmixed is None else function(routing.unmixed)
-    return Routing(*(function(getattr(routing, name)) for name in fields), unmixed=before)
+    return Routing(experts, weights, probs, logits, unmixed=before)
 
 
 def join_routings(routings: Sequence[Routing]) -> Routing:
     """One routing of the tokens of all `routings`, in order."""
-    fields = ("experts", "weights", "probs", "logits")
-    joined = (torch.cat([getattr(routing, name) for routing in routings]) for name in fields)
-    return Routing(*joined, unmixed=torch.cat([unmixed(routing) for routing in routings]))
+    fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
+    experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
+    return Routing(experts, weights, probs, logits, unmixed=before)
 
 
 def chosen(routing: Routing, mask: Tensor | None) -> Tensor:
