@@ -46,7 +46,7 @@ def counterpart(gate: Gate) -> str | None:
     router = getattr(gate.module, "pointsman", None)
     if router is not None:
         return str(router.spec)
-    if not gate.form.linear or getattr(gate.experts, "zero_expert_num", 0):
+    if not gate.form.linear or getattr(gate.experts, "zero_expert_num", False):
         return None
     try:
         k = gate_top_k(gate).value

@@ -112,9 +112,10 @@ def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], he
     top_k = getattr(gate.module, "top_k", 1)
     router = make_router(spec, gate.form, weight, bias, top_k, start, shared, heads)
     correction = correction_bias(gate) if has_own_rule(spec) and start == "pretrained" else None
-    if correction is not None and hasattr(router.select, "bias"):
+    select: Any = router.select
+    if correction is not None and hasattr(select, "bias"):
         with torch.no_grad():
-            router.select.bias.copy_(correction.reshape(-1))
+            select.bias.copy_(correction.reshape(-1))
     return router.to(weight.device).train(gate.module.training)
 
 
