@@ -169,11 +169,14 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Which Hugging Face classes work with what",
         "",
-        f"Generated with transformers {transformers.__version__} by `python tests/hf/compatibility.py --write`: for "
-        "every model type with experts a tiny random model was built and everything tried on it. *audit*: `audit`; "
-        "*replace_routers*: `hyperrouter`, the first forward equals the original's; *mixers*: "
-        "`hyperrouter+similarity`; *materialize*: back to the class's own gate with the same logits; *experts*: "
-        '`experts_implementation="pointsman"` against eager; *upcycle to*: the dense classes that become this one.',
+        f"Generated with transformers {transformers.__version__} by `python tests/hf/compatibility.py --write`. For",
+        "every model type with experts a tiny random model was built, and each feature tried on it:",
+        "",
+        "- *audit*: `audit`; *set_top_k*: another k",
+        "- *replace_routers*: `hyperrouter`, first forward equal to the original; *mixers*: `hyperrouter+similarity`",
+        "- *materialize*: back to the class's own gate with the same logits",
+        '- *experts*: `experts_implementation="pointsman"` against eager',
+        "- *upcycle to*: the dense classes that become this one",
         "",
         f"{sum(not row.results['audit'] for row in rows)} of {len(rows)} can be audited, "
         f"{sum(not row.results['replace_routers'] for row in rows)} take another router.",
