@@ -74,6 +74,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert {f"pointsman.{name}" for name in pointsman.__all__} <= set(reference())
 
 
+def test_the_navigation_has_every_page() -> None:
+    listed = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(page for page in pages if page.count("/") < 2)
+
+
 def prose(page: Path) -> list[tuple[int, str]]:
     """The lines outside code, tables and links that stand alone."""
     lines, code = [], False
