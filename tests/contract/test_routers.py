@@ -12,11 +12,12 @@ from pointsman.testing import CHECKS, Case
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
-NON_CAUSAL = [f"smoe+{name}" for name in ("attention:heads=lowest-entropy-sequence",)]
-NON_CAUSAL_TRAINING: list[str] = []  # causal in evaluation
+NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice")
+NON_CAUSAL_TRAINING = ("sinkhorn",)  # causal in evaluation
 SPECS = [
     *list_routers(),
-    *(f"{router}+{mixer}" for router in list_routers() for mixer in list_mixers()),
+    *(f"{router}+{mixer}" for router in list_routers() for mixer in ("similarity", "attention")),
+    *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in ("similarity", "attention")),
     "smoe:gate=sigmoid",
     "smoe:capacity=1.0",
     "smoe:noise=0.1",
@@ -32,7 +33,11 @@ SPECS = [
     "smoe+similarity:neighbours=surer",
     "smoe+attention:heads=all",
     "smoe+attention:neighbours=surer",
-    *NON_CAUSAL,
+    "smoe+attention:heads=lowest-entropy-sequence",
+    "expert-choice:group=batch:gate=sigmoid:noise=0.2",
+    "sinkhorn:group=sequence:gate=sigmoid",
+    "hash:gate=sqrtsoftplus",
+    "sparsemixer:version=1:r=1",
 ]
 
 
@@ -53,15 +58,15 @@ def test_contract(check: Check, spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
     router = case(spec).router()
-    assert router.causal == (spec not in NON_CAUSAL)
-    assert router.training_causal == (spec not in NON_CAUSAL + NON_CAUSAL_TRAINING)
-    assert router.batch_invariant == (not spec.endswith("+shuffled"))
+    assert router.causal == (not spec.startswith(NON_CAUSAL))
+    assert router.training_causal == (not spec.startswith(NON_CAUSAL + NON_CAUSAL_TRAINING))
+    assert router.batch_invariant == (not spec.endswith("+shuffled") and "choice:group=batch" not in spec)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_which_routers_materialize(spec: str) -> None:
     layer = case(spec).layer().eval()
-    if spec.startswith(("xmoe", "thor")):
+    if spec.startswith(("xmoe", "thor", "hash")):
         with pytest.raises(ValueError, match="router"):
             materialize(layer)
         return

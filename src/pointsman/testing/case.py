@@ -84,7 +84,9 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
     needs = router.needs
     context = RoutingContext(
         attention=attention_trace(hidden) if "attention" in needs else None,
-        token_ids=torch.arange(hidden.shape[1]).expand(hidden.shape[:2]) if "token_ids" in needs else None,
+        token_ids=(torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
+        if "token_ids" in needs
+        else None,
     )
     return replace(context, **fields)  # type: ignore[arg-type]
 

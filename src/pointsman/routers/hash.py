@@ -1,0 +1,127 @@
+"""Hash layers (Roller et al. 2021, arXiv 2106.04426): a fixed table says which experts a token id goes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.loss_free import SqrtSoftplus
+from pointsman.routers.select import TINY
+from pointsman.routers.stages import Scored, Scorer, Scores, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+
+class TableScorer(Scorer):
+    """Looks token ids up: the first expert of an id, and the stride at which its further ones follow.
+
+    e_j = (e_0 + j stride) mod E, with a stride coprime to E: an order of all experts for every id, without a table of
+    that size. Logits are 0, or those of a trained linear map which weighs the chosen experts.
+
+    Args:
+        vocab_size: V.
+        kind: "random": each id's expert drawn uniformly. "balanced": by `calibrate`.
+        seed: of the table.
+        gated: whether there is a linear map.
+    """
+
+    needs = frozenset({"token_ids"})
+    table: Tensor
+    stride: Tensor
+    ready: Tensor
+
+    def __init__(self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool) -> None:
+        super().__init__()
+        self.num_experts, self.vocab_size, self.kind = num_experts, vocab_size, kind
+        draw = torch.Generator().manual_seed(seed)
+        coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
+        self.register_buffer("table", torch.randint(num_experts, (vocab_size,), generator=draw))
+        self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
+        self.register_buffer("ready", torch.tensor(kind != "balanced"))
+        self.gate = LinearScorer(dim, num_experts, bias=False) if gated else None
+
+    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
+        """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
+
+        Args:
+            counts: [V], how often each id is in the training data.
+
+        Raises:
+            ValueError: not one count for every id, or a negative one.
+        """
+        numbers = torch.as_tensor(counts).tolist()
+        if len(numbers) != self.vocab_size or min(numbers, default=0) < 0:
+            raise ValueError(f"hash: calibrate needs {self.vocab_size} counts from 0, one for each token id")
+        loads = [0] * self.num_experts
+        table = [0] * self.vocab_size
+        for index in sorted(range(self.vocab_size), key=lambda one: -numbers[one]):
+            lightest = loads.index(min(loads))
+            table[index] = lightest
+            loads[lightest] += int(numbers[index])
+        self.table.copy_(torch.tensor(table))
+        self.ready.fill_(True)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if self.kind == "balanced" and not bool(self.ready):
+            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
+        # a GPU would have to be waited for; there an id outside the table is an error of the look-up itself
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(f"hash: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        ids = context.token_ids
+        assert ids is not None  # `needs` was checked
+        if context.padding_mask is not None:
+            ids = ids.masked_fill(~context.padding_mask, 0)
+        if not torch.compiler.is_compiling():
+            self._check_ids(ids)
+        logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
+        if self.gate is not None:
+            logits = self.gate(hidden, context)
+        places = torch.arange(self.num_experts, device=hidden.device)
+        order = (self.table[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
+        return Scored(logits, {"order": order})
+
+
+class Walk(Selector):
+    """The first k experts of each token's order; weights 1/k, or their probabilities, renormalised."""
+
+    def __init__(self, gated: bool, renormalize: bool) -> None:
+        super().__init__()
+        self.gated, self.renormalize = gated, renormalize and gated
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        experts = scores.extra["order"].flatten(0, 1)[:, :k]
+        probs = scores.probs.flatten(0, 1)
+        if not self.gated:
+            return experts, torch.full(experts.shape, 1 / k, dtype=probs.dtype, device=probs.device)
+        weights = probs.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return experts, weights
+
+
+@register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426")
+def hash_router(
+    layer: LayerSpec,
+    *,
+    kind: Literal["random", "balanced"] = "random",
+    seed: int = 0,
+    gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none",
+) -> Stages:
+    """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
+
+    kind: a random table, or one balanced over the counts that `router.score.calibrate(counts)` is given.
+    seed: of the table.
+    gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
+    """
+    vocabulary = layer.need_vocab_size("hash")
+    gated = gate != "none"
+    normalize = {"sigmoid": Sigmoid, "sqrtsoftplus": SqrtSoftplus}.get(gate, Softmax)()
+    scorer = TableScorer(layer.dim, layer.num_experts, vocabulary, kind, seed, gated)
+    return Stages(scorer, normalize, select=Walk(gated, layer.renormalize))

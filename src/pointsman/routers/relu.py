@@ -1,0 +1,96 @@
+"""ReMoE (Wang et al. 2025, arXiv 2412.14711): ReLU gates, kept sparse by an L1 penalty that follows the sparsity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pointsman.auxiliary import token_mean
+from pointsman.ops.selection import top_k
+from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.select import TINY
+from pointsman.routers.stages import Loss, LossInput, Normalizer, Scores, Selection, Selector, Stages
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+FIRST_PENALTY = 1e-8
+GROWTH = 1.2
+
+
+class Relu(Normalizer):
+    """R = relu(z): weights that need not sum to 1, and may all be 0."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.relu(logits)
+
+
+class Positive(Selector):
+    """The experts with R > 0, at most k of them, the largest first; and the penalty that keeps them few.
+
+    After each step lambda grows by 1.2 if the sparsity S = 1 - |{R > 0}| / (N E) is below its target, and shrinks by
+    1.2 if it is above. The sum over the step's micro-batches decides.
+
+    Args:
+        num_experts: E.
+        top_k: k of the sparsity to reach, 1 - k / E.
+        balanced: whether R of an expert counts f_e = E / (k N) |{n: R_ne > 0}| times in the penalty.
+    """
+
+    ragged = True
+    needs_step_end = True
+    penalty: Tensor
+
+    def __init__(self, num_experts: int, top_k: int, balanced: bool, renormalize: bool) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.balanced, self.renormalize = num_experts, top_k, balanced, renormalize
+        self.register_buffer("penalty", torch.tensor(FIRST_PENALTY))
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        gates = scores.probs.flatten(0, 1)
+        experts = top_k(gates, k)
+        weights = gates.gather(-1, experts)
+        experts = experts.masked_fill(weights <= 0, -1)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        statistics = {}
+        if self.training:
+            active = gates.detach() > 0
+            mask = context.padding_mask
+            if mask is not None:
+                active = active & mask.reshape(-1, 1)
+            tokens = torch.as_tensor(len(gates), device=gates.device) if mask is None else mask.sum()
+            statistics = {"active": active.sum(), "tokens": tokens}
+        return Selection(experts, weights, statistics=statistics)
+
+    def loss(self, given: LossInput) -> Tensor:
+        """lambda (1/N) sum_n sum_e f_e R_ne; the gradient goes through R, not through f."""
+        gates = given.unmixed
+        mean = token_mean(gates, given.mask)
+        if self.balanced:
+            mean = mean * token_mean((gates.detach() > 0).to(gates.dtype), given.mask) * self.num_experts / self.top_k
+        return self.penalty * mean.sum()
+
+    def step_end(self) -> None:
+        if "tokens" in self.sums:
+            # S below 1 - k / E: more than k active experts a token
+            surplus = self.sums["active"] - self.top_k * self.sums["tokens"]
+            self.penalty.mul_(GROWTH ** torch.sign(surplus).to(self.penalty.dtype))
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k} of {self.num_experts}, balanced={self.balanced}"
+
+
+@register_router(
+    "relu",
+    paper="Wang et al. 2025, ICLR, arXiv 2412.14711",
+    renormalize=False,
+    starts_at=lambda layer: layer.num_experts,
+)
+def relu(layer: LayerSpec, *, balanced: bool = True) -> Stages:
+    """R = relu(W h): experts with R > 0, weight R. The layer's top_k is the mean number of experts that it trains to.
+
+    balanced: whether the L1 penalty weighs experts by their load (the paper's); false: plain L1.
+    """
+    select = Positive(layer.num_experts, layer.top_k, balanced, layer.renormalize)
+    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
+    return Stages(scorer, Relu(), select=select, losses={"sparsity": Loss(select.loss, 1.0)})

@@ -1,0 +1,103 @@
+"""S-BASE (Clark et al. 2022, arXiv 2202.01169): training routes by a balanced transport plan, evaluation greedily."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.selection import top_k
+from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.select import TINY
+from pointsman.routers.stages import Scores, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+
+def column_potentials(scores: Tensor, mask: Tensor | None, iterations: int) -> Tensor:
+    """log v [G, 1, E] of the plan diag(u) exp(scores) diag(v), rows summing to 1/N and columns to 1/E.
+
+    In logarithms, which do not overflow. u scales a row as a whole and is left out: it changes no choice.
+
+    Args:
+        scores: [G, N, E], divided by the temperature.
+        mask: [G, N] bool, True for a real token; the others take no part.
+        iterations: updates of rows and columns.
+    """
+    groups, tokens, num_experts = scores.shape
+    real = scores.new_full((groups, 1), tokens) if mask is None else mask.sum(1, keepdim=True).to(scores.dtype)
+    potential = scores.new_zeros(groups, 1, num_experts)
+    if tokens == 0:
+        return potential
+    for _ in range(iterations):
+        rows = -torch.logsumexp(scores + potential, -1, keepdim=True) - real.clamp_min(1).log()[..., None]
+        if mask is not None:
+            rows = rows.masked_fill(~mask[..., None], -math.inf)
+        columns = torch.logsumexp(scores + rows, 1, keepdim=True)
+        potential = torch.where(columns.isfinite(), -columns - math.log(num_experts), 0)
+    return potential
+
+
+class Sinkhorn(Selector):
+    """Training: the k largest entries of each row of the balanced plan. Evaluation: the k largest scores.
+
+    Weights are the probabilities of the chosen experts; no gradient goes through the choice.
+    """
+
+    training_causal = False
+
+    def __init__(self, temperature: float, iterations: int, group: str, renormalize: bool) -> None:
+        super().__init__()
+        self.temperature, self.iterations = temperature, iterations
+        self.group, self.renormalize = group, renormalize
+        self.training_batch_invariant = group == "sequence"
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        choice = scores.choice
+        if self.training:
+            with torch.no_grad():
+                # a mixer hands on probabilities; their logarithms are what it made of the logits
+                logits = choice if choice is scores.logits else choice.clamp_min(torch.finfo(choice.dtype).tiny).log()
+                mask = context.padding_mask
+                if self.group == "batch":
+                    logits, mask = logits.flatten(0, 1)[None], None if mask is None else mask.reshape(1, -1)
+                logits = logits / self.temperature
+                choice = logits + column_potentials(logits, mask, self.iterations)
+        experts = top_k(choice.reshape(-1, choice.shape[-1]), k)
+        weights = scores.probs.flatten(0, 1).gather(-1, experts)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return experts, weights
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, iterations={self.iterations}, group={self.group}"
+
+
+@register_router("sinkhorn", paper="Clark et al. 2022, arXiv 2202.01169", renormalize=False)
+def sinkhorn(
+    layer: LayerSpec,
+    *,
+    temperature: float = 1.0,
+    iterations: int = 30,
+    group: Literal["batch", "sequence"] = "batch",
+    gate: Literal["softmax", "sigmoid"] | None = None,
+) -> Stages:
+    """z = W h. Training: top-k of the Sinkhorn plan over the group's tokens. Evaluation: top-k of z.
+
+    temperature: of the plan, exp(z / temperature).
+    iterations: Sinkhorn updates; a fixed number, without early stop.
+    group: whose tokens are balanced: the batch's, or each sequence's.
+    gate: of the weights; none = sigmoid where the layer starts with k = 1, else softmax.
+    """
+    if not temperature > 0:
+        raise ValueError(f"sinkhorn: option temperature={temperature}: allowed are numbers above 0")
+    if not 1 <= iterations <= 10_000:
+        raise ValueError(f"sinkhorn: option iterations={iterations}: allowed are whole numbers from 1 to 10000")
+    sigmoid = gate == "sigmoid" or (gate is None and layer.top_k == 1)
+    return Stages(
+        LinearScorer(layer.dim, layer.num_experts, bias=False),
+        Sigmoid() if sigmoid else Softmax(),
+        select=Sinkhorn(temperature, iterations, group, layer.renormalize),
+    )

@@ -1,0 +1,72 @@
+"""Top-p routing (Huang et al. 2024, arXiv 2403.07652; XMoE, Yang et al. 2024, arXiv 2403.18926)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pointsman.auxiliary import token_mean
+from pointsman.ops.selection import top_k
+from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.select import TINY
+from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Stages
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+
+class TopP(Selector):
+    """The smallest set of best experts whose probabilities reach tau: {(j): sum_{i<j} p_(i) < tau}, at most k of them.
+
+    One expert is always among them.
+    """
+
+    ragged = True
+
+    def __init__(self, tau: float, renormalize: bool) -> None:
+        super().__init__()
+        self.tau, self.renormalize = tau, renormalize
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        experts = top_k(scores.choice.flatten(0, 1), k)
+        weights = scores.probs.flatten(0, 1).gather(-1, experts)
+        if self.tau < 1:
+            before = weights.cumsum(-1) - weights
+            beyond = before >= self.tau
+            beyond[:, 0] = False
+            experts, weights = experts.masked_fill(beyond, -1), weights.masked_fill(beyond, 0)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return experts, weights
+
+    def extra_repr(self) -> str:
+        return f"tau={self.tau}, renormalize={self.renormalize}"
+
+
+def mean_entropy(given: LossInput) -> Tensor:
+    """The mean over tokens of H(p_n), in nats: it keeps p sharp; without it the chosen sets grow."""
+    entropy = -torch.special.xlogy(given.unmixed, given.unmixed).sum(-1, keepdim=True)
+    return token_mean(entropy, given.mask).sum()
+
+
+@register_router(
+    "top-p",
+    paper="Huang et al. 2024, arXiv 2403.07652",
+    balance=0.01,
+    renormalize=False,
+    starts_at=lambda layer: layer.num_experts,
+)
+def top_p(layer: LayerSpec, *, tau: float = 0.4, dynamic: float = 0.0001) -> Stages:
+    """p = softmax(W h); the smallest set of best experts whose probabilities reach tau. k is a cap.
+
+    tau: the probability that the chosen experts must reach together; 1 = all experts.
+    dynamic: weight of the mean entropy of p.
+    """
+    if not 0 < tau <= 1:
+        raise ValueError(f"top-p: option tau={tau}: allowed are numbers above 0, up to 1")
+    if dynamic < 0:
+        raise ValueError(f"top-p: option dynamic={dynamic}: allowed are numbers from 0")
+    return Stages(
+        LinearScorer(layer.dim, layer.num_experts, bias=False),
+        select=TopP(tau, layer.renormalize),
+        losses={"dynamic": Loss(mean_entropy, dynamic)},
+    )

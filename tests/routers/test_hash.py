@@ -1,0 +1,90 @@
+"""Hash routing: the walk over the experts, the balanced table, and gates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.routers.oracle import DIM, Expected, compare, inputs, router_for, softmax
+
+from pointsman import RoutingContext, build_router
+from pointsman.routing import Routing
+
+IDS = torch.arange(21).view(3, 7) * 3 % 64
+
+
+def routed(spec: str, k: int, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[object, Routing]:
+    router = router_for(spec, k).train(k > 1)  # with k = 1 every weight is 1, which training warns of
+    return router, router(hidden, RoutingContext(token_ids=IDS, padding_mask=mask))
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4, 6, 9])
+def test_all_experts_are_a_permutation_for_every_id(experts: int) -> None:
+    router = build_router("hash", dim=DIM, num_experts=experts, top_k=experts, vocab_size=200)
+    ids = torch.arange(200)[None]
+    chosen = router(torch.zeros(1, 200, DIM), RoutingContext(token_ids=ids)).experts
+    assert torch.equal(chosen.sort(-1).values, torch.arange(experts).expand(200, -1))
+    router.top_k = 1
+    first = router(torch.zeros(1, 200, DIM), RoutingContext(token_ids=ids)).experts
+    assert torch.equal(first, chosen[:, :1])
+
+
+@pytest.mark.parametrize("gate", ["none", "softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_transcription(k: int, gate: str) -> None:
+    hidden, mask = inputs()
+    hidden.requires_grad_()
+    router, routing = routed(f"hash:gate={gate}", k, hidden, mask)
+    score = router.score  # type: ignore[attr-defined]
+    experts, weights = [], []
+    for h, index, real in zip(hidden.flatten(0, 1), IDS.flatten().tolist(), mask.flatten(), strict=True):
+        first, stride = int(score.table[index]), int(score.stride[index])
+        assert math.gcd(stride, 6) == 1
+        chosen = [(first + j * stride) % 6 for j in range(k)] if real else []
+        experts.append(chosen)
+        if gate == "none":
+            weights.append([torch.tensor(1 / k, dtype=torch.float64) for _ in chosen])
+            continue
+        z = score.gate.weight @ h
+        s = {
+            "softmax": softmax(z),
+            "sigmoid": 1 / (1 + torch.exp(-z)),
+            "sqrtsoftplus": torch.log(1 + torch.exp(z)) ** 0.5,
+        }[gate]
+        total = sum((s[e] for e in chosen), torch.zeros((), dtype=torch.float64))
+        weights.append([s[e] / total for e in chosen])
+    if gate == "none":
+        assert routing.experts[mask.flatten()].tolist() == [row for row in experts if row]
+        assert torch.equal(routing.weights[mask.flatten()], torch.full((19, k), 1 / k, dtype=torch.float64))
+    else:
+        compare(router, hidden, mask, Expected(experts, weights), routing)  # type: ignore[arg-type]
+
+
+def test_the_balanced_table_fills_the_lightest_expert_first() -> None:
+    router = build_router("hash:kind=balanced", dim=DIM, num_experts=3, top_k=1, vocab_size=7)
+    with pytest.raises(ValueError, match="calibrate"):
+        router(torch.zeros(1, 2, DIM), RoutingContext(token_ids=torch.zeros(1, 2, dtype=torch.int64)))
+    counts = [5, 1, 4, 3, 3, 0, 2]
+    router.score.calibrate(counts)
+    # 5 -> 0; 4 -> 1; 3 -> 2; 3 -> 2 (3 < 4); 2 -> 1 (4); 1 -> 0 (5); 0 -> 0
+    loads = [
+        sum(count for count, e in zip(counts, router.score.table.tolist(), strict=True) if e == i) for i in range(3)
+    ]
+    assert router.score.table.tolist() == [0, 0, 1, 2, 2, 0, 1]
+    assert loads == [6, 6, 6]
+    other = build_router("hash:kind=balanced", dim=DIM, num_experts=3, top_k=1, vocab_size=7)
+    other.load_state_dict(router.state_dict())
+    other(torch.zeros(1, 2, DIM), RoutingContext(token_ids=torch.zeros(1, 2, dtype=torch.int64)))
+
+
+def test_mistakes_are_one_line() -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        build_router("hash", dim=DIM, num_experts=4)
+    router = build_router("hash", dim=DIM, num_experts=4, vocab_size=10)
+    with pytest.raises(ValueError, match="outside 0 to 9"):
+        router(torch.zeros(1, 1, DIM), RoutingContext(token_ids=torch.tensor([[10]])))
+    with pytest.raises(ValueError, match="token_ids"):
+        router(torch.zeros(1, 1, DIM))
+    with pytest.raises(ValueError, match="10 counts"):
+        router.score.calibrate([1, 2])
