@@ -134,7 +134,7 @@ def test_rows_that_cannot_be_paired_are_named(tmp_path: Path) -> None:
     place.write_text(place.read_text().replace('"cpu"', '"cuda"'))
     notes = pairing(read_comparison(other))
     assert len(notes) == 3
-    assert "evaluated in different ways" in notes[1]
+    assert "evaluated with different protocols" in notes[1]
     assert "(device)" in notes[2]
 
 

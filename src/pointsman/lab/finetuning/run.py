@@ -18,14 +18,13 @@ from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs import paths
 from pointsman.lab.runs.checkpoints import checksums, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.runs.paths import EVALUATION
+from pointsman.lab.runs.paths import EVALUATION, FINETUNE
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.progress import Monitor
 from pointsman.lab.training.run import Run, load_run, model_of
 from pointsman.lab.training.trainer import TrainResult, train
 from pointsman.ops.kernels import Kernels
 
-FINETUNE = "finetune.json"
 FORMAT = 1
 
 

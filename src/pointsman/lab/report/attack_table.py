@@ -1,4 +1,4 @@
-"""What attacks did to a comparison: clean, and at each rate with both counts of targets; and to the routing."""
+"""A comparison under attack: clean figures, figures at every attack rate, and the change of the routing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 Pick = Callable[[Row], Row | None]
 
 ROUTING = (
-    "Routing under attack: share of the tokens that the attack left whose first expert changed, at k = 2, mean over "
+    "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2, mean over "
     "layers and seeds."
 )
 CONSISTENCY = (
@@ -33,13 +33,13 @@ CONSISTENCY = (
 
 @dataclass(frozen=True)
 class Condition:
-    """A column of the sweep.
+    """One attack at one rate, or the clean evaluation.
 
     Attributes:
-        words: what it is.
-        rate: share attacked; 0 = clean; None: a recipe, which has no rate.
+        words: its name.
+        rate: share of words or letters attacked; 0 = clean; None: a recipe of TextAttack, which has no rate.
         unmarked: whether attacked positions are left out of the targets.
-        table: router x k over seeds, with paired differences.
+        table: routers x k over seeds, with paired differences.
     """
 
     words: str
@@ -55,8 +55,8 @@ class AttackTable(Forms):
     Attributes:
         name: for the files: attack, data (or task) and split.
         conditions: clean first, then by rate.
-        routing: router -> rate -> share of the tokens that the attack left whose first expert changed.
-        consistency: router -> rate (0 = clean) -> of the loads between fine-tunings of one run; {} for language models.
+        routing: router -> rate -> share of the tokens outside the attack whose first expert changed.
+        consistency: router -> rate (0 = clean) -> `consistency` of fine-tunings of one run; {} for language models.
         protocol: one line.
     """
 
@@ -68,7 +68,7 @@ class AttackTable(Forms):
 
     @classmethod
     def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> AttackTable:
-        """The tables of these runs' records (what `robustness` gave for each)."""
+        """The tables of runs and their records, as `robustness` made them."""
         rows = [row for _, record in runs for row in record["results"]]
         split = next((str(row["split"]) for row in rows if "split" in row), "test")
         seeds = sorted({run.seed for run, _ in runs})
@@ -103,7 +103,7 @@ class AttackTable(Forms):
 
     @property
     def rates(self) -> list[float]:
-        """The rates of the sweep, ascending, without the clean one."""
+        """The attack rates, ascending."""
         return sorted({one.rate for one in self.conditions[1:] if one.rate is not None})
 
     def cell(self, router: str, top_k: int, rate: float, *, unmarked: bool = False) -> Cell:
@@ -118,7 +118,7 @@ class AttackTable(Forms):
         return self.name
 
     def text(self) -> str:
-        """A table for each condition, then what the attacks did to the routing."""
+        """A table for each condition, then the change of the routing."""
         conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
         further = [block for grid in self.further() for block in (grid.caption, grid.text())]
         return joined(self.protocol, *conditions, *further)
@@ -144,7 +144,7 @@ class AttackTable(Forms):
         return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
 
     def further(self) -> list[Grid]:
-        """The grids besides the figures: what the attacks did to the routing, and consistency over fine-tunings."""
+        """The grids besides the figures: change of the routing, and consistency over fine-tunings."""
         grids = (
             _by_rate(self.routing, self.rates, ROUTING),
             _by_rate(self.consistency, [0.0, *self.rates], CONSISTENCY),
@@ -153,7 +153,7 @@ class AttackTable(Forms):
 
 
 def attack_tables(comparison: Comparison) -> list[AttackTable]:
-    """The tables of all attacks whose records lie in the comparison's runs, or in fine-tunings of them."""
+    """A table for each attack that the comparison's runs or their fine-tunings have records of."""
     found: dict[str, list[tuple[RunRecord, Mapping[str, Any]]]] = {}
     places = [("", run) for router in comparison.routers for run in comparison.of(router)]
     places += [(f"-{variant}", run) for variant in variants(comparison) for run in finetunings(comparison, variant)]
@@ -182,7 +182,7 @@ def _clean(row: Row) -> Row | None:
 
 
 def _attacked(attack: Attack, *, unmarked: bool = False) -> Pick:
-    """The rows of this attack, as if they were clean ones: the report's tables pass over attacked ones."""
+    """Picks the rows of this attack and marks them as clean, since `ComparisonTable` reads clean rows only."""
     values = attack.to_dict()
 
     def pick(row: Row) -> Row | None:

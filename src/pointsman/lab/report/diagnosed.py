@@ -1,4 +1,4 @@
-"""What `pointsman diagnose` found, for the page: a table of every layer, and figures at earlier checkpoints."""
+"""Results of `pointsman diagnose` for the page: a grid of all layers, and figures at earlier checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.paths import DIAGNOSTICS
 from pointsman.lab.runs.record import read_object
 
 Found = Mapping[str, Any]
@@ -19,7 +20,7 @@ def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
         if "layers" in (found := run.diagnostics):
             return found
     if comparison.planned:
-        found = read_object(comparison.path / "diagnostics.json").get("routers", {}).get(router, {})
+        found = read_object(comparison.path / DIAGNOSTICS).get("routers", {}).get(router, {})
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -55,8 +56,11 @@ def _top1(entry: Found, layer: str) -> float | None:
 
 
 def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
-    """[{"step", "layers": {name: {"collapse", "top1"}}}], oldest first; top1 = first experts that changed since the one
-    before. From a diagnosis with earlier checkpoints (it reads more tokens), else from the explorer's sample."""
+    """[{"step", "layers": {name: {"collapse", "top1"}}}], oldest checkpoint first.
+
+    top1: share of tokens whose first expert changed since the previous checkpoint. From a diagnosis with earlier
+    checkpoints, which reads more tokens, else from the explorer's sample.
+    """
     entries = list(diagnosis.get("history") or [])
     sampled = list(sample.get("history", {}).get("checkpoints", []))
     if (sampled and not entries) or not diagnosis:

@@ -1,4 +1,4 @@
-"""Points in two dimensions: UMAP with X-MoE's settings, or PCA where umap-learn is not installed."""
+"""Projection to two dimensions: UMAP with X-MoE's settings, or PCA where umap-learn is not installed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def embed(points: NDArray[np.float64], method: str = "auto") -> tuple[NDArray[np
         warnings.simplefilter("ignore")  # umap warns that a fixed seed means one thread
         from umap import UMAP
 
-        # Started from the principal components: the spectral start is slow for states that fall apart into islands.
+        # initialized by PCA: the spectral initialization is slow where the neighbour graph is not connected
         reducer = UMAP(n_neighbors=min(100, len(points) - 1), min_dist=1.0, random_state=0, init="pca")
         found = reducer.fit_transform(points)
     return np.asarray(found, dtype=np.float64), "umap"
 
 
 def available(method: str) -> str:
-    """What `method` comes to here, umap or pca; RunError for an unknown one, or for UMAP without umap-learn."""
+    """The method that is used here, "umap" or "pca"; RunError for an unknown one, or for UMAP without umap-learn."""
     if method not in ("auto", "umap", "pca"):
         raise RunError(f"map method {method!r}: allowed are auto, umap and pca")
     installed = find_spec("umap") is not None

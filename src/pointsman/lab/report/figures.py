@@ -1,4 +1,4 @@
-"""Static figures for papers: PNG, SVG and PDF, with matplotlib; the same data as the page's charts."""
+"""Static figures for papers, from the data of the page's charts: PNG, SVG and PDF, with matplotlib."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def figures(path: Path | Sequence[Path], formats: Sequence[str] = ("png",), out:
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Refuses figures that cannot be drawn here.
+    """Checks that figures of these formats can be drawn here.
 
     Raises:
         RunError: an unknown format, or matplotlib missing.
@@ -69,7 +69,7 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
-    """The matplotlib figures by name, those without data left out."""
+    """The matplotlib figures that have data, by name."""
     look = {router: index for index, router in enumerate(comparison.routers)}
     found: dict[str, Any] = {}
     if curves := series.quality(table):

@@ -1,4 +1,4 @@
-"""What every table of the report has: four forms, written as four files."""
+"""The base of the report's tables: four forms, written as four files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chart data on what the routers do: loads, entropies, fluctuation, collapse, and the explorer's sample."""
+"""Chart data of the routing: loads, entropies, fluctuation, collapse, and the explorer's sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ History = Sequence[Mapping[str, Any]]
 
 
 def inside(comparison: Comparison) -> dict[str, Any]:
-    """Everything of the sections on routing; parts without data are empty."""
+    """The data of the page's sections on routing; parts without data are empty."""
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     last = last_step(comparison)
     samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
@@ -68,7 +68,7 @@ def rows_by_layer(run: RunRecord) -> Rows:
 def over_training(
     comparison: Comparison, rows: Mapping[tuple[str, int], Rows], name: str, last: float
 ) -> dict[str, Any]:
-    """A quantity of the routing rows against the step, for every layer."""
+    """A field of the routing rows against the step, for every layer."""
     of: dict[str, Any] = {}
     for layer in layer_names(comparison):
         series = []
@@ -97,7 +97,7 @@ def load_heat(
 ) -> dict[str, Any] | None:
     """Load of every expert against the step, for every layer of the router's first run that has any.
 
-    A byte is round(85 load E): 85 = an even share, 255 = three times that or more.
+    A byte is round(85 load E): 85 = an even share, 255 = three times an even share or more.
     """
     for run in comparison.of(router):
         layers = []
@@ -137,7 +137,7 @@ def entropy_by_layer(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History]) -> list[dict[str, Any]]:
-    """Share of tokens whose first expert changed between the last two checkpoints, by layer."""
+    """Share of tokens whose first expert changed between the last two checkpoints, for every layer."""
     places = {name: index for index, name in enumerate(layer_names(comparison))}
     series = []
     for router, history in histories.items():
@@ -153,7 +153,7 @@ def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History
 
 
 def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[str, Any]:
-    """Representation collapse at every checkpoint kept, for every layer."""
+    """Representation collapse at every kept checkpoint, for every layer."""
     of: dict[str, list[dict[str, Any]]] = {}
     for layer in layer_names(comparison):
         for router, history in histories.items():
@@ -177,12 +177,12 @@ def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
 
 
 def first_type(experts: int) -> np.dtype[Any]:
-    """The type in which a sample holds first experts; its largest number means none."""
+    """The integer type of first experts in a sample; its largest value means none."""
     return np.dtype(np.uint8 if experts <= 255 else "<u2")
 
 
 def readable(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample is whole, and of the format for its number of experts."""
+    """Whether a sample has all parts, in the format for its number of experts."""
     parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
     if not all(part in sample for part in parts) or sample.get("format") != first_type(sample["num_experts"]).itemsize:
         return False
@@ -195,7 +195,7 @@ def readable(sample: Mapping[str, Any]) -> bool:
 
 
 def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BYTES) -> dict[str, Any]:
-    """The samples cut to so many tokens that all of them together fit into `budget` bytes of the page."""
+    """The samples, all cut to the same number of tokens, so that together they take at most `budget` bytes."""
     if not samples:
         return {"texts": [], "routers": []}
     shortest = min(len(sample["tokens"]) for sample in samples.values())

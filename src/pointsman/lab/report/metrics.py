@@ -1,4 +1,4 @@
-"""How each measured quantity is named, rounded and compared."""
+"""Metrics: label, decimals, and which direction is better."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Metric:
     """A quality measure.
 
     Attributes:
-        name: as in evaluation.json. label: for people. lower_is_better: which way is good.
+        name: as in evaluation.json. label: in tables. lower_is_better: the direction.
         decimals: printed. scale: factor from the stored to the printed value.
     """
 

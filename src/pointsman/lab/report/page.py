@@ -40,9 +40,9 @@ def write_report(
         path: the directory, or several run directories.
         out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
         baseline: the router that differences are taken against; the first by default.
-        samples: first run a stretch of the test text through the routers (`samples.collect_all`), for the maps and the
-            explorer, with this kind of map: "pca" (a second or two a run), "umap", or "auto". None: use what is there.
-        note: told of what is sampled, and of what could not be.
+        samples: the kind of map, "pca" (a second or two a run), "umap" or "auto": first makes the samples for maps and
+            explorer where they are missing (`samples.collect_all`). None: uses the existing ones.
+        note: told which runs are sampled, and which cannot be.
 
     Returns:
         The file written.
@@ -51,7 +51,7 @@ def write_report(
         RunError: no run, a damaged file, an unknown baseline, jinja2 missing, or a folder that cannot be written.
     """
     comparison = read(path)
-    ComparisonTable.of(comparison, baseline=baseline)  # an unknown baseline is told before the sampling
+    ComparisonTable.of(comparison, baseline=baseline)  # refuses an unknown baseline before the sampling
     if samples is not None:
         from pointsman.lab.report.samples import collect_all
 
@@ -87,7 +87,7 @@ def render_paper(tables: PaperTables) -> str:
 
 
 def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
-    """An asset template, with the style sheet, scripts and data that stand in it unescaped."""
+    """A template of the page, filled; style sheet, scripts and data are inserted unescaped."""
     try:
         import jinja2
     except ModuleNotFoundError:
@@ -119,7 +119,7 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
 
 
 def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template prints; `data` is what the scripts draw."""
+    """The values of the template; `data` is for the scripts."""
     routing = data["inside"]
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
@@ -182,10 +182,10 @@ def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
 
 
 def embed(data: Mapping[str, Any]) -> str:
-    """JSON that can stand inside a script element: no '<', no nan."""
+    """JSON for a script element: without '<' and nan."""
     return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def asset(name: str) -> str:
-    """A file that belongs to the page."""
+    """A file of the page."""
     return resources.files("pointsman.lab.report").joinpath("assets", name).read_text(encoding="utf-8")

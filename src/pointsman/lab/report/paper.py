@@ -1,4 +1,4 @@
-"""Our figures beside published ones, cell by cell, empty where we have not run."""
+"""Our figures beside published ones, cell by cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import find, write_whole
+from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.forms import Forms, joined
@@ -18,9 +18,9 @@ from pointsman.lab.report.published import COUNTED, OWN_METRICS, Column, Line, P
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import Cell
 from pointsman.lab.runs.comparison import read_comparison
+from pointsman.lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_object, read_run
 
-FINETUNE = "finetune.json"
 COUNTED_SETTING = "counted from the model"
 
 
@@ -144,7 +144,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
-    """Ours by setting: every run that belongs into a cell, over seeds."""
+    """Our figures by setting: all runs that match a cell, over seeds."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     for run in runs:
         for i, line in enumerate(table.lines):
@@ -158,7 +158,7 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
 
 
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
-    """This run's figure for this cell, if it is the same data, split, k and quantity."""
+    """This run's figure for a cell; None unless data, split, k and quantity agree."""
     wanted = column.task if column.task is not None else table.data
     if not wanted or column.quantity in (*COUNTED, "none"):
         return None
@@ -181,7 +181,7 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
 
 
 def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
-    """Results on this corpus or task: of evaluation.json, then of what `pointsman evaluate` wrote beside it."""
+    """Results on a corpus or task: of evaluation.json, then of the files that `pointsman evaluate` wrote beside it."""
     found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
     for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
         named = re.fullmatch(r"(?:evaluation|attacks-[a-z]+)-(.+)-(?:train|valid|test)", file.stem)
@@ -191,18 +191,18 @@ def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
 
 
 def _is_papers_attack(row: Mapping[str, Any]) -> bool:
-    """Words swapped at the rate that `--attack-rate` defaults to; the paper does not state its own."""
+    """Whether words were swapped at the default of `--attack-rate`; the paper does not state its rate."""
     attack = row.get("attack")
     return isinstance(attack, dict) and attack.get("kind") == "word" and attack.get("rate") == 0.025
 
 
 def dataset(run: RunRecord) -> str:
-    """What a run is about: its corpus or task, without options and folders."""
+    """The corpus or task of a run, without options and folders."""
     return Path(str(run.config.get("data", ""))).name.partition(":")[0]
 
 
 def belongs(run: RunRecord, line: Line) -> bool:
-    """Whether a run is this line's: its router, and for a fine-tuned run what was frozen and how it was balanced."""
+    """Whether a run matches a line: its router, and for a fine-tuned run freezing and balance loss."""
     if canonical(run.router) not in {canonical(spec) for spec in line.routers}:
         return False
     about = read_object(run.path / FINETUNE)
@@ -213,24 +213,24 @@ def belongs(run: RunRecord, line: Line) -> bool:
 
 
 def finetuned(run: RunRecord) -> list[RunRecord]:
-    """The finished fine-tunings of a pre-trained run; their seeds tell pre-training and fine-tuning apart."""
-    found = [read_run(file.parent) for file in find(run.path, f"finetune/*/seed-*/{FINETUNE}")]
+    """The finished fine-tunings of a run, with a seed of their own for each pair of pre-training and fine-tuning."""
+    found = [read_run(path) for path in finetuned_runs(run.path, having=FINETUNE)]
     return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
 
 
 def setting(run: RunRecord, table: PublishedTable) -> str:
-    """Preset and steps, and whether they are the paper's."""
+    """A run's preset and steps in words, and whether they are the paper's."""
     preset, steps = str(run.config.get("preset") or "own settings"), run.steps
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
     told = preset if steps is None else f"{preset}, {steps:,} steps"
-    if preset in table.presets and (table.steps is None or steps == table.steps) and _is_plainly(run, preset):
+    if preset in table.presets and (table.steps is None or steps == table.steps) and _has_settings_of(run, preset):
         return told
     return f"{told} (not the paper's setting)"
 
 
-def _is_plainly(run: RunRecord, preset: str) -> bool:
-    """Whether a run's settings are the preset's or recipe's, but for its router, seed, data, and how it was judged."""
+def _has_settings_of(run: RunRecord, preset: str) -> bool:
+    """Whether a run's settings are the preset's or recipe's, except router, seed, data and evaluation."""
     from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING
 
     expected = named(preset, router=run.router)
@@ -241,7 +241,7 @@ def _is_plainly(run: RunRecord, preset: str) -> bool:
 
 
 def canonical(spec: str) -> str:
-    """A spec with its options sorted and numbers in one form, to compare specs."""
+    """A spec with sorted options and normalized numbers, so that equal routers have equal specs."""
     name, plus, mixer = spec.strip().partition("+")
     return _part(name) + plus + _part(mixer)
 
@@ -260,7 +260,7 @@ def _option(option: str) -> str:
 
 
 def counted(table: PublishedTable) -> dict[str, dict[tuple[int, int], Cell]]:
-    """Figures that follow from the model itself: FLOPs and parameters of HyperRouter's small model (V = 204)."""
+    """Figures that follow from the model alone: FLOPs and parameters of HyperRouter's small model (V = 204)."""
     if not any(column.quantity in COUNTED for column in table.columns):
         return {}
     from pointsman.lab.models.cost import cost_row

@@ -1,4 +1,4 @@
-"""What a page says in words: title, command, protocol, what is missing, what is paired, settings, environment."""
+"""The page's words: title, command, protocol, missing runs, pairing, settings, environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARE_FLAGS = (
 
 
 def title(comparison: Comparison) -> str:
-    """One line: what was run on what."""
+    """One line: the routers and the data."""
     data = str(_setting(comparison, "data") or "unknown data")
     name = data if len(data) <= 40 else "…" + data[-39:]
     if comparison.single:
@@ -29,7 +29,7 @@ def title(comparison: Comparison) -> str:
 
 
 def facts(comparison: Comparison, table: ComparisonTable) -> list[tuple[str, str]]:
-    """Short facts for the head of the page."""
+    """The facts at the head of the page: (name, value)."""
     total = len(comparison.routers) * len(comparison.seeds)
     done = total - len(comparison.missing())
     found: list[tuple[str, Any]] = [
@@ -52,25 +52,25 @@ def _setting(comparison: Comparison, name: str) -> Any:
 
 
 def missing(comparison: Comparison) -> list[str]:
-    """One line for each run that is not finished."""
-    found = []
+    """The runs that are not finished, a line for each seed and state."""
+    found: dict[tuple[int, str], list[str]] = {}
     for router, seed in comparison.missing():
         run = comparison.runs.get((router, seed))
         state = "not begun" if run is None else f"stopped at step {run.last_step():,} of {run.steps or 0:,}"
         if run is not None and run.steps and run.last_step() >= run.steps:
             state = "trained, not evaluated"
-        found.append(f"{router}, seed {seed}: {state}")
-    return found
+        found.setdefault((seed, state), []).append(router)
+    return [f"{', '.join(routers)}, seed {seed}: {state}" for (seed, state), routers in found.items()]
 
 
 def loss_note(comparison: Comparison) -> str:
-    """How the loss curves were made."""
+    """How the loss curves are averaged."""
     seeds = "mean over the seeds that have reached a step, band from the smallest to the largest; "
     return f"Loss: {seeds if len(comparison.seeds) > 1 else ''}averaged in at most {BINS} bins of equal width."
 
 
 def command(comparison: Comparison) -> str:
-    """The command that made this comparison or run: as it was kept, else from the settings."""
+    """The command that makes this comparison or run: the recorded one, else one made from the settings."""
     if comparison.command:
         return comparison.command
     kept = [str(run.config["command"]) for run in comparison.runs.values() if run.config.get("command")]
@@ -84,7 +84,7 @@ def command(comparison: Comparison) -> str:
 
 
 def _train_command(run: RunRecord) -> str:
-    """`pointsman train` with whatever its preset or recipe has otherwise."""
+    """`pointsman train` with all settings that differ from the preset or recipe."""
     from pointsman.lab.recipes import RECIPES
 
     name = str(run.config.get("preset"))
@@ -92,7 +92,7 @@ def _train_command(run: RunRecord) -> str:
     expected = named(name, router=run.router, **given)
     words = ["pointsman", "train", *([name] if name in RECIPES else []), "--router", run.router]
     words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
-    if expected is None:  # of no preset here, or with a router that is registered elsewhere
+    if expected is None:  # an unknown preset, or a router of another package
         words += _flags(run.config, ("train_top_k", "k_schedule"))
     else:
         told = (*given, "preset", "model.router")
@@ -112,12 +112,12 @@ def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """What an audit found, a sentence each; nothing for other runs."""
+    """The findings of an audit, a sentence each; [] for other runs."""
     return [str(line) for run in comparison.runs.values() for line in run.config.get("findings") or ()]
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """The evaluation protocol, one line for each group of runs that share it."""
+    """The evaluation protocol, a line for each group of runs that share it."""
     groups: dict[str, list[RunRecord]] = {}
     for run in comparison.runs.values():
         if run.done:
@@ -139,7 +139,7 @@ def _protocol_line(run: RunRecord) -> str:
 
 
 def pairing(comparison: Comparison) -> list[str]:
-    """What is equal between rows, and which rows cannot be paired fully."""
+    """What all rows share, and which rows cannot be paired fully."""
     if comparison.single:
         return []
     found = [
@@ -166,17 +166,17 @@ def pairing(comparison: Comparison) -> list[str]:
             "These runs differ in data, steps or schedule of k: their differences are not those of the router."
         )
     if len({_protocol_key(run) for run in comparison.runs.values() if run.done}) > 1:
-        found.append("These runs were evaluated in different ways (protocol): their figures are not comparable.")
+        found.append("These runs were evaluated with different protocols: their figures are not comparable.")
     places = {name for name in _PLACE if len({str(run.environment.get(name)) for run in comparison.runs.values()}) > 1}
     if places:
         found.append(
-            f"These runs were made in different places ({', '.join(sorted(places))}): times are not comparable, and "
+            f"These runs were made on different machines ({', '.join(sorted(places))}): times are not comparable, and "
             "rounding differs."
         )
     return found
 
 
-_APART = ("format", "command", "findings")  # of a run's settings: not shown among them
+_NO_SETTINGS = ("format", "command", "findings")  # entries of config.json that are no settings
 _PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
 
 
@@ -200,13 +200,13 @@ def stochastic(router: str) -> bool:
 
 
 def settings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Settings that all runs share, flat, names in words."""
+    """The settings that all runs share: (name in words, value)."""
     source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
-    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in _APART]
+    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in _NO_SETTINGS]
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:
-    """Versions, device, threads, kernels; values that differ between runs are all listed."""
+    """Versions, device, threads, kernels: (name in words, value); all values where runs differ."""
     found: dict[str, list[str]] = {}
     for run in comparison.runs.values():
         for name, value in _flat(run.environment):

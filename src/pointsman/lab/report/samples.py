@@ -1,4 +1,4 @@
-"""A sample of the test split as the routers of a finished run see it: explorer.json, which the page reads."""
+"""explorer.json: the routing of a stretch of the evaluated split, for the page's maps and explorer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman.lab.training.run import load_run
 from pointsman.ops.kernels import using
 from pointsman.routers.registry import is_baseline
 from pointsman.routing import Routing, RoutingContext
 
-EXPLORER = "explorer.json"
 Note = Callable[[str], None]
 
 
@@ -70,7 +70,7 @@ def collect_samples(
     with using(run.kernels):
         history: list[dict[str, Any]] = []
         before: dict[str, LayerSample] = {}
-        for step in sorted(steps_of(within(path, "checkpoints"))):
+        for step in sorted(steps_of(within(path, CHECKPOINTS))):
             if step < run.step:
                 now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
                 history.append(changes(step, now, before))
@@ -91,18 +91,18 @@ def collect_samples(
 def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
     """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date.
 
-    Out of date: of another checkpoint than the evaluation, or with another kind of map. What cannot be sampled (no
-    checkpoint, no data) is told to `note` and passed over.
+    Out of date: of another checkpoint than the evaluation, or with another kind of map. A run that cannot be sampled
+    (no checkpoint, no data) is skipped; `note` is told why.
     """
     wanted = available(method)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
         if run is None or is_baseline(router):
             continue
-        if (run.path / "audit.json").is_file():
+        if run.is_audit:
             continue  # it has its own, or none
         found = run.explorer
-        if found and not (run.path / "checkpoints").is_dir():
+        if found and not (run.path / CHECKPOINTS).is_dir():
             continue
         method_of_map = (found.get("map") or {}).get("method")
         checkpoint = run.evaluation.get("checkpoint")
@@ -179,9 +179,9 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
 
 
 def map_points(model: nn.Module, seen: dict[str, LayerSample], top_k: int, points: int, method: str) -> dict[str, Any]:
-    """2-D positions, from 0 to 1000, of evenly spaced tokens as each router sees them.
+    """2-D positions, from 0 to 1000, of the inputs of each router at evenly spaced tokens.
 
-    What it sees is the hidden state, or its projection where the scorer has one (X-MoE).
+    The input is the hidden state, or its projection where the scorer has one (X-MoE).
     """
     count = len(next(iter(seen.values())).hidden)
     chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))

@@ -1,4 +1,4 @@
-"""The page's sections on fine-tuned tasks and on attacks: their grids, and what the scripts draw under "chart"."""
+"""The page's sections on tasks and attacks: grids for the template, and under "chart" the data for the scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASKS_SHOWN = {"tuned": "from the pre-trained run", "scratch": "from scratch"}
 
 
 def tasks(comparison: Comparison, *, baseline: str | None = None) -> list[dict[str, Any]]:
-    """One entry for each task; fine-tunings from scratch stand beside those from the pre-trained run."""
+    """An entry for each task; fine-tunings from scratch are columns beside those from the pre-trained run."""
     every = variants(comparison)
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys(one.removesuffix(FROM_SCRATCH) for one in every):
@@ -52,7 +52,7 @@ def _task(comparison: Comparison, tables: Mapping[str, TaskTable]) -> dict[str, 
 
 
 def _task_grid(comparison: Comparison, tables: Mapping[str, TaskTable], kept: Sequence[str]) -> Grid:
-    """Accuracies of both starts at every k, the gain of pre-training, and how the routing moved."""
+    """Accuracies at every k from both starts, the gain of pre-training, and the change of the routing."""
     first = next(iter(tables.values()))
     rows = {start: {row.router: row for row in one.table.rows} for start, one in tables.items()}
     largest, gain = max(first.table.top_k, default=0), len(tables) > 1
@@ -159,5 +159,5 @@ def _curves(table: AttackTable, k: int, *, unmarked: bool, rise: bool) -> list[d
 
 
 def charts(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the scripts need of these entries."""
+    """The part of these entries for the scripts."""
     return [{"id": one["id"], "name": one["name"], **one["chart"]} for one in entries]

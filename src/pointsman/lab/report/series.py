@@ -1,4 +1,4 @@
-"""Chart data from runs: downsampled, averaged over seeds, of a size that does not grow with the length of a run."""
+"""Chart data: curves averaged over seeds and in bins, so that their size does not grow with the length of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Curve = dict[float, float]
 
 
 def significant(value: float, digits: int = 5) -> float:
-    """`value` rounded to this many significant digits: keeps the page small."""
+    """`value` rounded to this many significant digits, which keeps the page small."""
     return float(f"{value:.{digits}g}")
 
 
@@ -57,9 +57,9 @@ def cell_point(x: float, cell: Cell, scale: float) -> dict[str, float] | None:
 
 
 def binned(rows: Iterable[tuple[float, float]], last: float, bins: int = BINS) -> Curve:
-    """(step, value) pairs averaged in equal bins of (0, last], x being a bin's middle; left alone if they are few.
+    """(step, value) pairs averaged in equal bins of (0, last], x = the bin's middle; unchanged if few.
 
-    A later value for the same step replaces an earlier one (a resumed run repeats steps).
+    Of two values for one step the later one counts: a resumed run repeats steps.
     """
     values = dict(rows)
     if len(values) <= bins:
@@ -86,7 +86,7 @@ def over_seeds(curves: Sequence[Curve]) -> list[Point]:
 
 
 def last_step(comparison: Comparison) -> float:
-    """The length of the horizontal axis: planned steps, or the last one seen."""
+    """The length of the horizontal axis: the planned steps, or the last step of the metrics."""
     planned = [run.steps for run in comparison.runs.values() if run.steps]
     seen = [run.last_step() for run in comparison.runs.values()]
     return float(max([*planned, *seen, 1]))

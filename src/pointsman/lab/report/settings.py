@@ -11,10 +11,10 @@ from pointsman._errors import RunError
 def named(name: str, **given: Any) -> dict[str, Any] | None:
     """The settings of a preset or recipe, those of the model as "model.…".
 
-    None where there is none of that name, or none with what is given, such as a router that is registered elsewhere.
+    None where there is none of that name, or where it refuses the arguments, such as a router of another package.
 
     Args:
-        given: what the preset is asked for besides (`recipes.preset`); of a recipe router and seed alone.
+        given: further arguments of `recipes.preset`; a recipe takes router and seed only.
     """
     from pointsman.lab.recipes import PRESETS, RECIPES, preset, recipe
     from pointsman.lab.training.config import flat
@@ -31,7 +31,7 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
 
 
 def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of config.json that `expected` has otherwise. What follows from the data and the seed is none."""
+    """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
     from pointsman.lab.training.config import DERIVED, flat
 
     return {

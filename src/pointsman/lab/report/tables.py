@@ -1,4 +1,4 @@
-"""The table of a comparison: router x k over seeds, and paired differences against one row."""
+"""The table of a comparison: routers x k over seeds, and paired differences to one row."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Row:
     Attributes:
         router: its spec.
         quality: k -> the metric over seeds.
-        entropy: of the router's full distribution, nats, mean over tokens and layers at the largest k.
-        router_parameters: trainable parameters in all routers; None where there is no router.
+        entropy: of the full distribution before mixing, in nats, mean over tokens and layers, at the largest k.
+        router_parameters: trainable parameters of all routers; None for dense models.
         step_seconds: median training step.
         experts: mean number of experts a token at the largest k, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.
@@ -97,9 +97,9 @@ class ComparisonTable(Forms):
     """Routers x k, with what they cost.
 
     Attributes:
-        rows: in the comparison's order. top_k: every k that any row has, ascending.
-        metric: what the cells hold. split: of the data.
-        baseline: the router that differences are taken against.
+        rows: in the comparison's order. top_k: all k of the rows, ascending.
+        metric: of the cells. split: of the data.
+        baseline: the row that is subtracted in paired differences.
     """
 
     rows: Sequence[Row]
@@ -119,7 +119,7 @@ class ComparisonTable(Forms):
 
     @classmethod
     def of(cls, comparison: Comparison, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
-        """The table of a comparison that has been read."""
+        """The table of a comparison; errors as `read` raises them."""
         if baseline is not None and baseline not in comparison.routers:
             raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")
         names = {
@@ -297,7 +297,7 @@ def _experts(run: RunRecord, split: str) -> float | None:
 
 
 def mean_entropy(run: RunRecord, split: str = "test") -> float | None:
-    """Entropy of the router's distribution at the largest k, nats, mean over layers; None where there is none."""
+    """Entropy of the routers' distributions at the largest k, in nats, mean over layers; None where there is none."""
     return _over_layers(run, split, "entropy")
 
 

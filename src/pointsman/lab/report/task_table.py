@@ -1,8 +1,7 @@
-"""What a task found in a comparison: accuracies at every k, paired differences, routing, the papers' figures beside."""
+"""The fine-tunings of a comparison on one task: accuracy at every k, paired differences, change of the routing."""
 
 from __future__ import annotations
 
-import glob
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import find
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.published import papers
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.paths import finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_run
 
 FROM_SCRATCH = ",from-scratch"
-"""How the variant of a control ends: the same model, fresh weights."""
+"""The end of a variant's name for the control without pre-training: the same model, fresh weights."""
 
 ROUTING_KEYS = ("top1", "sets", "consistency")
 ROUTING_TOP_K = 2
@@ -42,7 +41,7 @@ class Published:
 
 
 def published_for(task: str) -> list[Published]:
-    """What the papers publish for a task; [] for a task that none has."""
+    """The published accuracies for a task; [] for a task that no paper reports."""
     return [
         Published(line.label, value, f"{paper.name}, {table.number}")
         for paper in papers().values()
@@ -56,19 +55,14 @@ def published_for(task: str) -> list[Published]:
 
 
 def variants(comparison: Comparison) -> list[str]:
-    """The tasks that runs were fine-tuned on, each with what differs from the defaults, as their folders are called."""
-    found = {
-        config.parent.parent.name
-        for run in comparison.runs.values()
-        for config in find(run.path, "finetune/*/seed-*/config.json")
-    }
-    return sorted(found)
+    """The variants (task and changed settings, as their folders are called) that runs were fine-tuned on."""
+    return sorted({path.parent.name for run in comparison.runs.values() for path in finetuned_runs(run.path)})
 
 
 def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
-    """Fine-tunings of the comparison's runs, labelled with their routers.
+    """Fine-tunings of the comparison's runs.
 
-    Where there are several pre-training seeds: those that `compare --task` makes, whose seeds are s + 1000 j.
+    With several pre-training seeds s: only those that `compare --task` makes, whose own seeds are s + 1000 j.
     """
     from pointsman.lab.finetuning.compare import REPEAT  # torch is imported only where something was fine-tuned
 
@@ -77,21 +71,21 @@ def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
         tuned
         for router in comparison.routers
         for run in comparison.of(router)
-        for config in find(run.path, f"finetune/{glob.escape(variant)}/seed-*/config.json")
-        if (tuned := read_run(config.parent)).seed % REPEAT == run.seed or not several
+        for path in finetuned_runs(run.path, variant)
+        if (tuned := read_run(path)).seed % REPEAT == run.seed or not several
     ]
 
 
 @dataclass(frozen=True)
 class TaskTable(Forms):
-    """A task's accuracies: router x k over seeds, paired differences, published figures, and what routing did.
+    """A task's accuracies: routers x k over seeds, paired differences, published figures, change of the routing.
 
     Attributes:
-        name: the task and what differs from the defaults, as in the folder names.
+        name: the variant: the task and changed settings, as in the folder names.
         table: our figures.
-        published: the papers' figures for this task; none of ours.
-        protocol: how our figures came about.
-        routing: router -> what `routing_of` says of its fine-tunings.
+        published: the papers' figures for this task.
+        protocol: of our evaluations.
+        routing: router -> `routing_of` its fine-tunings.
     """
 
     name: str
@@ -102,7 +96,7 @@ class TaskTable(Forms):
 
     @classmethod
     def read(cls, path: Path, variant: str, *, baseline: str | None = None) -> TaskTable:
-        """The table of what a comparison or run directory holds of this task.
+        """The table of this task in a comparison or run directory.
 
         Raises:
             RunError: neither a run nor a comparison, or an unknown baseline.
@@ -111,7 +105,7 @@ class TaskTable(Forms):
 
     @classmethod
     def of(cls, comparison: Comparison, variant: str, *, baseline: str | None = None) -> TaskTable:
-        """The table of a comparison that has been read: the rows of which a fine-tuning has begun."""
+        """The table of this task in a comparison; its rows are the routers of which a fine-tuning has begun."""
         tuned = finetunings(comparison, variant)
         found = {(run.router, run.seed): run for run in tuned}
         seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
@@ -128,7 +122,7 @@ class TaskTable(Forms):
 
     @property
     def note(self) -> str:
-        """The protocol in a few lines of words."""
+        """The protocol in words."""
         protocol = self.protocol
         if not protocol:
             return "nothing has been fine-tuned yet"
@@ -194,11 +188,11 @@ class TaskTable(Forms):
 
 
 def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
-    """What fine-tuning did to the routing of one router.
+    """How fine-tuning changed the routing of one router.
 
     Returns:
-        {"top1", "sets": fluctuation from the pre-trained model, mean over layers and runs; "consistency": of the loads
-        between fine-tunings of one pre-trained run, mean over layers}; None where it does not exist.
+        {"top1", "sets": share of tokens whose first expert, or set of experts, differs from the pre-trained model's,
+        mean over layers and runs; "consistency": `consistency` of the runs}; None where it does not exist.
     """
     changes: dict[str, list[float]] = {"top1": [], "sets": []}
     for run in runs:
@@ -214,9 +208,9 @@ def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
 def consistency(
     records: Sequence[tuple[Path, Mapping[str, Any]]], attack: Mapping[str, Any] | None = None
 ) -> float | None:
-    """Inter-run consistency of the loads of fine-tunings of one pre-trained run, mean over layers and such runs.
+    """Inter-run consistency of the expert loads between fine-tunings of one pre-trained run, mean over layers and runs.
 
-    Those from scratch have none: experts of different initial weights do not correspond.
+    Fine-tunings from scratch are left out: experts of different initial weights do not correspond.
 
     Args:
         records: (a fine-tuned run's directory, an evaluation of it), of one router.
@@ -242,16 +236,16 @@ def consistency(
 
 
 def pretrained_of(path: Path) -> Path:
-    """The folder that tells of which pre-trained run a fine-tuning is: RUN of RUN/finetune/VARIANT/seed-S.
+    """A folder that fine-tunings of one pre-trained run share: RUN of RUN/finetune/VARIANT/seed-S.
 
-    With `finetune RUN --out`, which is given one pre-trained run, its own folder of fine-tunings.
+    With `finetune RUN --out DIR`, which has one pre-trained run, a folder above DIR.
     """
     parents = list(Path(os.path.abspath(path)).parents)
     return parents[min(2, len(parents) - 1)]
 
 
 def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
-    """Whether a row of results is of this attack; without one, whether it is clean."""
+    """Whether a row of results is of this attack; with None, whether it is clean."""
     found = row.get("attack")
     if attack is None or not found:
         return attack is None and not found and "recipe" not in row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
 from pointsman.lab.runs.comparison import read_plan, saved_runs
-from pointsman.lab.runs.paths import run_path, slug
+from pointsman.lab.runs.paths import FINETUNE, finetuned_runs, run_path, slug
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.run import load_run
 
@@ -95,7 +94,7 @@ def comparison_under_attack(
 
 def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
     """The folders of these runs fine-tuned on this task."""
-    found = [file.parent for run in runs for file in find(run, f"finetune/{glob.escape(variant)}/seed-*/finetune.json")]
+    found = [path for run in runs for path in finetuned_runs(run, variant, having=FINETUNE)]
     if not found:
         known = {folder.name for run in runs for folder in find(run, "finetune/*")}
         if not known:

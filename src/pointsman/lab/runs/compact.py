@@ -20,11 +20,11 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._files import disk_errors, find, read_json, read_text, within, write_whole
 from pointsman.lab.runs.metrics import read_metrics
-from pointsman.lab.runs.paths import CONFIG, EVALUATION, METRICS, VOCABULARY
+from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, VOCABULARY
 
 FORMAT = 1
 RECORD = "record.jsonl"
-LEFT_OUT = (VOCABULARY, "explorer.json")
+LEFT_OUT = (VOCABULARY, EXPLORER)
 ROWS = {"train": 160, "routing": 60}
 """At most so many steps of a kind of metrics are kept, evenly spaced: as many points as the page's curves have."""
 KEPT = {

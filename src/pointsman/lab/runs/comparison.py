@@ -96,7 +96,7 @@ class Comparison:
         routers: specs in order. seeds: in order.
         runs: (router, seed) -> run; missing where it has not begun.
         single: whether this is one run and no comparison.
-        command: the command line that asked for it; "" where it is not known.
+        command: the command line that made it; "" where it is not known.
         planned: whether it is a comparison directory.
     """
 
@@ -146,12 +146,12 @@ def read_comparison(path: Path) -> Comparison:
 def gather(runs: Sequence[RunRecord]) -> Comparison:
     """Several runs as an unplanned comparison; RunError where two have the same router and seed.
 
-    Audits of one class of models are labelled with the names of their folders, too.
+    Audits of models of one class get the name of their folder in their label.
     """
     assert runs
     runs = [
         replace(run, router=f"{run.router} ({run.path.resolve().name})")
-        if (run.path / "audit.json").is_file() and sum(run.router == other.router for other in runs) > 1
+        if run.is_audit and sum(run.router == other.router for other in runs) > 1
         else run
         for run in runs
     ]

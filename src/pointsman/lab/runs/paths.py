@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
-from pointsman._files import within
+from pointsman._files import find, within
 
 CONFIG, ENVIRONMENT, VOCABULARY = "config.json", "environment.json", "vocabulary.json"
 METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"
+FINETUNE, DIAGNOSTICS, EXPLORER, AUDIT = "finetune.json", "diagnostics.json", "explorer.json", "audit.json"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 COMPARISON = "comparison.json"
 
@@ -26,3 +28,9 @@ def run_path(out: Path, router: str, seed: int) -> Path:
 def finetuned_path(run: Path | str, variant: str, seed: int) -> Path:
     """The default directory of a fine-tuning of `run`: RUN/finetune/VARIANT/seed-S."""
     return within(Path(run), "finetune", variant, f"seed-{seed}")
+
+
+def finetuned_runs(run: Path, variant: str | None = None, having: str = CONFIG) -> list[Path]:
+    """The directories of the fine-tunings of `run`, of one variant or of all, that have the file `having`."""
+    name = "*" if variant is None else glob.escape(variant)
+    return [file.parent for file in find(run, f"finetune/{name}/seed-*/{having}")]

@@ -1,4 +1,4 @@
-"""What a run directory says about its run: JSON in, plain values out; a damaged file is refused by name."""
+"""A run as its directory describes it: settings, environment, results. A damaged file is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pointsman._files import read_json
 from pointsman._values import finite
 from pointsman.lab.runs.evaluation import clean_results
 from pointsman.lab.runs.metrics import read_metrics
-from pointsman.lab.runs.paths import CONFIG, ENVIRONMENT, EVALUATION, METRICS
+from pointsman.lab.runs.paths import AUDIT, CONFIG, DIAGNOSTICS, ENVIRONMENT, EVALUATION, EXPLORER, METRICS
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -22,11 +22,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of one run without its weights.
+    """A run without its weights.
 
     Attributes:
         path: the run directory.
-        router: the spec, as a row's label; several specs are joined by '|'.
+        router: the spec, which labels its row; several specs are joined by '|'.
         seed: of the run.
         config, environment, evaluation, diagnostics, explorer: the files of these names; {} where there is none.
     """
@@ -43,12 +43,17 @@ class RunRecord:
         return bool(self.evaluation.get("results"))
 
     @property
+    def is_audit(self) -> bool:
+        """Whether this is the audit of a Hugging Face model (`pointsman audit`), not a run of ours."""
+        return (self.path / AUDIT).is_file()
+
+    @property
     def diagnostics(self) -> dict[str, Any]:
-        return read_object(self.path / "diagnostics.json")
+        return read_object(self.path / DIAGNOSTICS)
 
     @property
     def explorer(self) -> dict[str, Any]:
-        return read_object(self.path / "explorer.json")
+        return read_object(self.path / EXPLORER)
 
     @property
     def steps(self) -> int | None:
