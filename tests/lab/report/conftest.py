@@ -30,5 +30,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = root / "comparison"
     for router in ("smoe", "dense"):
         train(replace(config, model=replace(model, router=router)), path / "runs" / router / "seed-0")
-    dump(path / "comparison.json", {"format": 1, "settings": {}, "routers": ["smoe", "dense"], "seeds": [0]})
+    dump(path / "comparison.json", {"format": 1, "settings": {"model": {}}, "routers": ["smoe", "dense"], "seeds": [0]})
     return path

@@ -153,7 +153,8 @@ def write_comparison(
 ) -> Path:
     """Writes a comparison directory; `missing` runs have not begun, `unfinished` ones have stopped half way."""
     path.mkdir(parents=True)
-    settings = {"data": "stdlib", "preset": "tiny", "steps": options.get("steps", 400), "train_top_k": "N/2:N"}
+    steps = options.get("steps", 400)
+    settings = {"data": "stdlib", "preset": "tiny", "steps": steps, "train_top_k": "N/2:N", "model": {}}
     dump(path / "comparison.json", {"format": 1, "settings": settings, "routers": list(routers), "seeds": list(seeds)})
     for position, router in enumerate(routers):
         for seed in seeds:

@@ -20,6 +20,11 @@ from pointsman.lab.report.paper import PaperComparison, canonical, paper_tables
 from pointsman.lab.report.published import open_paper, papers, parse_paper
 from pointsman.lab.runs.record import read_run
 
+FINETUNED = {
+    "format": 1, "task": "sst2", "classes": ["bad", "good"], "freeze": [], "balance": None, "pooling": "mean",
+    "head_dropout": 0.1, "from_scratch": False,
+}  # fmt: skip
+
 
 def table(paths: list[Path] | Path, paper: str, number: str) -> PaperComparison:
     return next(one for one in paper_tables(paths, paper).tables if one.published.number == number)
@@ -185,7 +190,7 @@ def test_fine_tuned_runs_and_attacked_text(tmp_path: Path) -> None:
         )
         config = json.loads((tuned / "config.json").read_text())
         dump(tuned / "config.json", {**config, "data": "sst2"})
-        dump(tuned / "finetune.json", {"format": 1, **about})
+        dump(tuned / "finetune.json", {**FINETUNED, **about})
     beside = table(path, "hyperrouter", "Table 3")
     assert list(beside.ours) == ["sst2, 400 steps (not the paper's setting)"]
     rows = {(row[0], row[1]): row[2:] for row in beside.grid().rows}
@@ -216,7 +221,7 @@ def test_each_fine_tuning_counts_once(tmp_path: Path) -> None:
             tuned = write_run(folder, "hyperrouter", task_seed, metric="accuracy", values=values)
             config = json.loads((tuned / "config.json").read_text())
             dump(tuned / "config.json", {**config, "data": "sst2"})
-            dump(tuned / "finetune.json", {"format": 1, "freeze": [], "balance": None})
+            dump(tuned / "finetune.json", FINETUNED)
     [cells] = table(tmp_path / "c", "hyperrouter", "Table 3").ours.values()
     assert cells
     assert all(len(cell.values) == 6 and cell.mean == pytest.approx(0.7) for cell in cells.values())
@@ -311,7 +316,7 @@ def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None
         )
         config = json.loads((path / "config.json").read_text())
         dump(path / "config.json", {**config, "data": "sst2"})
-        dump(path / "finetune.json", {"format": 1, "freeze": [], "from_scratch": "from-scratch" in variant})
+        dump(path / "finetune.json", {**FINETUNED, "from_scratch": "from-scratch" in variant})
         record = json.loads((path / "evaluation.json").read_text())
         dump(path / "evaluation.json", {**record, "results": [{**r, "metric": "accuracy"} for r in record["results"]]})
     found = table(run, "hyperrouter", "Table 3")

@@ -77,7 +77,7 @@ def test_tokens_without_an_expert(experts: int, none: int) -> None:
 
 
 def test_a_foreign_sample_is_none_of_ours() -> None:
-    whole = {**pack(made_up(), ["a"] * 40), "map": {}}
+    whole = {**pack(made_up(), ["a"] * 40), "map": {"top_k": 1, "indices": []}}
     assert inside.readable(whole)
     assert not inside.readable({**whole, "format": 2})
     assert not inside.readable({key: value for key, value in whole.items() if key != "routing"})
