@@ -147,6 +147,7 @@ class Page:
             "intervals are wide, and most claims stay undecided. The models are tiny: verdicts are about this size.",
             "",
         ]
+        lines += self._summary()
         for aspect in dict.fromkeys(one.claim.aspect for one in self.tested):
             lines += [f"## {aspect[0].upper()}{aspect[1:]}", ""]
             lines += [HEADER, "|---" * HEADER.count(" | ") + "|---|"]
@@ -154,9 +155,25 @@ class Page:
             lines.append("")
         lines += ["## Commands", ""]
         for name, command in self.commands.items():
-            whole = f"{command} --routers ROWS --seeds 5 --out docs/results/{name}"
-            lines += [f"`{name}`:", "", "```sh", whole, "```", ""]
+            rest = f"    --routers ROWS --seeds 5 --out docs/results/{name}"
+            lines += [f"`{name}`:", "", "```sh", f"{command} \\", rest, "```", ""]
         return "\n".join(lines)
+
+    def _summary(self) -> list[str]:
+        """What is decided, in sentences, and how much is not."""
+        decided = [one for one in self.tested if one.verdict in ("holds", "does not hold")]
+        open_ones = sum(one.verdict == "not told apart" for one in self.tested)
+        lines = ["## What is decided", ""]
+        for one in decided:
+            lines.append(f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit}).")
+            lines += [f"  Control: {one.against_control}."] if one.control is not None else []
+        lines += [
+            f"- Of {len(self.tested)} claims {len(decided)} are decided, {open_ones} are not told apart and "
+            f"{len(self.tested) - len(decided) - open_ones} are not run.",
+            "- What would change a verdict: more seeds, another learning rate, longer runs, larger models.",
+            "",
+        ]
+        return lines
 
     def _line(self, one: Tested) -> str:
         claim = one.claim
