@@ -105,7 +105,7 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     }
     assert again == {"smoe"}  # whose protocol is another one now
     assert main(["evaluate", str(comparison), "--attack", "textfooler"]) == 2
-    assert "a comparison is attacked by word or char" in capsys.readouterr().err
+    assert "for a comparison allowed are word and char" in capsys.readouterr().err
 
 
 def test_fine_tunings_of_a_comparison_under_attack(
@@ -128,7 +128,7 @@ def test_fine_tunings_of_a_comparison_under_attack(
     assert main([*arguments, "--task", "sst3"]) == 2
     assert f"allowed: {settings.variant}" in capsys.readouterr().err
     assert main(["evaluate", str(finetuned), "--attack", "char", "--task", "sst2"]) == 2
-    assert "is no comparison" in capsys.readouterr().err
+    assert "is not a comparison" in capsys.readouterr().err
 
 
 def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pyte
     assert {row["value"] for row in attacked} == {0.5}  # all texts are the same: AAA AAA AAA AAA
     assert attacked[0]["attack"]["chosen"] == attacked[0]["attack"]["candidates"] == 160
     assert main(["evaluate", str(finetuned), "--data", "stdlib"]) == 2
-    assert "is evaluated on its task" in capsys.readouterr().err
+    assert "is always evaluated on its task" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
