@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json, read_ordinary
+from pointsman._grid import Grid
 from pointsman._values import most, upper
 
 
@@ -252,8 +253,4 @@ def check_device(name: str | None) -> None:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A text table: the first column is left-aligned, the others right-aligned; no cell is truncated."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    return Grid(rows[0], rows[1:]).text(rule=False)

@@ -23,7 +23,9 @@ def parser() -> Parser:
         "--baseline", metavar="SPEC", help="the row that differences are taken against (default: the first)"
     )
     flags.add_argument(
-        "--paper", metavar="NAME", help="our figures beside the published ones: hyperrouter, x-moe, mutual-inform"
+        "--paper",
+        metavar="NAME|FILE",
+        help="our figures beside published ones: hyperrouter, x-moe, mutual-inform, FILE.toml",
     )
     flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
     flags.add_argument(

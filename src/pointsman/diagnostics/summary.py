@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pointsman._grid import NONE, Grid
+
 Found = Mapping[str, Any]
-NONE = "-"
 
 
 def summary(found: Found) -> str:
@@ -122,9 +123,4 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return Grid(rows[0], rows[1:]).text(rule=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from pointsman._errors import RunError
 from pointsman._files import write_whole
 from pointsman._values import finite
 from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.evaluation import over_layers
 
 if TYPE_CHECKING:
     import pandas
@@ -39,7 +39,7 @@ def tidy(comparison: Comparison) -> Iterator[dict[str, Any]]:
                         "metric": result.get("metric"),
                         "value": finite(result.get("value")),
                         "experts_per_token": experts_per_token(result),
-                        "entropy": _over_layers(result, "entropy"),
+                        "entropy": over_layers(result, "entropy"),
                     }
 
 
@@ -47,7 +47,7 @@ def experts_per_token(result: dict[str, Any]) -> float | None:
     """Mean number of experts a token, over layers: as recorded, or k where every token gets k; None without routers."""
     if not result.get("routers"):
         return None
-    recorded = _over_layers(result, "experts_per_token")
+    recorded = over_layers(result, "experts_per_token")
     return finite(result.get("top_k")) if recorded is None else recorded
 
 
@@ -76,9 +76,3 @@ def results_csv(comparison: Comparison) -> str:
 def write_results(folder: Path) -> Path:
     """Writes results.csv of a comparison directory."""
     return write_whole(folder / RESULTS, results_csv(read_comparison(folder)))
-
-
-def _over_layers(result: dict[str, Any], name: str) -> float | None:
-    layers = (result.get("routers") or {}).values()
-    values = [value for layer in layers if (value := finite(layer.get(name))) is not None]
-    return statistics.fmean(values) if values else None

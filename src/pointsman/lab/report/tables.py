@@ -15,6 +15,7 @@ from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.intervals import Paired
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.runs.comparison import Comparison, read_comparison
+from pointsman.lab.runs.evaluation import over_layers
 from pointsman.lab.runs.record import RunRecord
 
 
@@ -280,31 +281,18 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},
-        entropy=Cell({run.seed: value for run in done if (value := mean_entropy(run, split)) is not None}),
+        entropy=_at_largest_k(done, split, "entropy"),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
         step_seconds=Cell(
             {run.seed: value for run in done if (value := finite(run.evaluation.get("step_seconds"))) is not None}
         ),
-        experts=Cell({run.seed: value for run in done if (value := _experts(run, split)) is not None}),
+        experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
     )
 
 
-def _experts(run: RunRecord, split: str) -> float | None:
-    """Mean number of experts a token at the largest k, over layers; None where it was not recorded."""
-    return _over_layers(run, split, "experts_per_token")
-
-
-def mean_entropy(run: RunRecord, split: str = "test") -> float | None:
-    """Entropy of the routers' distributions at the largest k, in nats, mean over layers; None where there is none."""
-    return _over_layers(run, split, "entropy")
-
-
-def _over_layers(run: RunRecord, split: str, name: str) -> float | None:
-    results = run.results(split)
-    if not results:
-        return None
-    layers = results[max(results)].get("routers") or {}
-    values = [value for layer in layers.values() if (value := finite(layer.get(name))) is not None]
-    return statistics.fmean(values) if values else None
+def _at_largest_k(runs: Sequence[RunRecord], split: str, name: str) -> Cell:
+    """A figure of the routers at the largest k, mean over layers, by seed."""
+    rows = {run.seed: results[max(results)] for run in runs if (results := run.results(split))}
+    return Cell({seed: value for seed, row in rows.items() if (value := over_layers(row, name)) is not None})

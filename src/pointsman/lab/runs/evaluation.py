@@ -53,6 +53,13 @@ def is_current(
     )
 
 
+def over_layers(result: Mapping[str, Any], name: str) -> float | None:
+    """A figure of the routers ("entropy", "experts_per_token"), mean over layers; None where there is none."""
+    layers = (result.get("routers") or {}).values()
+    values = [value for layer in layers if (value := finite(layer.get(name))) is not None]
+    return statistics.fmean(values) if values else None
+
+
 def clean_results(record: Mapping[str, Any], split: str = "test") -> dict[int, Mapping[str, Any]]:
     """Results without an attack, by k: those of `split`, or of the first split in the record where it has no such."""
     rows = [row for row in record.get("results", ()) if isinstance(row, dict) and not row.get("attack")]
