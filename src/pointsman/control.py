@@ -1,4 +1,4 @@
-"""What works on any model with MoE layers in it: k, recording, freezing, step ends, materializing."""
+"""Functions for any model with MoE layers: k, recording, freezing, step ends, materializing."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class record_routing:  # noqa: N801 - used like a function
 def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
-    A frozen router's running statistics stay as they are, too. Losses stay attached: they still train what lies below.
-    `requires_grad_(True)` of such a part takes it back; of a router it must be the router's own.
+    Running statistics of a frozen router stop, too. Its losses stay attached and still train earlier layers.
+    `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself.
 
     Raises:
         ValueError: a role that no part of the model has.

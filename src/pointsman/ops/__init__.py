@@ -1,1 +1,1 @@
-"""Pure functions on tensors: the fast paths and the plain references that they are held against."""
+"""Tensor functions that several rooms use: products, attention, cross entropy, selection, the choice of kernels."""

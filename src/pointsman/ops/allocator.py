@@ -1,8 +1,8 @@
-"""Freed memory stays with the process, for programs that allocate the same again, step after step.
+"""Keeps freed memory in the process, for programs that allocate the same sizes at every step.
 
-glibc gives large freed blocks back to the system, whose fresh pages then cost a fault every 4 KB. The command line
-keeps its own; a library must not choose that for the program it is part of, so that training loops of one's own call
-this themselves, once at their start.
+glibc returns large freed blocks to the system. The next allocation then pays a page fault every 4 KB. Our command line
+calls `keep_freed_memory`; the library does not, because the setting belongs to the whole process. A training loop of
+your own may call it once at its start.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import os
 import sys
 
 KEPT = 1 << 30
-"""Bytes: blocks up to here come from the heap, of whose free end so much is kept."""
+"""Bytes. Blocks up to this size come from the heap, and this much free memory stays at its end."""
 
-_LARGEST_BEFORE_2_35 = 32 << 20  # glibc's bound on the first of the two, then
+_LARGEST_BEFORE_2_35 = 32 << 20  # the largest mmap threshold that glibc before 2.35 accepts
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Raises glibc's two thresholds to `KEPT`. Returns whether it did: not with another C library, nor where the
-    environment already sets them. Another allocator that is preloaded goes its own way.
+    """Raises glibc's two thresholds to `KEPT` and returns whether it did.
+
+    It does nothing with another C library, or where the environment sets the thresholds already. It has no effect on a
+    preloaded allocator.
     """
     if sys.platform != "linux" or any(os.environ.get(name) for name in _SETTINGS):
         return False

@@ -2,8 +2,8 @@
 
     a_ij = scale * ((q_i + u) . k_j + (q_i + w) . r_(i + M - j)),   j <= i + M,   o_i = sum_j softmax_j(a_ij) v_j
 
-with M memory positions before the T queries, and S = M + T keys. No [T, S] tensor lives: forward and backward work on
-a block of query rows at a time, skip the keys that come after it, and backward computes the probabilities anew.
+with M memory positions before the T queries, and S = M + T keys. No [T, S] tensor is stored: forward and backward work
+on one block of query rows at a time and skip later keys. Backward computes the probabilities again.
 
 Shapes: H heads, B sequences, D head width. Heads come first, because r is the same for every sequence: its products
 are then one matrix product a head, over the rows of all sequences of a block.
@@ -24,13 +24,13 @@ from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 
-MASKED = -1e30  # a padded key: finite, so that a row whose keys are all padded stays finite
-ROWS = 256  # query rows a block
-SINGLE = 2**21  # multiply-adds from which one matrix product fills the machine, so that a block is one sequence's
-CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26  # scores that live at once; on a CPU they stay in cache
+MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys alone gives no NaN
+ROWS = 256  # query rows in a block
+SINGLE = 2**21  # multiply-adds that keep all cores busy: from here on a block holds one sequence
+CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26  # scores in memory at once; on a CPU they fit into cache
 
 Heads = tuple[Tensor, ...]
-"""One tensor a head."""
+"""One tensor for each head."""
 
 
 def traced_attention(
@@ -98,7 +98,8 @@ class _Block(NamedTuple):
 
 
 def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
-    """The last rows first: they see all keys, so that gradients of keys are written by them and added to by others."""
+    """Blocks from the last rows to the first. The last rows see all keys: they write the gradients of keys, and earlier
+    blocks add to them."""
     heads, batch, length, width = query.shape
     rows = min(length, ROWS)
     items = (GPU_ELEMENTS if query.is_cuda else CPU_ELEMENTS) // (rows * keys)
@@ -286,7 +287,7 @@ class _RelativeAttention(torch.autograd.Function):
                 kept = shared.kept(block, probabilities)
                 if kept is not None:
                     d_probabilities = d_probabilities.mul_(kept)
-                # the same memory twice: by key for the content term, by distance for the position term
+                # two views of the same memory: by key for the content term, by distance for the position term
                 by_distance = probabilities.new_empty(count, rows, block.seen + 1)
                 by_distance.view(count, -1)[:, : rows - 1].zero_()
                 by_distance[:, -1, -1].zero_()

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from pointsman.ops.gemm import BLAS, Gemm
 from pointsman.ops.kernels import active_gemm
 
-ELEMENTS = 2**25  # logits that live at once: 128 MB in float32
+ELEMENTS = 2**25  # logits in memory at once: 128 MB in float32
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
 
 
 def _columns(tokens: int, vocabulary: int) -> list[slice]:
-    """Parts of the vocabulary whose logits live at once."""
+    """Parts of the vocabulary; the logits of one part are in memory at a time."""
     size = max(64, ELEMENTS // max(1, tokens))
     return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _within(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Each target's place in a part of the vocabulary, and whether it lies there (else the place means nothing)."""
+    """Each target's place in a part of the vocabulary, and whether it lies there (otherwise the place is undefined)."""
     place = targets - part.start
     inside = (place >= 0) & (place < part.stop - part.start)
     return place.clamp(0, part.stop - part.start - 1), inside

@@ -1,8 +1,8 @@
 """Products of single rows with the weights of experts: [1, in] times [out, in] transposed, many at once.
 
-What a row costs is reading its expert's weight, and beside it the call. torch holds one operation that takes the inner
-products of listed pairs of rows, in threads: the gradient of `embedding_bag`'s weights. Here it does all rows of all
-experts in one call. Whether that or a torch.mv for each row is faster depends on the processor (`Kernels.row`).
+A row costs one read of its expert's weight and one call. One operation of torch takes the inner products of listed
+pairs of rows in parallel: the gradient of `embedding_bag`'s weights. It computes all rows of all experts in one call.
+Whether that or one torch.mv for each row is faster depends on the processor (`Kernels.row`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def linear(rows: Tensor, source: Tensor, weight: Tensor, expert: Tensor, bias: T
 
 
 def each(left: Tensor, right: Tensor) -> Tensor:
-    """left[i] . right[i] of rows [n, width]: [n], without their product in memory."""
+    """left[i] . right[i] of rows [n, width]: [n], without storing left * right."""
     if left.dtype not in DTYPES or not works():
         return (left * right).sum(-1)
     rows = torch.arange(len(left), device="cpu")
@@ -56,7 +56,7 @@ def _dots(left: Tensor, right: Tensor, line: Tensor, bag: Tensor) -> Tensor:
 
 @cache
 def works() -> bool:
-    """Whether the operation, which is not public, is here and gives what torch.mm gives."""
+    """Whether this torch has the private operation, and its result equals torch.mm's."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(3, 40, generator=generator, dtype=torch.float32, device="cpu")
     right = torch.randn(7, 40, generator=generator, dtype=torch.float32, device="cpu")

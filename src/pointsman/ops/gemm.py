@@ -1,9 +1,10 @@
 """Matrix products on a CPU: through BLAS, or through oneDNN.
 
-oneDNN's float32 kernels, which the same wheel holds, reach twice the rate of MKL on AMD processors; on others they may
-not. `Kernels.gemm` says which one is used; `measure_kernels` chooses by a timing. In bfloat16 both are oneDNN.
+The torch wheel contains both. On AMD processors oneDNN's float32 kernels are about twice as fast as MKL; on others
+they may not be. `Kernels.gemm` says which one a run uses; `measure_kernels` chooses it by a timing. In bfloat16 both
+names mean oneDNN.
 
-Rows are what a caller gathered: shapes are `rows` [n, d] and weights in nn.Linear's layout.
+Shapes: `rows` [n, d], weights in nn.Linear's layout [out, in].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Gemm(Protocol):
     """The products that a feed-forward expert needs. Nothing here is differentiable."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        """rows weight' + bias, rectified if asked: [n, out]."""
+        """rows weight' + bias, through a ReLU if `relu`: [n, out]."""
         ...
 
     def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -36,7 +37,7 @@ class Gemm(Protocol):
         ...
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        """total + rows weight', in place or not."""
+        """total + rows weight'; may overwrite `total`."""
         ...
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
@@ -81,7 +82,7 @@ class BlasRelu(Blas):
 
 
 class Batched:
-    """torch.bmm: weights of several experts [E, out, in], which share the rows in equal parts, in their order."""
+    """torch.bmm: weights of several experts [E, out, in]. Each expert has the same number of consecutive rows."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
         output = rows.new_empty(len(rows), weight.shape[1])
@@ -114,9 +115,9 @@ class Batched:
 
 
 class OneDNN:
-    """oneDNN's linear product, float32. A weight may be a transpose; as a slice of wider rows it is very slow.
+    """oneDNN's linear product, float32. A transposed weight is fast, a slice of wider rows very slow.
 
-    A call costs about 10 us more than BLAS's, which small products take instead.
+    A call costs about 10 us more than BLAS's, so small products go to BLAS.
     """
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
@@ -147,7 +148,7 @@ class OneDNN:
         return result
 
     def weight_gradient(self, output: Tensor, gradient: Tensor, rows: Tensor, add: bool = False) -> None:
-        if len(rows) * output.numel() <= 2 * SMALL:  # twice, for what oneDNN has to copy
+        if len(rows) * output.numel() <= 2 * SMALL:  # twice the bound, because oneDNN copies its inputs here
             BLAS.weight_gradient(output, gradient, rows, add)
             return
         result = _onednn_weight_gradient(gradient, rows)
@@ -158,9 +159,9 @@ class OneDNN:
 
 
 IN_CACHE = 1 << 19
-"""Elements of a weight so small that calls, and not reading it, take the time."""
+"""Elements of a weight up to which the calls take longer than reading it."""
 SMALL = 1 << 21
-"""Multiply-accumulates up to which BLAS is done before oneDNN."""
+"""Multiply-accumulates up to which BLAS is faster than oneDNN."""
 
 
 def _small(rows: Tensor, weight: Tensor) -> bool:

@@ -61,7 +61,7 @@ class Kernels:
 
     @cached_property
     def code(self) -> str:
-        """All choices in one word, for operators that take no objects."""
+        """All choices as one string, for custom operators, whose arguments cannot be objects."""
         return ",".join(astuple(self))
 
     @staticmethod
@@ -95,7 +95,7 @@ PLAIN = Kernels("plain", "blas")
 """The reference path: what deterministic runs take."""
 
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
-_entered: list[Kernels] = []  # by all threads; the last one is for threads that have no choice of their own
+_entered: list[Kernels] = []  # by all threads; a thread without its own choice uses the last
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def _chosen() -> Kernels | None:
 
 
 def active() -> Kernels:
-    """The kernels of computations here and now. Code that torch.compile traces calls one of the three below."""
+    """The active choice of this thread. Code traced by torch.compile calls one of the three functions below instead."""
     return _chosen() or measure_kernels()
 
 

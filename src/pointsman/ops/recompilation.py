@@ -1,23 +1,23 @@
-"""What torch.compile asks for while it traces. Imported only then, because it imports the whole compiler."""
+"""Functions that run while torch.compile traces. Imported only then, because this imports the compiler."""
 
 import torch
 
 from pointsman.ops import kernels
 from pointsman.ops.gemm import GEMMS, choose
 
-BESIDE = 8  # torch's own limit for one function: shapes, dtypes
+SHAPES_AND_DTYPES = 8  # torch's default limit for one function
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def allow_a_graph_for_each_k(num_experts: int) -> bool:
-    """Raises torch's recompilation limits so far that k may go from 1 to E, in training and in evaluation.
+    """Raises torch's recompilation limits so that k may take all values from 1 to E, in training and in evaluation.
 
-    k is static: a graph is captured when a schedule first reaches it. At the limit, torch would silently run without
-    graphs (with `fullgraph=True` it would raise). torch keeps one limit for the process and reads it before it traces,
-    so that no layer can have its own; a limit that is given to `torch.compile(recompile_limit=…)` stays as it is.
-    Runs while torch traces a router, and is no part of the graph.
+    k is static: torch compiles a graph when a schedule first reaches a value. Beyond its limit torch silently runs
+    without graphs (with `fullgraph=True` it raises). The limit belongs to the process and is read before tracing, so a
+    layer cannot have its own. `torch.compile(recompile_limit=…)` overrides it. This function runs during tracing and
+    is not part of the graph.
     """
-    config, wanted = torch.compiler.config, 2 * num_experts + BESIDE
+    config, wanted = torch.compiler.config, 2 * num_experts + SHAPES_AND_DTYPES
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
     return True

@@ -1,4 +1,4 @@
-"""The position term of relative attention, open to those who need it for fewer than all heads."""
+"""The position term of relative attention, also for single heads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def by_key(products: Tensor) -> Tensor:
 class RelativeBias:
     """What Transformer-XL's attention adds to scale * q_i . k_j: scale * (u . k_j + (q_i + w) . r_(i + M - j)).
 
-    A function of a block of rows, as an attention trace wants it. For causal attention: what it adds to keys after the
-    query means nothing.
+    A function of a block of rows, the form that `AttentionTrace.bias` has. For causal attention: values for keys after
+    the query are undefined.
 
     Attributes:
         query, key: [B, H, T, D], [B, H, S, D] with S = M + T.
@@ -52,7 +52,7 @@ class RelativeBias:
         rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
         # heads first: one matrix product a head, over the rows of all sequences
         rows, positions = rows.transpose(0, 1).flatten(1, 2), self.positions[:, keys - seen :]
-        if rows.shape[1] < self.positions.shape[2]:  # one distance more, -1: where that is the smaller copy
+        if rows.shape[1] < self.positions.shape[2]:  # one more distance, -1, on the side where padding copies less
             products = F.pad(rows @ positions.transpose(1, 2), (0, 1))
         else:
             products = rows @ F.pad(positions, (0, 0, 0, 1)).transpose(1, 2)

@@ -1,6 +1,6 @@
 """Router scores: a tall, narrow matrix product.
 
-torch.compile takes it as one opaque node: the same product gives the same last bits, so the same choice of experts.
+torch.compile treats it as one opaque node: the same product gives the same bits, and so the same choice of experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pointsman.ops import linear as plain
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import active_code
 
-FEW = 256  # rows, with which the faster product gains less than its call costs
+FEW = 256  # rows up to which the faster product saves less than its call costs
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,8 +22,8 @@ TAU0 = {"softmax": 0.3, "sigmoid": 0.07}  # the paper's, section 4.1
 class CosineScorer(Scorer):
     """s_i = (W h) . e_i / (|W h| |e_i|) (Eq. 7), each norm at least 1e-4.
 
-    W starts as nn.Linear does; the rows e_i start in random directions with norm `expert_norm`, and `step_end` brings
-    them back to it: the smaller the norm, the faster an optimizer's step of given size turns them.
+    W is initialised as in nn.Linear, the rows e_i in random directions with norm `expert_norm`. `step_end` restores
+    that norm. The smaller the norm, the more an optimizer's step of a given size changes the direction.
 
     Args:
         routing_dim: width of the sphere's space; None = no projection, W is the identity.
@@ -91,7 +91,7 @@ class TemperatureGate(Normalizer):
 
     @torch.no_grad()
     def step_end(self) -> None:
-        """Back onto the floor from below it, where there would be no gradient to leave it by."""
+        """Clamps tau to its floor: below it there would be no gradient."""
         if self.temperature.requires_grad:
             self.temperature.clamp_(min=TEMPERATURE_FLOOR)
 
@@ -147,7 +147,7 @@ def xmoe(
     renormalize=_weight_is_the_gate_at_top_1,
 )
 def xmoe_torchscale(layer: LayerSpec, *, routing_dim: int = 16, expert_norm: float = 1.5) -> Stages:
-    """X-MoE as torchscale, and its many forks, have it; nothing is dropped.
+    """X-MoE as in torchscale and its forks; nothing is dropped.
 
     Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
     of experts; embeddings start orthogonal and are kept at norm 1.5; no temperature, neither in the softmax nor in the

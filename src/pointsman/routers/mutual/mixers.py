@@ -1,7 +1,8 @@
 """Mutual-Inform (Nguyen et al. 2025, arXiv 2505.00792): tokens inform each other's choice of experts.
 
 A mixer turns each token's expert scores e_j into p_i = sum_j S[i, j] e_j, the rows of S summing to 1. It works on any
-router: `smoe+similarity`, `xmoe+attention`. In a causal context j <= i, over the segment and over what it carried on.
+router: `smoe+similarity`, `xmoe+attention`. In a causal context j <= i; j runs over the segment and the tokens carried
+over from earlier segments.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pointsman.routers.registry import LayerSpec, register_mixer
 from pointsman.routers.stages import Mixer
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
-RUNNING_SHARE = 0.01  # of one step in the running mean of the heads' entropies, once there have been a hundred
+RUNNING_SHARE = 0.01  # weight of one step in the running mean of the heads' entropies, from step 100 on
 
 
 class SimilarityInform(TokenMixer):
@@ -144,7 +145,7 @@ class AttentionInform(TokenMixer):
         return Posterior(trace, probs, before, self.sigma, visible, factor)
 
     def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
-        """[1] or [B], or None for all of them."""
+        """Heads [1] or [B]; None: all heads."""
         if self.heads == "all":
             return None
         if self.heads == "lowest-entropy":
@@ -161,7 +162,7 @@ class AttentionInform(TokenMixer):
 
     @torch.no_grad()
     def step_end(self) -> None:
-        """The running mean takes over what was gathered since the last step."""
+        """Updates the running mean from the sums since the last step."""
         if not self.sums:
             return
         sums, tokens = self.sums["head_entropy"], self.sums["head_tokens"]

@@ -7,8 +7,8 @@ for all j:
 
     a_ij + (W_h' u_i) . v_j / sigma^2 - v_j' (W_h' W_h) v_j / (2 sigma^2)
 
-with a_ij the attention's own scores: again a softmax of inner products, with queries [q_i | W_h' u_i / sigma^2], keys
-[k_j | v_j] and a bias for each key through a D x D Gram matrix.
+with a_ij the attention's own scores. This is again a softmax of inner products, with queries
+[q_i | W_h' u_i / sigma^2], keys [k_j | v_j], and a bias for each key from a D x D Gram matrix.
 
 Shapes: B sequences, H heads, T tokens, S keys, D head width.
 """
@@ -28,9 +28,13 @@ from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_sc
 from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import AttentionTrace
 
-SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = 4, 4, 4  # rows whose entropies stand for a longer sequence's
-LEAST_LOG = -1e4  # of a probability: its exponential is 0, and 0 times it as well
-CELLS = 2**22  # attention scores of all heads that live at once
+SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = (
+    4,
+    4,
+    4,
+)  # rows sampled from a longer sequence for its heads' entropies
+LEAST_LOG = -1e4  # of a probability: finite, and its exponential is 0
+CELLS = 2**22  # attention scores of all heads in memory at once
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class Posterior:
             own = weight.index_select(0, head) * self.factor  # W_h', [1 or B, D, dim]
             precision = self.sigma.to(self.probs.dtype).square().reciprocal()
             output, explain = trace.output, own
-            if trace.side_by_side is not None:  # by way of the heads' outputs, so that u itself is not kept
+            if trace.side_by_side is not None:  # through the heads' outputs, so that u itself is not stored
                 output, explain = trace.side_by_side, own @ weight.flatten(0, 1).t()
             output, explain = output.to(self.probs.dtype), explain * precision
             if len(head) == 1:
@@ -203,7 +207,7 @@ class Posterior:
 
 
 def _nothing_to_wait_for(number: Tensor) -> bool:
-    """Whether Python can read a number at once, and no compiler is to go on."""
+    """Whether Python can read a number without waiting for a device, and torch.compile is not tracing."""
     return number.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -211,7 +215,7 @@ def _pick(tensor: Tensor, head: Tensor) -> Tensor:
     """tensor [B, H, ...], head [1] or [B] -> [B, ...]."""
     if len(head) == 1:
         if _nothing_to_wait_for(head):
-            return tensor[:, int(head)]  # a view: nothing is copied, nothing more is kept
+            return tensor[:, int(head)]  # a view: no copy
         return tensor.index_select(1, head).squeeze(1)
     index = head.view(-1, *(1,) * (tensor.dim() - 1)).expand(-1, 1, *tensor.shape[2:])
     return tensor.gather(1, index).squeeze(1)

@@ -1,4 +1,4 @@
-"""Tokens that are alike: softmax_j(u_i' W u_j / tau), made ready for `mixing.inform`."""
+"""Queries, keys and values of Similarity-Inform, softmax_j(u_i' W u_j / tau), for `streaming.inform`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class Similarity:
 
 
 def unit(rows: Tensor, scale: Tensor) -> Tensor:
-    """scale * rows / |rows|, each row's norm at least 1e-6, in fewer passes than autograd's. scale gets no gradient."""
+    """scale * rows / |rows|, each row's norm at least 1e-6, with fewer passes over memory than autograd.
+
+    `scale` gets no gradient.
+    """
     units: Tensor = _Unit.apply(rows, scale)  # type: ignore[no-untyped-call]
     return units
 

@@ -3,8 +3,8 @@
     scores_ij = q_i . k_j + key_bias_j + p_i . r_(i - j),   s_i = softmax over the tokens j that inform i,
     out_i = sum_j s_ij v_j
 
-A block of rows of a few sequences is worked on at a time, forward and backward; backward makes the scores, and what
-they are made of, again. Nothing T x S is ever kept.
+Forward and backward work on one block of rows of a few sequences at a time. Backward computes the scores again.
+No T x S tensor is stored.
 
 Shapes: N sequences, T queries, S keys (the last T keys are the queries' own tokens, those before them the past), D
 score width, E values' width.

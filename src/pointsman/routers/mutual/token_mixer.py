@@ -1,4 +1,4 @@
-"""What mixers share in which tokens inform each other: the past, padding, who informs whom, and how strongly."""
+"""The base class of the mixers in which tokens inform each other: past tokens, padding, neighbours, strength."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Neighbours(NamedTuple):
     """How far a mixer mixes, per token.
 
     Attributes:
-        own: [B, T], S[i, i]: 1 means that nobody else informs token i.
+        own: [B, T], S[i, i]: 1 means that no other token informs token i.
         effective: [B, T], exp(entropy of S[i, :]): how many tokens inform token i.
     """
 
@@ -26,7 +26,7 @@ class Neighbours(NamedTuple):
 
 
 class TokenMixer(Mixer):
-    """What both mixers share: the past, padding, who informs whom, and `strength`.
+    """The base class of both mixers: past tokens, padding, neighbours, and `strength`.
 
     Args:
         strength: p = (1 - strength) e + strength (mixed e).
@@ -66,7 +66,7 @@ class TokenMixer(Mixer):
         raise NotImplementedError
 
     def statistics(self, context: RoutingContext, visible: Visible) -> Mapping[str, Tensor]:
-        """What `gather` is to get."""
+        """The statistics for `gather`."""
         return {}
 
     def sees_earlier(self, context: RoutingContext) -> bool:
@@ -74,7 +74,7 @@ class TokenMixer(Mixer):
         return context.causal
 
     def keys(self, context: RoutingContext, past: int) -> int:
-        """How many of the past tokens can inform."""
+        """How many of the `past` tokens can inform."""
         return past
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class TokenMixer(Mixer):
         return kept if real is None else {**kept, "real": real}
 
     def carried(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> dict[str, Tensor]:
-        """What later tokens need of these, detached."""
+        """The tensors that later tokens need, detached."""
         return {"probs": probs.detach()}
 
 

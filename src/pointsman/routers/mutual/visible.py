@@ -1,4 +1,4 @@
-"""Who informs whom, and the blocks that this is worked on in.
+"""Which tokens inform which, and the blocks in which this is computed.
 
 Shapes: N sequences, T queries, S keys, of which the last T are the queries' own tokens.
 """
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ENTROPY_TOLERANCE = 1e-5  # nats: equal distributions are equally sure, whatever the rounding
-CPU_ROWS, GPU_ROWS = 128, 512  # rows a block
-CPU_CELLS, GPU_CELLS = 2**19, 2**26  # scores of one block up to which sequences are worked on together
+ENTROPY_TOLERANCE = 1e-5  # nats: rounding must not make one of two equal distributions surer
+CPU_ROWS, GPU_ROWS = 128, 512  # rows in a block
+CPU_CELLS, GPU_CELLS = 2**19, 2**26  # scores in one block; short sequences share a block up to here
 
 
 class Visible(NamedTuple):
-    """Who informs whom. A token always informs itself.
+    """Which tokens inform which. A token always informs itself.
 
     Attributes:
         length, keys: T and S.
@@ -41,7 +41,7 @@ class Visible(NamedTuple):
         return self._replace(real=real, entropy=entropy)
 
     def seen(self, stop: int) -> int:
-        """How many keys the rows before `stop` see at most."""
+        """The number of keys that rows before `stop` can see."""
         return self.past + stop if self.causal else self.keys
 
     def blocks(self, device: torch.device) -> list[tuple[int, int]]:
@@ -50,13 +50,13 @@ class Visible(NamedTuple):
         return [(start, min(start + rows, self.length)) for start in range(0, self.length, rows)]
 
     def groups(self, count: int, device: torch.device) -> list[slice]:
-        """Sequences that are worked on together: on a CPU one, unless they are short."""
+        """Slices of sequences that share a block: on a CPU one sequence, unless they are short."""
         rows, most = (CPU_ROWS, CPU_CELLS) if device.type == "cpu" else (GPU_ROWS, GPU_CELLS)
         together = max(1, most // (min(self.length, rows) * self.keys))
         return [slice(start, min(start + together, count)) for start in range(0, count, together)]
 
     def hide_(self, scores: Tensor, start: int) -> Tensor:
-        """Fills with -inf, in place, what does not inform the rows from `start`: scores [n, (heads,) rows, keys]."""
+        """Sets scores [n, (heads,) rows, keys] of keys that do not inform rows from `start` on to -inf, in place."""
         rows, keys = scores.shape[-2:]
         own = slice(self.past + start, self.past + start + rows)
         if self.real is None and self.entropy is None:
