@@ -136,6 +136,9 @@ def test_a_run_finds_its_router_again(file: Path, tmp_path: Path, capsys: pytest
     train = ["train", *RUN, "--data", str(text), "--out", out]
     assert main([*train, "--import", str(file)]) == 0
     forget()
+    assert main(["report", out, "--map", "none"]) == 0
+    assert "mine" in list_routers()
+    forget()
     assert main(["evaluate", out, "--top-k", "1"]) == 0
     forget()
     assert main([*train, "--resume", "--steps", "2"]) == 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pointsman.cli.options import Parser, check_device, words
+from pointsman.cli.runs import recorded_imports
 
 EPILOG = """examples:
   pointsman report runs/quickstart
@@ -49,6 +50,11 @@ def run(arguments: Sequence[str]) -> int:
 
     check_formats(values.figures or ())  # before the page, which may take a while
 
+    imports = [name for folder in values.runs for name in recorded_imports(folder)]
+    if imports:  # the page says which routers draw random numbers
+        from pointsman.routers.elsewhere import import_remembered
+
+        import_remembered(imports)
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
 
     def note(message: str) -> None:

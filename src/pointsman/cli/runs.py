@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole
@@ -47,19 +48,22 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
     Raises:
         ValueError: one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
     """
-    if values.out is None:
-        return
-    from pointsman._files import read_whole_json
-    from pointsman.routers.elsewhere import import_recorded
-
-    run, comparison = (read_whole_json(values.out / name) or {} for name in ("config.json", "comparison.json"))
-    settings = comparison.get("settings")
-    found = [one.get("imports") for one in (run, settings) if isinstance(one, dict)]
-    names = [name for one in found if isinstance(one, list) for name in one if isinstance(name, str)]
+    names = [] if values.out is None else recorded_imports(values.out)
     if names:
+        from pointsman.routers.elsewhere import import_recorded
+
         for router in routers:
             import_recorded(router, [*values.imports, *names])
         values.imports = list(dict.fromkeys([*names, *values.imports]))
+
+
+def recorded_imports(folder: Path) -> list[str]:
+    """What the run or the comparison in `folder` was given with --import."""
+    from pointsman._files import read_whole_json
+
+    run, comparison = (read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json"))
+    found = [one.get("imports") for one in (run, comparison.get("settings")) if isinstance(one, dict)]
+    return [name for one in found if isinstance(one, list) for name in one if isinstance(name, str)]
 
 
 def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:

@@ -95,10 +95,7 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
     except ValueError:
         if not names:
             raise
-    refused = [name for name in names if not _is_remembered(_mark(name))]
-    for name in names:
-        if name not in refused:
-            import_routers(name)
+    refused = import_remembered(names)
     try:
         split_specs(router)
     except ValueError as error:
@@ -108,6 +105,15 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
                 f"never imported here; if you trust it, repeat the command with --import {refused[0]}"
             ) from None
         raise error from None
+
+
+def import_remembered(names: Sequence[str]) -> list[str]:
+    """Imports the modules and files that this user has named before; returns the others."""
+    refused = [name for name in names if not _is_remembered(_mark(name))]
+    for name in names:
+        if name not in refused:
+            import_routers(name)
+    return refused
 
 
 def _import_file(module: str, path: Path) -> None:
