@@ -1,6 +1,7 @@
 """Models, assembled from blocks; each takes a router spec."""
 
 from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
+from pointsman.lab.models.decoder import Decoder, DecoderConfig
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.families import FAMILIES, MODEL_PRESETS, build_model, preset_config
 from pointsman.lab.models.memory import Memory, Output
@@ -9,6 +10,8 @@ from pointsman.lab.models.transformer_xl import TransformerXL
 __all__ = [
     "FAMILIES",
     "MODEL_PRESETS",
+    "Decoder",
+    "DecoderConfig",
     "Encoder",
     "EncoderConfig",
     "Memory",

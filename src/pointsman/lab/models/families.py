@@ -9,6 +9,7 @@ from typing import Any
 
 from pointsman._errors import did_you_mean
 from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
+from pointsman.lab.models.decoder import Decoder, DecoderConfig
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
 
@@ -34,6 +35,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "transformer-xl": Family(TransformerXLConfig, TransformerXL, "a language model with memory"),
+        "decoder": Family(DecoderConfig, Decoder, "a language model of today, with a cache of keys and values"),
         "encoder": Family(EncoderConfig, Encoder, "a bidirectional encoder with a masked-language-model head"),
     }
 )
@@ -60,6 +62,10 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_layers": 2, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 128, "num_experts": 8,
         "dropout": 0.0, "pre_norm": True, "init_std": 0.06,
     },
+    "tiny-decoder": {
+        "family": "decoder", "num_layers": 2, "dim": 128, "num_heads": 4, "kv_heads": 2, "head_dim": 32,
+        "hidden_dim": 88, "num_experts": 8, "qk_norm": "head", "init_std": 0.06,
+    },
     "small": {"num_layers": 4},
     "medium": {"num_layers": 8},
     "large": {"num_layers": 12},
@@ -71,7 +77,8 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Shapes by name, with "family" where it is not the Transformer-XL.
 
-`small`, `medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's.
+`tiny-decoder` has experts of about as many weights as `tiny`. `small`, `medium`, `large` are HyperRouter's (the paper's
+text), `mutual-*` Mutual-Inform's.
 """
 
 

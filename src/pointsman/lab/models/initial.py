@@ -42,7 +42,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         for own, parameter in module.named_parameters(recurse=False):
             if id(parameter) in inside or parameter.is_meta:
                 continue
-            if isinstance(module, nn.LayerNorm | ExpertNorm) and own == "weight":
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | ExpertNorm) and own == "weight":
                 parameter.copy_(1 + std * _draw(seed, f"{name}.{own}", parameter.shape))
             elif _starts_at_zero(module, name, own):
                 parameter.zero_()

@@ -6,22 +6,20 @@ long, so that a text taken in segments, or a token at a time, gives what one lon
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
 from pointsman.lab.models.config import TransformerXLConfig as TransformerXLConfig
 from pointsman.lab.models.initial import initialize, seeded
+from pointsman.lab.models.language_model import LanguageModel
 from pointsman.lab.models.memory import Memory as Memory
-from pointsman.lab.models.memory import Output, mask_of_keys
-from pointsman.lab.models.stack import Stack, Sublayer
+from pointsman.lab.models.memory import mask_of_keys
+from pointsman.lab.models.stack import Sublayer
 from pointsman.lab.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
 
 
-class TransformerXL(Stack[TransformerXLConfig]):
+class TransformerXL(LanguageModel[TransformerXLConfig]):
     """A causal language model of relative-attention layers with memory.
 
     Raises:
@@ -54,31 +52,6 @@ class TransformerXL(Stack[TransformerXLConfig]):
             self.final_norm = Norm(dim) if config.pre_norm else None
         initialize(self, config.seed, config.init_std)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        memory: Memory | None = None,
-        *,
-        memory_length: int = 0,
-        padding_mask: Tensor | None = None,
-        reduction: Literal["mean", "none"] = "mean",
-    ) -> Output:
-        """Runs a segment.
-
-        Args:
-            tokens: [B, T] int64.
-            targets: [B, T] int64, the token after each; negative ones, and those of padded positions, count nothing.
-            memory: what the segment before returned.
-            memory_length: how many positions the returned memory holds at most.
-            padding_mask: [B, T] bool, True for a real token; None where all are real.
-            reduction: "mean" over the targets that count, or "none": [B, T].
-        """
-        hidden, remembered = self.encode(tokens, memory, memory_length=memory_length, padding_mask=padding_mask)
-        if targets is None:
-            return Output(None, self.embedding.logits(self._drop(hidden)), hidden, remembered)
-        return Output(self._loss(hidden, targets, padding_mask, reduction), None, hidden, remembered)
-
     def encode(
         self,
         tokens: Tensor,
@@ -105,18 +78,6 @@ class TransformerXL(Stack[TransformerXLConfig]):
             hidden = self.final_norm(hidden)
         assert kept is not None
         return hidden, kept
-
-    def _loss(self, hidden: Tensor, targets: Tensor, padding_mask: Tensor | None, reduction: str) -> Tensor:
-        counted = targets >= 0
-        if padding_mask is not None:
-            counted = counted & padding_mask
-        flat = torch.where(counted, targets, 0).reshape(-1)
-        losses = self.embedding.loss(self._drop(hidden).reshape(len(flat), -1), flat).view(targets.shape)
-        losses = torch.where(counted, losses, 0)
-        return losses if reduction == "none" else losses.sum() / counted.sum().clamp_min(1)
-
-    def _drop(self, hidden: Tensor) -> Tensor:
-        return F.dropout(hidden, self.config.dropout, self.training)
 
     def _sinusoids(self, keys: int, like: Tensor) -> Tensor:
         """[keys, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""

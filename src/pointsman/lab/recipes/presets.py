@@ -23,13 +23,16 @@ _MUTUAL = {
     "validate_every": 1000, "checkpoint_every": 1000, "log_every": 50,
 }  # fmt: skip
 
+_TINY = {
+    "steps": 1600, "batch_size": 16, "segment_length": 64, "memory_length": 64, "learning_rate": 4e-3,
+    "warmup_steps": 100, "clip_norm": 1.0, "train_top_k": "N/2:N",
+    "eval_batch_size": 32, "eval_segment_length": 64, "eval_memory_length": 128, "eval_tokens": 200_000,
+    "valid_tokens": 20_000, "validate_every": 400, "checkpoint_every": 400,
+}  # fmt: skip
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {
-        "steps": 1600, "batch_size": 16, "segment_length": 64, "memory_length": 64, "learning_rate": 4e-3,
-        "warmup_steps": 100, "clip_norm": 1.0, "train_top_k": "N/2:N",
-        "eval_batch_size": 32, "eval_segment_length": 64, "eval_memory_length": 128, "eval_tokens": 200_000,
-        "valid_tokens": 20_000, "validate_every": 400, "checkpoint_every": 400,
-    },
+    "tiny": _TINY,
+    "tiny-decoder": _TINY,
     "small": {"steps": 400_000, **_HYPERROUTER},
     "medium": {"steps": 400_000, **_HYPERROUTER},
     "large": {"steps": 100_000, **_HYPERROUTER},
@@ -44,7 +47,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Training settings by preset.
 
-- `tiny`: chosen here for two CPU cores (docs/training.md says how).
+- `tiny`, `tiny-decoder`: chosen here for two CPU cores (docs/training.md says how).
 - `small`, `medium`, `large`: HyperRouter's text (Sections 4.1 and 4.2, Appendix C, Table A1): input length 512, batch
   22, Adam at 2.5e-4, 400,000 steps (`large`: 100,000), k from 2 to N. What the text leaves open (memory 512, cosine
   to 0, clipping at 0.25, evaluation with segments of 128 and memory 896) is as in its released code.
@@ -60,7 +63,7 @@ def preset(
     """The settings of a run: a preset's shape and training, with the given router and data.
 
     Args:
-        name: "tiny", "small", "medium", "large", "mutual-medium", "mutual-large" or "mutual-glam".
+        name: "tiny", "tiny-decoder", "small", "medium", "large", "mutual-medium", "mutual-large" or "mutual-glam".
         router: a router spec, `a|b`, "dense" or "dense-dropout".
         data: a corpus, as `--data` names it.
         steps: instead of the preset's number of steps; validation and checkpoints come more often if it is smaller.

@@ -12,7 +12,7 @@ from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.task import Task
 
 TASKS: Mapping[str, Callable[[RunConfig, DataProgress | None], Task]] = MappingProxyType(
-    {"transformer-xl": LanguageModelling.open}
+    {"transformer-xl": LanguageModelling.open, "decoder": LanguageModelling.open}
 )
 """Family -> what opens the task that its models are pre-trained on."""
 

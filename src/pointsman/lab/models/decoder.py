@@ -1,0 +1,260 @@
+"""A decoder of today: RMSNorm before each sublayer, rotary positions, grouped-query attention, gated experts.
+
+With copied weights it gives the logits of transformers' Mixtral, OLMoE and Qwen3-MoE. Not here: DeepSeek's latent
+attention, sliding windows, YaRN.
+
+Shapes: B sequences, T tokens, M remembered positions, S = M + T keys, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
+from pointsman.lab.models.attention import Attention, Rotate
+from pointsman.lab.models.blocks import FeedForwardLayer, LayerContext
+from pointsman.lab.models.config import ModelConfig
+from pointsman.lab.models.initial import initialize, seeded
+from pointsman.lab.models.language_model import LanguageModel
+from pointsman.lab.models.memory import Memory, mask_of_keys
+from pointsman.lab.models.stack import Sublayer
+from pointsman.ops.cross_entropy import linear_cross_entropy
+from pointsman.ops.linear import linear
+from pointsman.routing import AttentionTrace, RouterState
+
+LOW, HIGH = 1.0, 4.0  # of Llama 3's scaling: wavelengths longer than length / LOW, shorter than length / HIGH
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The settings of a decoder; the others are in `ModelConfig`. Dense first layers: `moe_layers="last:26"` of 28.
+
+    Attributes:
+        vocab_size: number of tokens.
+        kv_heads: heads of keys and values, a divisor of `num_heads`; None = `num_heads`.
+        qk_norm: RMSNorm of queries and keys over each "head" (Qwen3), over "all" heads (OLMoE), or "none".
+        rope_theta: base of the rotary frequencies theta^(-2 i / D).
+        rope_scaling: "none"; "linear", all frequencies divided by `rope_factor`; or "llama3", the low ones.
+        rope_factor: see `rope_scaling`.
+        rope_length: length of the texts before scaling ("llama3").
+        gated: W_out (act(W_gate x) * (W_in x)), SwiGLU with "silu"; otherwise W_out act(W_in x). No biases.
+        tied: output and embedding share one matrix.
+        norm_eps: of RMSNorm.
+        allow_non_causal, allow_non_causal_training: as of `TransformerXLConfig`.
+    """
+
+    family: ClassVar[str] = "decoder"
+
+    vocab_size: int
+    activation: str = "silu"
+    dropout: float = 0.0
+    kv_heads: int | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    rope_theta: float = 10_000.0
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_factor: float = 1.0
+    rope_length: int = 8192
+    gated: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+    allow_non_causal: bool = False
+    allow_non_causal_training: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("vocab_size", self.vocab_size)
+        check_whole("rope_length", self.rope_length)
+        if self.kv_heads is not None:
+            check_whole("kv_heads", self.kv_heads)
+            if self.num_heads % self.kv_heads:
+                raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: allowed are even numbers (rotary positions turn pairs)")
+        for name in ("rope_theta", "rope_factor", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers above 0")
+        for name, allowed in (("qk_norm", ("none", "head", "all")), ("rope_scaling", ("none", "linear", "llama3"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
+
+
+class RootMeanSquareNorm(nn.RMSNorm):
+    """x / sqrt(mean x^2 + eps) * weight, with a role."""
+
+    role = "norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext(LayerContext):
+    """What every layer needs; `rotate` turns queries and keys by their positions."""
+
+    rotate: Rotate
+
+
+class DecoderLayer(FeedForwardLayer):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Its memory is keys and values."""
+
+    def __init__(self, dim: int, attention: Attention, inner: Sublayer, *, dropout: float, norm_eps: float) -> None:
+        norm = partial(RootMeanSquareNorm, eps=norm_eps)
+        super().__init__(dim, inner, dropout=dropout, pre_norm=True, norm=norm)
+        self.attention = attention
+        self.attention_norm = norm(dim)
+        self.dropout = dropout
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor, RouterState | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, width] -> hidden, these tokens' keys and values, carry, and the trace."""
+        mixed, new, seen = self.attention(
+            self.attention_norm(hidden),
+            memory=memory,
+            key_mask=context.key_mask,
+            causal=True,
+            rotate=context.rotate,
+            trace=trace or self.needs_attention,
+        )
+        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        hidden, carry = self.mix(hidden, context, seen, past)
+        return hidden, new, carry, seen if trace else None
+
+
+class Decoder(LanguageModel[DecoderConfig]):
+    """A causal language model with a cache of keys and values.
+
+    A memory of earlier segments is the cache. Keys are kept before rotation: rotary positions act through differences,
+    so a memory that forgets its oldest positions needs no count of them.
+
+    Raises:
+        ValueError: a router that looks at later tokens, unless the settings allow it.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self._turns: tuple[Tensor, Tensor] | None = None
+        dim = config.dim
+        norm = partial(RootMeanSquareNorm, eps=config.norm_eps)
+        with seeded(config.seed, "model"):
+            self.embedding = DecoderEmbedding(config.vocab_size, dim, tied=config.tied)
+
+            def layer(inner: Sublayer) -> DecoderLayer:
+                attention = Attention(
+                    dim,
+                    config.num_heads,
+                    config.head_dim,
+                    kv_heads=config.kv_heads,
+                    dropout=config.attention_dropout,
+                    bias=False,
+                    qk_norm=None if config.qk_norm == "none" else norm,
+                    norm_heads=config.qk_norm == "head",
+                )
+                return DecoderLayer(dim, attention, inner, dropout=config.dropout, norm_eps=config.norm_eps)
+
+            self.build_layers(
+                layer,
+                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True, norm=norm),
+                causal=not config.allow_non_causal,
+                causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+                gated=config.gated,
+                bias=False,
+            )
+            self.final_norm = norm(dim)
+        initialize(self, config.seed, config.init_std)
+
+    def encode(
+        self,
+        tokens: Tensor,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """The last hidden states [B, T, dim] and the cache of the newest `memory_length` positions.
+
+        Args:
+            padding_mask: [B, T] bool, True for a real token, on either side; None where all are real.
+        """
+        embedded = self.embedding.embed(tokens if padding_mask is None else tokens.clamp_min(0))
+        memory = self.checked(
+            memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
+        )
+        cos, sin = self._rotation(memory.length + tokens.shape[1], embedded)
+        context = DecoderContext(
+            key_mask=mask_of_keys(memory, padding_mask, tokens),
+            padding_mask=padding_mask,
+            token_ids=tokens,
+            causal=not self.config.allow_non_causal,
+            rotate=lambda heads, first: rotated(heads, cos[first:], sin[first:]),
+        )
+        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
+        assert kept is not None
+        return self.final_norm(hidden), kept
+
+    def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * frequency, [at least keys, D]."""
+        turns = self._turns
+        if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
+            with torch.inference_mode(False):
+                exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+                places = torch.arange(1 << (keys - 1).bit_length(), dtype=exact, device=like.device)
+                angles = places[:, None] * frequencies(self.config).to(places)
+                angles = torch.cat([angles, angles], -1)
+                turns = self._turns = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        return turns[0][:keys], turns[1][:keys]
+
+
+def frequencies(config: DecoderConfig) -> Tensor:
+    """[D / 2]: theta^(-2 i / D), scaled. Llama 3's scaling divides those of wavelengths beyond `rope_length`."""
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    base = 1.0 / config.rope_theta ** (even / config.head_dim)
+    if config.rope_scaling == "none":
+        return base
+    if config.rope_scaling == "linear":
+        return base / config.rope_factor
+    turns = config.rope_length * base / (2 * math.pi)  # whole turns within `rope_length`
+    share = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
+    return base * share + base / config.rope_factor * (1 - share)
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (i, i + D / 2) of heads [B, H, S, D] by their position's angles (cos, sin [at least S, D])."""
+    length = heads.shape[2]
+    first, second = heads.chunk(2, -1)
+    return heads * cos[:length] + torch.cat([-second, first], -1) * sin[:length]
+
+
+class DecoderEmbedding(nn.Module):
+    """Token embedding, and softmax(W h) over the vocabulary; W is the embedding if tied."""
+
+    role = "embedding"
+
+    def __init__(self, vocab_size: int, dim: int, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.output = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+        self.register_buffer("zero", torch.zeros(vocab_size), persistent=False)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, dim]."""
+        return self.weight if self.output is None else self.output
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, dim]."""
+        return F.embedding(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., V]."""
+        return linear(hidden, self.output_weight)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
+        zero: Tensor = self.zero  # type: ignore[assignment]
+        return linear_cross_entropy(hidden, self.output_weight, zero, targets)
