@@ -126,6 +126,21 @@ def test_renormalised_top_1_has_weight_one_and_no_gradient() -> None:
     assert layer.router.score.weight.grad is None or layer.router.score.weight.grad.abs().max() < 1e-12
 
 
+def test_switch_with_a_sigmoid_gate_weighs_by_the_gate() -> None:
+    """s = h . e without bias; at k = 1 the weight is the gate's value, and e gets a gradient."""
+    layer, x = layer_for("switch:gate=sigmoid:bias=false:balance=0"), torch.randn(TOKENS, DIM).double()
+    score = layer.router.score
+    assert score.bias is None
+    weight = score.weight.detach().clone().requires_grad_()
+    expected = combine(torch.sigmoid(x @ weight.T), expert_outputs(layer, x), 1, renormalize=False)
+    output = layer(x)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert float(weight.grad.abs().sum()) > 0
+    torch.testing.assert_close(score.weight.grad, weight.grad)
+
+
 def test_switch_balance_loss() -> None:
     """alpha E sum_i f_i P_i, f_i the fraction of tokens sent to i, P_i the mean probability."""
     layer = layer_for("switch")

@@ -76,9 +76,16 @@ def smoe(
     renormalize=False,
     starts_at=lambda layer: 1,
 )
-def switch(layer: LayerSpec, *, jitter: float = 0.0) -> Stages:
+def switch(
+    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, jitter: float = 0.0
+) -> Stages:
     """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
 
+    gate: softmax over all experts, or a sigmoid for each (X-MoE's sigmoid-gated SMoE: gate=sigmoid:bias=false).
+    bias: whether the linear map has one.
     jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (the paper: 0.01).
     """
-    return Stages(LinearScorer(layer.dim, layer.num_experts, jitter=jitter))
+    return Stages(
+        LinearScorer(layer.dim, layer.num_experts, bias=bias, jitter=jitter),
+        Sigmoid() if gate == "sigmoid" else Softmax(),
+    )
