@@ -124,9 +124,9 @@ def test_the_command(runs, capsys, tmp_path):
         (["{run}", "--against", "{run}", "--against", "{run}"], "twice"),
         (["{run}", "--top-k", "9"], "top_k=9"),
         (["{run}", "--eval-tokens", "0"], "allowed are whole numbers"),
-        (["{run}", "--set", "steps=9"], "only read"),
+        (["{run}", "--set", "steps=9"], "not a setting of a diagnosis"),
         (["{run}", "--set", "eval_segment_lenght=9"], "did you mean 'eval_segment_length'"),
-        (["{run}", "--set", "eval_tokens=9"], "only read"),
+        (["{run}", "--set", "eval_tokens=9"], "not a setting of a diagnosis"),
         (["{run}", "--againts", "x"], "did you mean '--against'"),
     ],
 )
