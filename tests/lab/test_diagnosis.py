@@ -37,7 +37,7 @@ def runs(tmp_path_factory):
             of = replace(config, model=replace(model, router=router), seed=seed)
             train(of, run_path(folder, router, seed), monitor=RoutingMonitor)
     torch.set_num_threads(threads)
-    plan = {"format": 1, "settings": {}, "routers": routers, "seeds": [0, 1]}
+    plan = {"format": 1, "settings": {"model": {}}, "routers": routers, "seeds": [0, 1]}
     (folder / "comparison.json").write_text(json.dumps(plan))
     return folder
 

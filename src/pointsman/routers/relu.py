@@ -58,7 +58,7 @@ class Positive(Selector):
             mask = context.padding_mask
             if mask is not None:
                 active = active & mask.reshape(-1, 1)
-            tokens = torch.as_tensor(len(gates), device=gates.device) if mask is None else mask.sum()
+            tokens = torch.full((), len(gates), device=gates.device) if mask is None else mask.sum()
             statistics = {"active": active.sum(), "tokens": tokens}
         return Selection(experts, weights, statistics=statistics)
 

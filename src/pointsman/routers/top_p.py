@@ -32,7 +32,7 @@ class TopP(Selector):
         if self.tau < 1:
             before = weights.cumsum(-1) - weights
             beyond = before >= self.tau
-            beyond[:, 0] = False
+            beyond[:, :1].zero_()  # the best expert stays
             experts, weights = experts.masked_fill(beyond, -1), weights.masked_fill(beyond, 0)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)

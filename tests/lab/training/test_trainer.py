@@ -252,7 +252,7 @@ def test_a_run_that_diverges_names_step_layer_and_checkpoint(
     with pytest.raises(
         Diverged, match=r"step \d+: the .* is (nan|inf).*layer.*last good checkpoint is step-\d"
     ) as caught:
-        run(settings(learning_rate=1e18, clip_norm=0, checkpoint_every=1, warmup_steps=3, validate_every=0))
+        run(settings(learning_rate=1e9, clip_norm=0, checkpoint_every=1, warmup_steps=3, validate_every=0))
     assert "\n" not in str(caught.value)
     for step in steps_of(tmp_path / "run" / "checkpoints"):
         open_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{step}")
