@@ -9,6 +9,7 @@ import copy
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,8 +188,10 @@ def page(rows: list[Row]) -> str:
     for row in rows:
         cells = " | ".join(cell(row, feature) for feature in FEATURES)
         lines.append(f"| {row.name} | `{row.kind}` | {cells} |")
-    lines += ["", *(f"{index}. {reason}" for index, reason in enumerate(reasons, 1)), ""]
-    return "\n".join(lines)
+    lines.append("")
+    for index, reason in enumerate(reasons, 1):
+        lines += [textwrap.fill(f"{index}. {reason}", 120, subsequent_indent="   ", break_on_hyphens=False)]
+    return "\n".join(lines) + "\n"
 
 
 def tidy(reason: str) -> str:
