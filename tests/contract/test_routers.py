@@ -13,7 +13,7 @@ from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
 NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice")
-NON_CAUSAL_TRAINING = ("sinkhorn",)  # causal in evaluation
+NON_CAUSAL_TRAINING = ("base", "sinkhorn")  # causal in evaluation
 SPECS = [
     *list_routers(),
     *(f"{router}+{mixer}" for router in list_routers() for mixer in ("similarity", "attention")),
@@ -35,6 +35,7 @@ SPECS = [
     "smoe+attention:neighbours=surer",
     "smoe+attention:heads=lowest-entropy-sequence",
     "expert-choice:group=batch:gate=sigmoid:noise=0.2",
+    "base:group=sequence",
     "sinkhorn:group=sequence:gate=sigmoid",
     "hash:gate=sqrtsoftplus",
     "sparsemixer:version=1:r=1",

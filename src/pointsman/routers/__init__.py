@@ -1,5 +1,6 @@
 """Routers, one file a paper. Adding one = one new file and one import line here. Installed packages add theirs."""
 
+from pointsman.routers import base as base
 from pointsman.routers import expert_choice as expert_choice
 from pointsman.routers import gshard as gshard
 from pointsman.routers import hash as hash
