@@ -38,21 +38,25 @@ class HyperScorer(Scorer):
     """
 
     accepts_half = True
+    has_bias = True
 
-    def __init__(self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module) -> None:
+    def __init__(
+        self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module, *, bias: bool = True
+    ) -> None:
         super().__init__()
+        self.has_bias = bias
         self.shape = (num_experts, dim + 1)
         self.embedding = nn.Parameter(torch.randn(embed_dim))
         self.hypernetwork = hypernetwork
-        self._cache: tuple[Tensor, Tensor, Tensor] | None = None  # e, W, b
+        self._cache: tuple[Tensor, Tensor, Tensor | None] | None = None  # e, W, b
 
-    def generate(self) -> tuple[Tensor, Tensor]:
-        """W [E, dim] and b [E], generated from e."""
+    def generate(self) -> tuple[Tensor, Tensor | None]:
+        """W [E, dim] and b [E] (None without a bias), generated from e."""
         first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
         generated = self.hypernetwork(self.embedding.to(first.weight.dtype)).view(self.shape)
-        return generated[:, :-1], generated[:, -1]
+        return generated[:, :-1], generated[:, -1] if self.has_bias else None
 
-    def plain_linear(self) -> tuple[Tensor, Tensor]:
+    def plain_linear(self) -> tuple[Tensor, Tensor | None]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             self._cache = None
             return self.generate()
@@ -62,7 +66,8 @@ class HyperScorer(Scorer):
         # by value: neither `.data` nor a fused optimizer counts a version
         if self._cache is None or self._cache[0].dtype != embedding.dtype or not torch.equal(self._cache[0], embedding):
             weight, bias = self.generate()
-            self._cache = (embedding.detach().clone(), weight.contiguous(), bias.contiguous())
+            bias = None if bias is None else bias.contiguous()
+            self._cache = (embedding.detach().clone(), weight.contiguous(), bias)
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
@@ -88,12 +93,15 @@ class HyperScorer(Scorer):
 
 
 @register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
-def hyperrouter(layer: LayerSpec, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False) -> Stages:
+def hyperrouter(
+    layer: LayerSpec, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False, bias: bool = True
+) -> Stages:
     """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
 
     hyper_dim: hidden units of the hypernetwork.
     embed_dim: length of the embedding (none = dim).
     share: one hypernetwork for all layers, each with its own embedding (the paper's parameter table suggests one).
+    bias: whether the logits have the generated bias (false: the gates of Hugging Face models have none).
     """
     embed_dim = layer.dim if embed_dim is None else embed_dim
     for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
@@ -108,4 +116,4 @@ def hyperrouter(layer: LayerSpec, *, hyper_dim: int = 256, embed_dim: int | None
         hypernetwork = layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, build())
     else:
         hypernetwork = build()
-    return Stages(HyperScorer(layer.dim, layer.num_experts, embed_dim, hypernetwork))
+    return Stages(HyperScorer(layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pointsman.lab.models import Decoder, DecoderConfig
-from pointsman.lab.models.decoder import frequencies
+from pointsman.lab.models.huggingface import load_theirs, read_config
 from pointsman.routers.registry import build_router, list_mixers, list_routers
 
 SHAPE: dict[str, Any] = {
@@ -38,48 +38,55 @@ def peer(name: str, theta: float, scaling: dict[str, Any] | None, **changes: Any
     return model
 
 
-def copy(theirs: torch.nn.Module, ours: Decoder) -> Decoder:
-    state = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
-    renamed = {"embedding.weight": state["embed_tokens.weight"], "final_norm.weight": state["norm.weight"]}
-    if not ours.config.tied:
-        renamed["embedding.output"] = state["lm_head.weight"]
-    parts = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-    norms = {"q_norm": "query_norm", "k_norm": "key_norm"} if ours.config.qk_norm != "none" else {}
-    for index, layer in enumerate(ours.layers):
-        there, here = f"layers.{index}.", f"layers.{index}."
-        for a, b in {**parts, **norms}.items():
-            renamed[f"{here}attention.{b}.weight"] = state[f"{there}self_attn.{a}.weight"]
-        renamed[f"{here}attention_norm.weight"] = state[f"{there}input_layernorm.weight"]
-        renamed[f"{here}feed_forward_norm.weight"] = state[f"{there}post_attention_layernorm.weight"]
-        if layer.moe is None:
-            for a, b in (("gate_proj", "w_gate"), ("up_proj", "w_in"), ("down_proj", "w_out")):
-                renamed[f"{here}feed_forward.{b}"] = state[f"{there}mlp.{a}.weight"]
-            continue
-        renamed[f"{here}moe.router.score.weight"] = state[f"{there}mlp.gate.weight"]
-        gate, up = state[f"{there}mlp.experts.gate_up_proj"].chunk(2, 1)
-        renamed |= {f"{here}moe.experts.w_gate": gate, f"{here}moe.experts.w_in": up}
-        renamed[f"{here}moe.experts.w_out"] = state[f"{there}mlp.experts.down_proj"]
-    missing, strange = ours.load_state_dict(renamed, strict=False)
-    assert not strange
-    assert not missing
-    return ours
+def deepseek(name: str, theta: float, scaling: dict[str, Any] | None, **changes: Any) -> torch.nn.Module:
+    """DeepSeek-V3 with the attention of Llama in the place of its latent attention."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    model: Any = peer(name, theta, scaling, **changes)
+    model.config.attention_bias = False
+    model.config.head_dim = 8
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn = LlamaAttention(model.config, index)
+    other: torch.nn.Module = model
+    return other.eval()
 
 
-PEERS = {
+SIGMOID = {
+    "intermediate_size": 40, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+LOSS_FREE = {
+    "router": "loss-free:groups=4:kept=2:scale=2.5", "shared_experts": 2, "hidden_dim": 40, "expert_hidden_dim": 24,
+    "num_experts": 8, "moe_layers": "last:1", "tied": False,
+}  # fmt: skip
+PEERS: dict[str, Any] = {
     "Mixtral": (
         peer, {"intermediate_size": 24, "num_local_experts": 4, "head_dim": 8},
-        {"router": "smoe:bias=false", "tied": False},
+        {"router": "smoe:bias=false", "tied": False}, None,
     ),
     "Olmoe": (
         peer, {"intermediate_size": 24, "num_experts": 4, "norm_topk_prob": False},
-        {"router": "smoe:bias=false:renormalize=false", "qk_norm": "all", "tied": False},
+        {"router": "smoe:bias=false:renormalize=false", "qk_norm": "all", "tied": False}, None,
     ),
     "Qwen3Moe": (
         peer,
         {"moe_intermediate_size": 24, "intermediate_size": 40, "num_experts": 4, "norm_topk_prob": True, "head_dim": 8,
          "mlp_only_layers": [0], "tie_word_embeddings": True},
         {"router": "smoe:bias=false", "qk_norm": "head", "moe_layers": "last:1", "hidden_dim": 40,
-         "expert_hidden_dim": 24},
+         "expert_hidden_dim": 24}, None,
+    ),
+    "Qwen2Moe": (
+        peer,
+        {"moe_intermediate_size": 24, "intermediate_size": 40, "num_experts": 4, "norm_topk_prob": False,
+         "shared_expert_intermediate_size": 48, "qkv_bias": False, "mlp_only_layers": [1]},
+        {"router": "smoe:bias=false:renormalize=false", "moe_layers": "0", "hidden_dim": 40, "expert_hidden_dim": 24,
+         "shared_experts": 2, "shared_gate": True, "tied": False}, "shared_expert",
+    ),
+    "Dots1": (peer, SIGMOID, {**LOSS_FREE, "qk_norm": "head"}, "shared_experts"),
+    "Glm4Moe": (peer, {**SIGMOID, "partial_rotary_factor": 1.0}, LOSS_FREE, "shared_experts"),
+    "DeepseekV3": (
+        deepseek, {**SIGMOID, "q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                   "v_head_dim": 8}, LOSS_FREE, "shared_experts",
     ),
 }  # fmt: skip
 
@@ -87,9 +94,12 @@ PEERS = {
 @pytest.mark.parametrize("name", PEERS)
 def test_its_logits_are_those_of_transformers(name: str) -> None:
     """Prefill, token by token with a cache, and a padded batch."""
-    make, theirs, ours = PEERS[name]
+    make, theirs, ours, shared = PEERS[name]
     other = make(name, 5000.0, None, **theirs)
-    model = copy(other, build(rope_theta=5000.0, **ours))
+    model = build(rope_theta=5000.0, norm_eps=1e-5, **ours)
+    for gate in (module for module in other.modules() if hasattr(module, "e_score_correction_bias")):
+        gate.e_score_correction_bias.normal_(0, 0.3)
+    assert load_theirs(model, other.state_dict(), shared) == []
     torch.manual_seed(1)
     tokens = torch.randint(40, (2, 11))
     with torch.no_grad():
@@ -109,20 +119,29 @@ def test_its_logits_are_those_of_transformers(name: str) -> None:
                                        rtol=1e-5, atol=1e-5)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "extra"),
-    [
-        ("linear", {"factor": 4.0}),
-        (
-            "llama3",
-            {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
-        ),
-    ],
-)
-def test_scaled_frequencies_are_those_of_transformers(kind: str, extra: dict[str, Any]) -> None:
-    other = peer("Mixtral", 500.0, {"rope_type": kind, **extra}, intermediate_size=24, num_local_experts=4)
-    config = DecoderConfig(**SHAPE, rope_theta=500.0, rope_scaling=kind, rope_factor=extra["factor"], rope_length=32)  # type: ignore[arg-type]
-    torch.testing.assert_close(frequencies(config), other.model.rotary_emb.inv_freq)
+ORIGINAL = {"original_max_position_embeddings": 32}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
+    {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4, "beta_slow": 0.5, "truncate": False, **ORIGINAL},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0, **ORIGINAL},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_positions_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+    """Frequencies and amplitude, and all logits, with the settings read from the configuration."""
+    other: Any = peer("Mixtral", 500.0, scaling, intermediate_size=24, num_local_experts=4, head_dim=16,
+                      max_position_embeddings=128)  # fmt: skip
+    config, found = read_config(other.config, "there")
+    torch.testing.assert_close(config.rotary.frequencies(), other.model.rotary_emb.inv_freq)
+    assert config.rotary.gain == pytest.approx(other.model.rotary_emb.attention_scaling)
+    model = Decoder(config).eval()
+    load_theirs(model, other.state_dict(), found.shared)
+    tokens = torch.randint(40, (1, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, other(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def causal() -> list[str]:
@@ -177,6 +196,9 @@ def test_mistakes_are_one_line() -> None:
         ({"head_dim": 7}, "even numbers"),
         ({"qk_norm": "heads"}, "did you mean 'head'"),
         ({"rope_theta": 0.0}, "above 0"),
+        ({"rope_scaling": "yran"}, "did you mean 'yarn'"),
+        ({"rope_scaling": "yarn", "rope_fast": 0.5}, "above rope_slow=1"),
+        ({"context_length": 0}, "context_length=0"),
     ):
         with pytest.raises(ValueError, match=message):
             build(**changes)

@@ -84,7 +84,7 @@ class HyperDelta(HyperScorer):
         self.register_buffer("base", torch.zeros_like(origin) if weight is None else weight.to(origin))
         self.register_buffer("base_bias", torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
 
-    def generate(self) -> tuple[Tensor, Tensor]:
+    def generate(self) -> tuple[Tensor, Tensor | None]:
         generated = super().generate()[0].to(self.base.device)
         return self.base + (generated - self.origin), self.base_bias
 

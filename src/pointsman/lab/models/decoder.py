@@ -1,7 +1,7 @@
 """A decoder of today: RMSNorm before each sublayer, rotary positions, grouped-query attention, gated experts.
 
-With copied weights it gives the logits of transformers' Mixtral, OLMoE and Qwen3-MoE. Not here: DeepSeek's latent
-attention, sliding windows, YaRN.
+With copied weights it gives the logits of transformers' Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1 and GLM-4-MoE, and
+of DeepSeek-V3 apart from its latent attention (`models/huggingface`). Not here: latent attention, sliding windows.
 
 Shapes: B sequences, T tokens, M remembered positions, S = M + T keys, D head width, V vocabulary.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -25,12 +25,11 @@ from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.language_model import LanguageModel
 from pointsman.lab.models.memory import Memory, mask_of_keys
+from pointsman.lab.models.rotary import Rotary, Scaling, rotated
 from pointsman.lab.models.stack import Sublayer
 from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
-
-LOW, HIGH = 1.0, 4.0  # of Llama 3's scaling: wavelengths longer than length / LOW, shorter than length / HIGH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,9 @@ class DecoderConfig(ModelConfig):
         vocab_size: number of tokens.
         kv_heads: heads of keys and values, a divisor of `num_heads`; None = `num_heads`.
         qk_norm: RMSNorm of queries and keys over each "head" (Qwen3), over "all" heads (OLMoE), or "none".
-        rope_theta: base of the rotary frequencies theta^(-2 i / D).
-        rope_scaling: "none"; "linear", all frequencies divided by `rope_factor`; or "llama3", the low ones.
-        rope_factor: see `rope_scaling`.
-        rope_length: length of the texts before scaling ("llama3").
+        rope_theta, rope_scaling, rope_factor, rope_length, rope_slow, rope_fast, rope_amplitude, rope_whole: rotary
+            positions, as of `Rotary`.
+        context_length: the longest text that it is meant for; None = what the run trains and evaluates with.
         gated: W_out (act(W_gate x) * (W_in x)), SwiGLU with "silu"; otherwise W_out act(W_in x). No biases.
         tied: output and embedding share one matrix.
         norm_eps: of RMSNorm.
@@ -59,9 +57,14 @@ class DecoderConfig(ModelConfig):
     kv_heads: int | None = None
     qk_norm: Literal["none", "head", "all"] = "none"
     rope_theta: float = 10_000.0
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Scaling = "none"
     rope_factor: float = 1.0
     rope_length: int = 8192
+    rope_slow: float = 1.0
+    rope_fast: float | None = None
+    rope_amplitude: float | None = None
+    rope_whole: bool = True
+    context_length: int | None = None
     gated: bool = True
     tied: bool = True
     norm_eps: float = 1e-5
@@ -71,19 +74,22 @@ class DecoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("vocab_size", self.vocab_size)
-        check_whole("rope_length", self.rope_length)
-        if self.kv_heads is not None:
-            check_whole("kv_heads", self.kv_heads)
-            if self.num_heads % self.kv_heads:
-                raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: allowed are even numbers (rotary positions turn pairs)")
-        for name in ("rope_theta", "rope_factor", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers above 0")
-        for name, allowed in (("qk_norm", ("none", "head", "all")), ("rope_scaling", ("none", "linear", "llama3"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
+        for name in ("kv_heads", "context_length"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        if self.kv_heads is not None and self.num_heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps!r}: allowed are numbers above 0")
+        if self.qk_norm not in (allowed := ("none", "head", "all")):
+            raise ValueError(f"qk_norm={self.qk_norm!r}: {did_you_mean(str(self.qk_norm), allowed)}")
+        assert self.rotary  # checks its settings
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        """The settings of the rotary positions."""
+        names = ("theta", "scaling", "factor", "length", "slow", "fast", "amplitude", "whole")
+        return Rotary(self.head_dim, **{name: getattr(self, f"rope_{name}") for name in names})
 
 
 class RootMeanSquareNorm(nn.RMSNorm):
@@ -202,32 +208,8 @@ class Decoder(LanguageModel[DecoderConfig]):
         turns = self._turns
         if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
             with torch.inference_mode(False):
-                exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-                places = torch.arange(1 << (keys - 1).bit_length(), dtype=exact, device=like.device)
-                angles = places[:, None] * frequencies(self.config).to(places)
-                angles = torch.cat([angles, angles], -1)
-                turns = self._turns = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+                turns = self._turns = self.config.rotary.table(1 << (keys - 1).bit_length(), like)
         return turns[0][:keys], turns[1][:keys]
-
-
-def frequencies(config: DecoderConfig) -> Tensor:
-    """[D / 2]: theta^(-2 i / D), scaled. Llama 3's scaling divides those of wavelengths beyond `rope_length`."""
-    even = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    base = 1.0 / config.rope_theta ** (even / config.head_dim)
-    if config.rope_scaling == "none":
-        return base
-    if config.rope_scaling == "linear":
-        return base / config.rope_factor
-    turns = config.rope_length * base / (2 * math.pi)  # whole turns within `rope_length`
-    share = ((turns - LOW) / (HIGH - LOW)).clamp(0, 1)
-    return base * share + base / config.rope_factor * (1 - share)
-
-
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D / 2) of heads [B, H, S, D] by their position's angles (cos, sin [at least S, D])."""
-    length = heads.shape[2]
-    first, second = heads.chunk(2, -1)
-    return heads * cos[:length] + torch.cat([-second, first], -1) * sin[:length]
 
 
 class DecoderEmbedding(nn.Module):
