@@ -28,24 +28,20 @@ class Diagnostic:
     def merge(self, other: Self) -> Self:
         """Adds the state of `other`; returns self."""
         for name, value in vars(other).items():
-            mine = getattr(self, name)
             if isinstance(value, Moments):
-                mine.merge(value)
+                getattr(self, name).merge(value)
             elif isinstance(value, Tensor):
-                setattr(self, name, value.clone() if mine is None else mine + value.to(mine.device))
+                self._add(**{name: value})
         return self
+
+    def _add(self, **sums: Tensor) -> None:
+        """Adds each tensor to the attribute of its name, which is None before the first one."""
+        for name, value in sums.items():
+            mine = getattr(self, name)
+            setattr(self, name, value.clone() if mine is None else mine + value.to(mine.device))
 
     def result(self) -> dict[str, Any]:
         raise NotImplementedError
-
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        tensors: list[Tensor] = []
-        for value in vars(self).values():
-            tensors.extend(
-                [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Moments) else []
-            )
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class RoutingDiagnostic(Diagnostic):
@@ -158,6 +154,12 @@ def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
     weights = routing.weights.detach().masked_fill(experts < 0, -1.0)
     best = (weights == weights.amax(-1, keepdim=True)).to(torch.int8).argmax(-1, keepdim=True)
     return experts.gather(-1, best)[:, 0]
+
+
+def members(experts: Tensor, num_experts: int) -> Tensor:
+    """[tokens, E] bool: whether a token chose an expert, of `experts` [tokens, k] with -1 = none."""
+    hot = torch.zeros(experts.shape[0], num_experts + 1, dtype=torch.bool, device=experts.device)
+    return hot.scatter_(1, experts + 1, True)[:, 1:]
 
 
 def unmixed(routing: Routing) -> Tensor:

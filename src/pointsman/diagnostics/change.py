@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, chosen, first_choice, number
+from pointsman.diagnostics.base import Diagnostic, chosen, counts, first_choice, members, ratio
 from pointsman.routing import Routing
 
 
@@ -32,40 +32,29 @@ class Fluctuation(Diagnostic):
                 f"Fluctuation: routings of {routing.experts.shape[0]} tokens over {routing.num_experts} experts and of "
                 f"{other.experts.shape[0]} over {other.num_experts}; both must be of the same tokens and experts"
             )
-        one, two = chosen(routing, mask), chosen(other, mask)
+        num_experts = routing.num_experts
         first, second = first_choice(routing, mask), first_choice(other, mask)
         real = (first >= 0) & (second >= 0)
-        in_one, in_two = _members(one, routing.num_experts), _members(two, other.num_experts)
+        changed = (first != second) & real
+        in_one, in_two = (members(chosen(each, mask), num_experts) for each in (routing, other))
         common = (in_one & in_two).sum(-1).double()
         least = torch.minimum(in_one.sum(-1), in_two.sum(-1)).double().clamp_min(1)
-        changed = (first != second) & real
-        tokens = real.sum().double()
-        same_k = float(one.shape[-1] == two.shape[-1])
-        sets = ((in_one != in_two).any(-1) & real).sum() * same_k
         overlap = torch.where(real, common / least, 0.0).sum()
-        sums = torch.stack([tokens, changed.sum().double(), sets.double(), overlap, tokens * same_k])
-        index = torch.where(real, first + 1, 0)
-        both = torch.stack([real, changed], -1).double()
-        by_first = torch.zeros(routing.num_experts + 1, 2, dtype=torch.float64, device=index.device)
-        by_first = by_first.index_add_(0, index, both)[1:]
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.by_first = by_first if self.by_first is None else self.by_first + by_first
+        tokens = real.sum().double()
+        same_k = float(routing.experts.shape[-1] == other.experts.shape[-1])
+        sets = ((in_one != in_two).any(-1) & real).sum() * same_k
+        self._add(
+            sums=torch.stack([tokens, changed.sum().double(), sets.double(), overlap, tokens * same_k]),
+            by_first=torch.stack([counts(first.where(of, -1), num_experts) for of in (real, changed)], -1),
+        )
 
     def result(self) -> dict[str, Any]:
-        if self.sums is None or self.by_first is None:
-            return {"tokens": 0, "top1": None, "sets": None, "overlap": None, "by_expert": []}
-        tokens, top1, sets, overlap, equal = self.sums.tolist()
-        by_expert = [number(changed / total) if total else None for total, changed in self.by_first.tolist()]
+        tokens, top1, sets, overlap, equal = [0.0] * 5 if self.sums is None else self.sums.tolist()
+        by_first = [] if self.by_first is None else self.by_first.tolist()
         return {
             "tokens": int(tokens),
-            "top1": top1 / tokens if tokens else None,
-            "sets": sets / equal if equal else None,
-            "overlap": overlap / tokens if tokens else None,
-            "by_expert": by_expert,
+            "top1": ratio(top1, tokens),
+            "sets": ratio(sets, equal),
+            "overlap": ratio(overlap, tokens),
+            "by_expert": [ratio(changed, total) for total, changed in by_first],
         }
-
-
-def _members(experts: Tensor, num_experts: int) -> Tensor:
-    """[tokens, E] bool: whether a token chose an expert."""
-    hot = torch.zeros(experts.shape[0], num_experts + 1, dtype=torch.bool, device=experts.device)
-    return hot.scatter_(1, experts + 1, True)[:, 1:]

@@ -62,18 +62,13 @@ class RepresentationCollapse(RoutingDiagnostic):
 
     def result(self) -> dict[str, Any]:
         names = ("value", "per_class", "within", "between")
+        found: dict[str, Any] = {"tokens": 0, "classes": 0, "rank": 0, "class_tokens": [], **dict.fromkeys(names)}
         if self.count is None or self.mean is None or self.scatter is None:
-            return {"tokens": 0, "classes": 0, "rank": 0, "class_tokens": [], **dict.fromkeys(names)}
+            return found
         count = self.count.cpu()
         kept = count >= 2
         classes, tokens = int(kept.sum()), float(count[kept].sum())
-        found: dict[str, Any] = {
-            "tokens": int(tokens),
-            "classes": classes,
-            "rank": 0,
-            "class_tokens": [int(n) for n in count.tolist()],
-            **dict.fromkeys(names),
-        }
+        found |= {"tokens": int(tokens), "classes": classes, "class_tokens": count.long().tolist()}
         if classes < 2:
             return found
         mean, count = self.mean.cpu()[kept], count[kept]
@@ -85,9 +80,8 @@ class RepresentationCollapse(RoutingDiagnostic):
         limit = max(centred.shape[1], classes) * torch.finfo(torch.float64).eps * squares.max()
         right, squares = right[squares > limit], squares[squares > limit]
         between = number(centred.square().sum() / classes)
-        found.update(rank=len(squares), within=number(within.trace()), between=between)
+        found |= {"rank": len(squares), "within": number(within.trace()), "between": between}
         if len(squares):
-            spread = ((right @ within) * right).sum(-1)
-            found["value"] = number(classes * (spread / squares).sum())
-            found["per_class"] = number((spread / squares).sum())
+            per_class = (((right @ within) * right).sum(-1) / squares).sum()
+            found |= {"value": number(classes * per_class), "per_class": number(per_class)}
         return found

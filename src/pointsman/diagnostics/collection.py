@@ -14,10 +14,9 @@ from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy, Margin
 from pointsman.diagnostics.load import CoActivation, Load
 from pointsman.diagnostics.mixing import Mixing
-from pointsman.diagnostics.observe import observe_mixing, observe_routing
+from pointsman.diagnostics.observe import named_layers, observe_mixing, observe_routing
 from pointsman.diagnostics.similarity import OutputSimilarity
 from pointsman.diagnostics.specialisation import Specialisation
-from pointsman.layer import MoE
 from pointsman.routing import Routing, RoutingContext
 
 KINDS: dict[str, Callable[[], RoutingDiagnostic]] = {
@@ -69,11 +68,11 @@ class Diagnostics:
         for kind in self.kinds:
             if kind == "mixing" or (kind in NEEDS and given[NEEDS[kind]] is None):
                 continue
-            if kind == "outputs" and kind not in layer:
-                if experts is None:
+            if kind not in layer:
+                if kind == "outputs" and experts is None:
                     continue
-                layer[kind] = OutputSimilarity(experts)
-            diagnostic = layer[kind] if kind in layer else layer.setdefault(kind, KINDS[kind]())
+                layer[kind] = OutputSimilarity(experts) if kind == "outputs" and experts else KINDS[kind]()
+            diagnostic = layer[kind]
             assert isinstance(diagnostic, RoutingDiagnostic)
             diagnostic.update(routing, mask, hidden=hidden, token_ids=token_ids)
 
@@ -88,7 +87,7 @@ class Diagnostics:
             mask: bool, any such shape, True for tokens that count. Padding never counts.
         """
         records: dict[str, Routing] = {}
-        experts = {name: module.experts for name, module in model.named_modules() if isinstance(module, MoE)}
+        layers = named_layers(model)
 
         def real(context: RoutingContext | None, tokens: int) -> Tensor | None:
             padding = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
@@ -98,11 +97,10 @@ class Diagnostics:
 
         def on_routing(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
             records[name] = routing
-            tokens = hidden.shape[0]
             ids = token_ids if context is None or context.token_ids is None else context.token_ids
-            if ids is not None:
-                ids = ids.reshape(-1) if ids.numel() == tokens else None
-            self.update(name, routing, real(context, tokens), hidden=hidden, token_ids=ids, experts=experts.get(name))
+            ids = ids.reshape(-1) if ids is not None and ids.numel() == len(hidden) else None
+            experts = layers[name].experts if name in layers else None
+            self.update(name, routing, real(context, len(hidden)), hidden=hidden, token_ids=ids, experts=experts)
 
         def on_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
             mixing = self.layers.setdefault(name, {}).setdefault("mixing", Mixing())
@@ -120,10 +118,7 @@ class Diagnostics:
         for name, layer in other.layers.items():
             own = self.layers.setdefault(name, {})
             for kind, diagnostic in layer.items():
-                if kind in own:
-                    own[kind].merge(diagnostic)
-                else:
-                    own[kind] = diagnostic
+                own[kind] = own[kind].merge(diagnostic) if kind in own else diagnostic
         return self
 
     def gather(self, group: Any = None) -> Diagnostics:
@@ -143,7 +138,3 @@ class Diagnostics:
             name: {kind: diagnostic.result() for kind, diagnostic in layer.items()}
             for name, layer in self.layers.items()
         }
-
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(diagnostic.nbytes() for layer in self.layers.values() for diagnostic in layer.values())

@@ -29,26 +29,22 @@ def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str
     """
     rows = [torch.as_tensor(load, dtype=torch.float64).cpu() for load in loads]
     if len({row.shape for row in rows}) > 1:
-        raise ValueError(
-            f"inter_run_consistency: loads of {[len(row) for row in rows]} experts; the numbers must be equal"
-        )
+        raise ValueError(f"inter_run_consistency: loads of {[len(row) for row in rows]} experts: must be equal")
     if not rows:
         return {"runs": 0, "with_diagonal": None, "without_diagonal": None, "matrix": []}
     stacked = torch.stack(rows)
     centred = stacked - stacked.mean(1, keepdim=True)
     norm = centred.norm(dim=1)
     kept = norm > 1e-12 * stacked.norm(dim=1)
-    unit = centred / torch.where(kept, norm, 1.0)[:, None]
-    full = (unit @ unit.T).clamp(-1, 1)
-    full.fill_diagonal_(1.0)
-    used = full[kept][:, kept]
-    m = used.shape[0]
-    nan = torch.full_like(full, torch.nan)
+    unit = centred / norm[:, None]
+    matrix = (unit @ unit.T).clamp(-1, 1).fill_diagonal_(1.0).where(kept[:, None] & kept, torch.nan)
+    used = matrix[kept][:, kept]
+    m = len(used)
     return {
         "runs": m,
-        "with_diagonal": number(used.mean()) if m else None,
+        "with_diagonal": number(used.mean()),
         "without_diagonal": number((used.sum() - m) / (m * (m - 1))) if m > 1 else None,
-        "matrix": table(torch.where(kept[:, None] & kept, full, nan)),
+        "matrix": table(matrix),
     }
 
 
@@ -84,10 +80,7 @@ def consistency_over_training(
     each = [{layer: dict(loads) for layer, loads in gathered_loads(rows, window).items()} for rows in runs]
     found: dict[str, list[dict[str, Any]]] = {}
     for layer in each[0] if each else ():
-        if any(layer not in run for run in each):
-            continue
-        steps = sorted(set.intersection(*(set(run[layer]) for run in each)))
-        for step in steps:
+        for step in sorted(set.intersection(*(set(run.get(layer, ())) for run in each))):
             ic = inter_run_consistency([run[layer][step] for run in each])
             del ic["matrix"]
             found.setdefault(layer, []).append({"step": step, **ic})

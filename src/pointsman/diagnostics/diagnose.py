@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,13 +19,11 @@ from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.consistency import inter_run_consistency
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.load import Load
-from pointsman.diagnostics.observe import evaluating, layer_gradients
+from pointsman.diagnostics.observe import evaluating, layer_gradients, named_layers
 from pointsman.diagnostics.similarity import weight_similarity
-from pointsman.layer import MoE
 from pointsman.routing import Routing
 
 FORMAT = 1
-OTHER_MODEL_KINDS = ("entropy", "load", "collapse")
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,27 @@ def plain_reader() -> Reader:
     return read
 
 
-@dataclass
 class _OtherModel:
-    """A model to compare with, on the same batches."""
+    """A model to compare with, on the same batches; `change` is its routing against the other's it is compared with."""
 
-    model: nn.Module
-    read: Reader
-    diagnostics: Diagnostics = field(default_factory=lambda: Diagnostics(*OTHER_MODEL_KINDS))
-    records: dict[str, Routing] = field(default_factory=dict)
+    def __init__(self, label: str, model: nn.Module, read: Reader, num_experts: Mapping[str, int]) -> None:
+        found = {name: router.num_experts for name, router in named_routers(model)}
+        if found != num_experts:
+            raise ValueError(f"diagnose: {label} has the layers and experts {found}, not {num_experts}: no comparison")
+        self.model, self.read = model, read
+        self.diagnostics = Diagnostics("entropy", "load", "collapse")
+        self.change = {name: Fluctuation() for name in num_experts}
+        self.records: dict[str, Routing] = {}
+
+    def update(self, batch: Batch) -> None:
+        with self.diagnostics.observe(self.model, batch.inputs, batch.mask) as self.records:
+            self.read(self.model, batch)
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.diagnostics.result()
+        for name, layer in found.items():
+            layer["fluctuation"] = self.change[name].result()
+        return found
 
 
 def diagnose(
@@ -106,46 +118,43 @@ def diagnose(
     routers = dict(named_routers(model))
     if not routers:
         raise ValueError(f"diagnose: {type(model).__name__} has no MoE layer and no router in it")
-    others = {label: _OtherModel(other, reader()) for label, other in (against or {}).items()}
-    earlier = {label: _OtherModel(other, reader()) for label, other in (history or {}).items()}
-    for label, other in {**others, **earlier}.items():
-        _check_same_layers(routers, other.model, label)
+    num_experts = {name: router.num_experts for name, router in routers.items()}
+    others = {label: _OtherModel(label, other, reader(), num_experts) for label, other in (against or {}).items()}
+    earlier = {label: _OtherModel(label, other, reader(), num_experts) for label, other in (history or {}).items()}
     for k in top_k:
         with set_top_k(model, k):  # checks k before anything is read
             pass
     at_k = {k: reader() for k in top_k}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    layers = named_layers(model)
     diagnostics, read, for_jacobian = Diagnostics(), reader(), reader()
     agreement = {k: {name: Fluctuation() for name in routers} for k in top_k}
-    change = {label: {name: Fluctuation() for name in routers} for label in {**others, **earlier}}
     jacobian = {name: JacobianTerms(layer) for name, layer in layers.items()}
     count = 0
     with ExitStack() as stack:
-        for one in (model, *(other.model for other in (*others.values(), *earlier.values()))):
-            stack.enter_context(evaluating(one))
+        for other in (*others.values(), *earlier.values()):
+            stack.enter_context(evaluating(other.model))
+        stack.enter_context(evaluating(model, seed))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng())
-        torch.manual_seed(seed)
         for given in batches:
             batch = given if isinstance(given, Batch) else Batch(given)
             mask = None if batch.mask is None else batch.mask.reshape(-1)
             if count < jacobian_batches:
-                _update_jacobian(model, for_jacobian, batch, jacobian)
+                for name, of in layer_gradients(model, partial(for_jacobian, model, batch)).items():
+                    jacobian[name].update(of.hidden, of.gradient, of.context, batch.mask)
             with diagnostics.observe(model, batch.inputs, batch.mask) as records:
                 read(model, batch)
             for k, at in at_k.items():
                 with set_top_k(model, k), record_routing(model) as found:
                     at(model, batch)
                 _compare(agreement[k], records, found, mask)
-            for other in (*others.values(), *earlier.values()):
-                with other.diagnostics.observe(other.model, batch.inputs, batch.mask) as found:
-                    other.read(other.model, batch)
-                other.records = found
-            for label, other in others.items():
-                _compare(change[label], other.records, records, mask)
-            line = [*((label, other.records) for label, other in earlier.items()), ("", records)]
-            for (label, before), (_, after) in pairwise(line):
-                _compare(change[label], before, after, mask)
+            for other in others.values():
+                other.update(batch)
+                _compare(other.change, other.records, records, mask)
+            for other in earlier.values():
+                other.update(batch)
+            line = [*(other.records for other in earlier.values()), records]
+            for other, (before, after) in zip(earlier.values(), pairwise(line), strict=True):
+                _compare(other.change, before, after, mask)
             count += 1
             if advance:
                 advance(count)
@@ -161,27 +170,14 @@ def diagnose(
             **({"jacobian": jacobian[name].result()} if name in jacobian and jacobian[name].second is not None else {}),
             "agreement": [{"top_k": k, **agreement[k][name].result()} for k in top_k],
         }
-    result["against"] = {
-        label: _other_result(other, change[label], result["layers"]) for label, other in others.items()
-    }
-    result["history"] = [
-        {"checkpoint": label, "layers": _other_result(other, change[label])} for label, other in earlier.items()
-    ]
-    result["consistency"] = _consistency(diagnostics, list(others.values())) if others else {}
+    result["against"] = {label: other.result() for label, other in others.items()}
+    for compared in result["against"].values():
+        for name, layer in compared.items():
+            own = result["layers"][name]["entropy"]["mixed_mean"]
+            layer["entropy_ratio"] = ratio(own, layer["entropy"]["mixed_mean"])
+    result["history"] = [{"checkpoint": label, "layers": other.result()} for label, other in earlier.items()]
+    result["consistency"] = _consistency([diagnostics, *(of.diagnostics for of in others.values())]) if others else {}
     return result
-
-
-def _check_same_layers(routers: Mapping[str, nn.Module], other: nn.Module, label: str) -> None:
-    found = {name: router.num_experts for name, router in named_routers(other)}
-    expected = {name: router.num_experts for name, router in routers.items()}
-    if found != expected:
-        raise ValueError(f"diagnose: {label} has the layers and experts {found}, not {expected}: nothing to compare")
-
-
-def _update_jacobian(model: nn.Module, read: Reader, batch: Batch, jacobian: Mapping[str, JacobianTerms]) -> None:
-    """One forward of the reader and, if it returns a loss, an update of the Jacobian's terms."""
-    for name, found in layer_gradients(model, lambda: read(model, batch)).items():
-        jacobian[name].update(found.hidden, found.gradient, found.context, batch.mask)
 
 
 def _compare(
@@ -192,25 +188,10 @@ def _compare(
         into[name].update(one[name], two[name], mask if mask is not None and mask.numel() == tokens else None)
 
 
-def _other_result(
-    other: _OtherModel, change: Mapping[str, Fluctuation], layers: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    found: dict[str, Any] = other.diagnostics.result()
-    for name, layer in found.items():
-        layer["fluctuation"] = change[name].result()
-        if layers is not None:
-            layer["entropy_ratio"] = ratio(layers[name]["entropy"]["mixed_mean"], layer["entropy"]["mixed_mean"])
-    return found
-
-
-def _consistency(diagnostics: Diagnostics, others: Sequence[_OtherModel]) -> dict[str, Any]:
+def _consistency(models: Sequence[Diagnostics]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in diagnostics.layers:
-        loads: list[Tensor] = []
-        for one in (diagnostics, *(other.diagnostics for other in others)):
-            load = one.layers[name]["load"]
-            assert isinstance(load, Load)
-            if load.assigned is not None:
-                loads.append(load.assigned)
-        found[name] = inter_run_consistency(loads)
+    for name in models[0].layers:
+        loads = [model.layers[name]["load"] for model in models]
+        assigned = [load.assigned for load in loads if isinstance(load, Load) and load.assigned is not None]
+        found[name] = inter_run_consistency(assigned)
     return found

@@ -15,6 +15,7 @@ from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
 
 TERMS = ("j1", "j2", "both")
+MATRICES = ("j1_norm", "j2_norm", "j1_rank", "j2_rank")
 MAX_DIM = 1024  # the matrices J1 and J2 of a token are built up to this width
 
 
@@ -49,8 +50,7 @@ class JacobianTerms(Diagnostic):
         self.eps = 0.0
         span = router_span(layer.router)
         self._basis = None if span is None else _row_basis(span)
-        self.norms = {term: Moments() for term in TERMS}
-        self.sampled = {name: Moments() for name in ("j1_norm", "j2_norm", "j1_rank", "j2_rank")}
+        self.moments = {name: Moments() for name in (*TERMS, *MATRICES)}
         self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,27 +58,15 @@ class JacobianTerms(Diagnostic):
         return {**vars(self), "layer": None}
 
     def merge(self, other: Self) -> Self:
-        for mine, theirs in ((self.norms, other.norms), (self.sampled, other.sampled)):
-            for name, moments in mine.items():
-                moments.merge(theirs[name])
+        for name, moments in self.moments.items():
+            moments.merge(other.moments[name])
         if other.second is not None:
-            self.second = (
-                other.second.clone() if self.second is None else self.second + other.second.to(self.second.device)
-            )
+            self._add(second=other.second)
         self.eps = max(self.eps, other.eps)
         return self
 
-    def nbytes(self) -> int:
-        moments = [*self.norms.values(), *self.sampled.values()]
-        tensors = [t for of in moments for t in of.tensors] + [t for t in (self.second, self._basis) if t is not None]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
     def update(
-        self,
-        hidden: Tensor,
-        gradient: Tensor,
-        context: RoutingContext | None = None,
-        mask: Tensor | None = None,
+        self, hidden: Tensor, gradient: Tensor, context: RoutingContext | None = None, mask: Tensor | None = None
     ) -> None:
         """Adds one forward: `hidden` [B, T, dim], the layer's input, and `gradient`, that of its output.
 
@@ -95,32 +83,28 @@ class JacobianTerms(Diagnostic):
             routing: Routing = layer.router(into_router, context)
             into_experts = flat.clone().requires_grad_()
             weights = routing.weights.detach().clone().requires_grad_()
-            output = layer.experts(into_experts, _with_weights(routing, weights))
+            output = layer.experts(into_experts, replace(routing.detach(), weights=weights, flat=None))
             first, of_weights = torch.autograd.grad(output, (into_experts, weights), gradient)
             second = _vjp(routing.weights, into_router, of_weights).flatten(0, 1)
             real = (routing.experts >= 0).any(-1)
             real = real if mask is None else real & mask.reshape(-1)
-            self._add(first, second, real)
+            terms = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
+            for term, values in zip(TERMS, terms, strict=True):
+                self.moments[term].add(values.norm(dim=-1), real)
+            self._add(second=terms.mT @ terms)
             if flat.shape[1] <= MAX_DIM:
                 self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
-    def _add(self, first: Tensor, second: Tensor, real: Tensor) -> None:
-        both = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
-        for term, values in zip(TERMS, both, strict=True):
-            self.norms[term].add(values.norm(dim=-1), real)
-        outer = both.mT @ both
-        self.second = outer if self.second is None else self.second + outer
-
     def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing, real: Tensor) -> None:
         count = min(self.samples, len(real))
         for token in real[torch.linspace(0, len(real) - 1, count, device=real.device).round().long()].tolist():
-            j1, j2 = self._matrices(token, flat, into_router, routing)
-            for name, matrix in (("j1", j1), ("j2", j2)):
-                self.sampled[f"{name}_norm"].add(matrix.norm()[None])
+            matrices = self._matrices(token, flat, into_router, routing)
+            for name, matrix in zip(("j1", "j2"), matrices, strict=True):
                 singular = torch.linalg.svdvals(matrix)
                 limit = matrix.shape[0] * torch.finfo(flat.dtype).eps * singular[:1]
-                self.sampled[f"{name}_rank"].add((singular > limit).sum()[None])
+                self.moments[f"{name}_norm"].add(matrix.norm()[None])
+                self.moments[f"{name}_rank"].add((singular > limit).sum()[None])
 
     def _matrices(self, token: int, flat: Tensor, into_router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """J1 and J2 [dim, dim] of one token, float64."""
@@ -146,16 +130,17 @@ class JacobianTerms(Diagnostic):
         gradient: dict[str, dict[str, Any]] = {}
         for index, term in enumerate(TERMS):
             second = None if self.second is None else self.second[index].cpu()
-            gradient[term] = {"norm_mean": self.norms[term].mean, **self._spectrum(second)}
+            gradient[term] = {"norm_mean": self.moments[term].mean, **self._spectrum(second)}
         span = None if self._basis is None else self._basis.shape[0]
         width = None if self.second is None else self.second.shape[-1]
+        sampled = {name: self.moments[name].mean for name in MATRICES}
         return {
-            "tokens": self.norms["j1"].count,
+            "tokens": self.moments["j1"].count,
             "gradient": gradient,
             "norm_ratio": ratio(gradient["j2"]["norm_mean"], gradient["j1"]["norm_mean"]),
             "span_rank": span,
             "span_share": ratio(span, width),
-            "matrices": {"tokens": self.sampled["j1_norm"].count, **{n: m.mean for n, m in self.sampled.items()}},
+            "matrices": {"tokens": self.moments["j1_norm"].count, **sampled},
         }
 
     def _spectrum(self, second: Tensor | None) -> dict[str, Any]:
@@ -193,10 +178,6 @@ def _vjp(outputs: Tensor, inputs: Tensor, vector: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(outputs, inputs, vector, retain_graph=True, allow_unused=True)
     gradient: Tensor = torch.zeros_like(inputs) if found is None else found
     return gradient
-
-
-def _with_weights(routing: Routing, weights: Tensor) -> Routing:
-    return replace(routing.detach(), weights=weights, flat=None)
 
 
 def _row_basis(rows: Tensor) -> Tensor:

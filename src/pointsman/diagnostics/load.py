@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, counts, number, numbers, table
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, counts, members, number, numbers, table
 from pointsman.routing import Routing
 
 CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
@@ -56,25 +56,24 @@ class Load(RoutingDiagnostic):
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         experts = chosen(routing, mask)
-        real = experts.new_tensor(experts.shape[0], dtype=torch.float64) if mask is None else mask.sum().double()
-        requested = real * (0 if routing.flat is not None else experts.shape[-1])
-        kept = torch.where(experts < 0, 0.0, routing.weights.detach().double())
-        weight = torch.zeros(routing.num_experts + 1, dtype=torch.float64, device=experts.device)
-        weight = weight.index_add_(0, experts.reshape(-1) + 1, kept.reshape(-1))[1:]
-        other = Load()
-        other.assigned, other.weight = counts(experts, routing.num_experts), weight
-        other.tokens, other.requested = real.to(experts.device), requested.to(experts.device)
-        self.merge(other)
+        real = experts.new_tensor(experts.shape[0]) if mask is None else mask.to(experts.device).sum()
+        weights = torch.where(experts < 0, 0.0, routing.weights.detach().double())
+        weight = weights.new_zeros(routing.num_experts + 1)
+        self._add(
+            assigned=counts(experts, routing.num_experts),
+            weight=weight.index_add_(0, experts.reshape(-1) + 1, weights.reshape(-1))[1:],
+            tokens=real.double(),
+            requested=real.double() * (0 if routing.flat is not None else experts.shape[-1]),
+        )
 
     def result(self) -> dict[str, Any]:
         if self.assigned is None or self.weight is None or self.tokens is None or self.requested is None:
             return {"tokens": 0, "assignments": 0, "importance": [], "dropped": None, **load_summary(torch.zeros(0))}
         requested, assigned = float(self.requested), float(self.assigned.sum())
-        weight = float(self.weight.sum())
         return {
             "tokens": int(self.tokens),
             "assignments": int(assigned),
-            "importance": numbers(self.weight / weight) if weight else [None] * self.weight.numel(),
+            "importance": numbers(self.weight / self.weight.sum()),
             "dropped": 1 - assigned / requested if requested else None,
             **load_summary(self.assigned),
         }
@@ -97,24 +96,20 @@ class CoActivation(RoutingDiagnostic):
         width = routing.num_experts
         together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)
         for start in range(0, experts.shape[0], CHUNK):
-            rows = experts[start : start + CHUNK]
-            hot = torch.zeros(rows.shape[0], width + 1, device=experts.device).scatter_(1, rows + 1, 1.0)[:, 1:]
+            hot = members(experts[start : start + CHUNK], width).float()
             together += (hot.T @ hot).double()  # counts up to CHUNK are exact in float32
-        real = (experts >= 0).any(-1).sum().double()
-        self.together = together if self.together is None else self.together + together
-        self.tokens = real if self.tokens is None else self.tokens + real
+        self._add(together=together, tokens=(experts >= 0).any(-1).sum().double())
 
     def result(self) -> dict[str, Any]:
         if self.together is None or self.tokens is None:
             return {"tokens": 0, "given": [], "pairs": []}
         together, tokens = self.together.cpu(), float(self.tokens)
         alone = together.diagonal()
-        lift = torch.nan_to_num(together * tokens / torch.outer(alone, alone)).triu(1)
-        lift = torch.where(together >= 10, lift, 0.0)
-        width = together.shape[0]
-        pairs = []
-        for place in lift.reshape(-1).sort(descending=True, stable=True).indices[:10].tolist():
-            i, j = divmod(place, width)
-            if lift[i, j] > 0:
-                pairs.append({"experts": [i, j], "tokens": int(together[i, j]), "lift": number(lift[i, j])})
+        lift = torch.where(together >= 10, together * tokens / torch.outer(alone, alone), 0.0).triu(1)
+        best = lift.reshape(-1).sort(descending=True, stable=True).indices[:10].tolist()
+        pairs = [
+            {"experts": [i, j], "tokens": int(together[i, j]), "lift": number(lift[i, j])}
+            for i, j in (divmod(place, len(lift)) for place in best)
+            if lift[i, j] > 0
+        ]
         return {"tokens": int(tokens), "given": table(together / alone[:, None]), "pairs": pairs}

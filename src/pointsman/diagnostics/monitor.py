@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from pointsman._values import check_whole
 from pointsman.control import named_routers, record_routing
+from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
-from pointsman.diagnostics.base import number, unmixed
+from pointsman.diagnostics.distribution import Margin, entropies
 from pointsman.diagnostics.load import load_summary
 from pointsman.routing import Routing, RoutingContext
 
@@ -43,7 +44,7 @@ class _Window:
     def clear(self) -> None:
         self.assigned.zero_()
         self.tokens.zero_()
-        self.sampled: list[Tensor] = []  # [sum of entropies, sum of margins, tokens] of a sampled forward
+        self.entropy, self.margin = Moments(), Margin()  # of the sampled forwards
         self.k = 0
 
     def count(self, routing: Routing) -> None:
@@ -54,17 +55,8 @@ class _Window:
         self.k = routing.experts.shape[-1]
 
     def sample(self, routing: Routing, mask: Tensor | None) -> None:
-        probs = unmixed(routing)
-        total = probs.sum(-1, keepdim=True).clamp_min(1e-30)
-        entropy = torch.special.entr(probs / total).sum(-1)
-        margin = torch.full_like(entropy, torch.nan)
-        if self.k < routing.num_experts:
-            best = routing.probs.topk(self.k + 1, dim=-1).values
-            margin = best[:, -2] - best[:, -1]
-        values = torch.stack([entropy, margin, torch.ones_like(entropy)], -1)
-        if mask is not None:
-            values = torch.where(mask[:, None], values, 0.0)
-        self.sampled.append(values.double().sum(0))
+        self.entropy.add(entropies(unmixed(routing)), mask)
+        self.margin.update(routing, mask)
 
 
 class RoutingMonitor:
@@ -93,9 +85,11 @@ class RoutingMonitor:
         check_whole("RoutingMonitor: every", every)
         self.every = every
         self.seed = seed
-        self._specs = {name: router.spec for name, router in named_routers(model)}
         self._model = model
         self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}
+        self._runs = {name: router.spec for name, router in named_routers(model)}
+        if seed is not None:
+            self._runs = {name: f"{spec}, seed {seed}" for name, spec in self._runs.items()}
         self._batches = 0
         self._step = -1
         self._next_warning: dict[tuple[str, str], int] = {}
@@ -124,52 +118,45 @@ class RoutingMonitor:
             return []
         rows: list[dict[str, Any]] = []
         for name, window in self._windows.items():
-            if window.sampled:
-                rows.append(self._row(name, window))
-                rows.extend(self._warnings(name, window))
+            if window.entropy.tensors:
+                summary = load_summary(window.assigned)
+                rows.append(
+                    {
+                        "kind": "routing",
+                        "step": self._step,
+                        "layer": name,
+                        "entropy": window.entropy.mean,
+                        "load": summary["share"],
+                        "margin": window.margin.margin.mean,
+                        "dead": len(summary["dead"]),
+                        "tokens": int(window.tokens),
+                        "batches": self._batches,
+                    }
+                )
+                rows.extend(self._warnings(name, window, summary))
             window.clear()
         self._batches = 0
         return rows
 
-    def _row(self, name: str, window: _Window) -> dict[str, Any]:
-        entropy, margin, tokens = torch.stack(window.sampled).sum(0).tolist()
-        summary = load_summary(window.assigned)
-        return {
-            "kind": "routing",
-            "step": self._step,
-            "layer": name,
-            "entropy": number(entropy / tokens) if tokens else None,
-            "load": summary["share"],
-            "margin": number(margin / tokens) if tokens else None,
-            "dead": len(summary["dead"]),
-            "tokens": int(window.tokens),
-            "batches": self._batches,
-        }
-
-    def _warnings(self, name: str, window: _Window) -> list[dict[str, Any]]:
-        experts = window.assigned.numel()
+    def _warnings(self, name: str, window: _Window, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+        experts, k = window.assigned.numel(), window.k
         total = float(window.assigned.sum())
-        summary = load_summary(window.assigned)
-        found: list[tuple[str, list[int], str]] = []
-        if total >= ENOUGH * experts and summary["dead"]:
-            dead: list[int] = summary["dead"]
-            what = f"{_names(dead)} of {experts} got no token"
-            found.append(("dead", dead, f"{what} in {self._batches} batches"))
-        spare = experts - window.k
-        few = 2 * window.k <= experts and total >= ENOUGH * experts
-        if few and (summary["effective"] - window.k) / spare < COLLAPSED:
-            top = sorted(window.assigned.topk(window.k).indices.tolist())
+        if total < ENOUGH * experts:
+            return []
+        found: dict[str, tuple[list[int], str]] = {}
+        if dead := summary["dead"]:
+            found["dead"] = dead, f"{_names(dead)} of {experts} got no token in {self._batches} batches"
+        if 2 * k <= experts and (summary["effective"] - k) / (experts - k) < COLLAPSED:
+            top = sorted(window.assigned.topk(k).indices.tolist())
             taken = float(window.assigned[top].sum()) / total
-            message = f"routing has collapsed: {_names(top)} took {taken:.0%} of all assignments"
-            found.append(("collapse", top, message))
+            found["collapse"] = top, f"routing has collapsed: {_names(top)} took {taken:.0%} of all assignments"
         rows = []
-        for kind, which, message in found:
-            if self._step < self._next_warning.get((name, kind), 0):
-                continue
-            self._next_warning[name, kind] = 2 * self._step
-            run = self._specs[name] if self.seed is None else f"{self._specs[name]}, seed {self.seed}"
-            logger.warning("router %s, step %d, layer %s: %s", run, self._step, name, message)
-            rows.append({"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message})
+        for kind, (which, message) in found.items():
+            if self._step >= self._next_warning.get((name, kind), 0):
+                self._next_warning[name, kind] = 2 * self._step
+                logger.warning("router %s, step %d, layer %s: %s", self._runs[name], self._step, name, message)
+                row = {"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message}
+                rows.append(row)
         return rows
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -199,6 +186,7 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
     `routing/least|mean|greatest/…` over layers.
     """
     by_layer: dict[str, dict[str, float]] = {}
+    by_key: dict[str, list[float]] = {}
     for row in rows:
         if row["kind"] != "routing":
             continue
@@ -211,13 +199,12 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
             "busiest": float(load.max()),
         }
         by_layer[row["layer"]] = {key: value for key, value in values.items() if value is not None}
-    if len(by_layer) <= MOST_LAYERS:
-        return {f"routing/{layer}/{key}": value for layer, of in by_layer.items() for key, value in of.items()}
-    gathered: dict[str, float] = {}
-    for key in ("entropy", "margin", "effective", "dead", "busiest"):
-        over_layers = [of[key] for of in by_layer.values() if key in of]
-        if over_layers:
-            gathered[f"routing/least/{key}"] = min(over_layers)
-            gathered[f"routing/mean/{key}"] = sum(over_layers) / len(over_layers)
-            gathered[f"routing/greatest/{key}"] = max(over_layers)
-    return gathered
+        for key, value in by_layer[row["layer"]].items():
+            by_key.setdefault(key, []).append(value)
+    if len(by_layer) > MOST_LAYERS:
+        by_layer = {
+            "least": {key: min(of) for key, of in by_key.items()},
+            "mean": {key: sum(of) / len(of) for key, of in by_key.items()},
+            "greatest": {key: max(of) for key, of in by_key.items()},
+        }
+    return {f"routing/{layer}/{key}": value for layer, of in by_layer.items() for key, value in of.items()}

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from pointsman.control import named_routers
 from pointsman.layer import MoE
 from pointsman.routing import Routing, RoutingContext
 
 Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
-
-
-@contextmanager
-def attached(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Removes hooks on exit."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -40,8 +29,9 @@ def observe_routing(model: nn.Module, observe: Observer) -> Iterator[None]:
 
         return hook
 
-    routers = list(named_routers(model))
-    with attached([router.register_forward_hook(hook_of(name), with_kwargs=True) for name, router in routers]):
+    with ExitStack() as hooks:
+        for name, router in named_routers(model):
+            hooks.enter_context(router.register_forward_hook(hook_of(name), with_kwargs=True))
         yield
 
 
@@ -56,19 +46,15 @@ def observe_mixing(model: nn.Module, observe: Callable[[str, Tensor, Tensor, Rou
 
         return hook
 
-    mixers = [(name, router.mix) for name, router in named_routers(model) if hasattr(router.mix, "neighbours")]
-    with attached([mixer.register_forward_hook(hook_of(name)) for name, mixer in mixers if mixer is not None]):
+    with ExitStack() as hooks:
+        for name, router in named_routers(model):
+            if router.mix is not None and hasattr(router.mix, "neighbours"):
+                hooks.enter_context(router.mix.register_forward_hook(hook_of(name)))
         yield
 
 
 class LayerGradient(NamedTuple):
-    """The input of one MoE layer and the gradient of a loss with respect to its output.
-
-    Attributes:
-        hidden: [B, T, dim], the layer's input.
-        gradient: [B*T, dim], the gradient of its output.
-        context: the context of its router.
-    """
+    """The input `hidden` [B, T, dim] of an MoE layer, the `gradient` [B*T, dim] of its output, its router's context."""
 
     hidden: Tensor
     gradient: Tensor
@@ -81,7 +67,6 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
     Args:
         loss: runs the model's forward, without auxiliary losses, and returns a scalar, or None for no gradients.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     inputs: dict[str, tuple[Tensor, RoutingContext | None]] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -98,35 +83,40 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
 
         return hook
 
-    handles = [layer.router.register_forward_hook(input_hook(n), with_kwargs=True) for n, layer in layers.items()]
-    handles += [layer.experts.register_forward_hook(output_hook(n)) for n, layer in layers.items()]
-    before = [(layer, layer.attach_losses) for layer in layers.values()]
-    try:
-        for layer in layers.values():
+    with ExitStack() as stack:
+        for name, layer in named_layers(model).items():
+            stack.enter_context(layer.router.register_forward_hook(input_hook(name), with_kwargs=True))
+            stack.enter_context(layer.experts.register_forward_hook(output_hook(name)))
+            stack.callback(setattr, layer, "attach_losses", layer.attach_losses)
             layer.attach_losses = False
-        with attached(handles), torch.enable_grad():
-            value = loss()
-            if value is None:
-                return {}
-            names = list(outputs)
-            found = torch.autograd.grad(value, [outputs[name] for name in names], allow_unused=True)
-    finally:
-        for layer, attach in before:
-            layer.attach_losses = attach
+        stack.enter_context(torch.enable_grad())
+        value = loss()
+        if value is None:
+            return {}
+        found = torch.autograd.grad(value, list(outputs.values()), allow_unused=True)
     return {
         name: LayerGradient(inputs[name][0], gradient.detach(), inputs[name][1])
-        for name, gradient in zip(names, found, strict=True)
+        for name, gradient in zip(outputs, found, strict=True)
         if gradient is not None
     }
 
 
+def named_layers(model: nn.Module) -> dict[str, MoE]:
+    """Every MoE layer of a model by its name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the `with`; restores the mode of every submodule on exit."""
+def evaluating(module: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Evaluation mode inside the `with`, and, with a seed, a generator state of its own; all as before afterwards."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for submodule, training in modes:
-            submodule.training = training
+    devices = [device for device in {p.device for p in module.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        module.eval()
+        try:
+            yield
+        finally:
+            for submodule, training in modes:
+                submodule.training = training

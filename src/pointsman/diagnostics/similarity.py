@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, number, table
+from pointsman.diagnostics.observe import evaluating
 from pointsman.routing import Routing
 
 
@@ -65,12 +66,8 @@ class OutputSimilarity(RoutingDiagnostic):
         real = real[torch.linspace(0, len(real) - 1, min(self.most, len(real)), device=real.device).round().long()]
         outputs = expert_outputs(self.experts, hidden[real]).double()
         unit = torch.nn.functional.normalize(outputs, dim=-1)
-        cosine = torch.einsum("itd,jtd->ij", unit, unit)
-        hsic = _unbiased_hsic(outputs)
-        tokens = torch.tensor(float(len(real)), dtype=torch.float64, device=hidden.device)
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        self.cosine = cosine if self.cosine is None else self.cosine + cosine
-        self.hsic = hsic if self.hsic is None else self.hsic + hsic
+        tokens = outputs.new_tensor(float(len(real)))
+        self._add(tokens=tokens, cosine=torch.einsum("itd,jtd->ij", unit, unit), hsic=_unbiased_hsic(outputs))
 
     def result(self) -> dict[str, Any]:
         if self.tokens is None or self.cosine is None or self.hsic is None:
@@ -89,16 +86,11 @@ def expert_outputs(experts: nn.Module, hidden: Tensor) -> Tensor:
     """[E, tokens, dim]: every expert on every token of `hidden` [tokens, dim], in evaluation mode."""
     num_experts, tokens = int(experts.num_experts), hidden.shape[0]  # type: ignore[arg-type]
     hidden = hidden.to(next(experts.parameters()).dtype)  # under autocast the dtypes may differ
-    training = experts.training
-    experts.eval()
-    ones = torch.ones(tokens, 1, dtype=torch.float32, device=hidden.device)
+    ones = torch.ones(tokens, 1, device=hidden.device)
     every = ones.expand(tokens, num_experts)
-    outputs = []
-    for index in range(num_experts):
-        one = torch.full((tokens, 1), index, dtype=torch.int64, device=hidden.device)
-        outputs.append(experts(hidden, Routing(one, ones, every, every)))
-    experts.train(training)
-    return torch.stack(outputs)
+    chosen = [torch.full((tokens, 1), index, device=hidden.device) for index in range(num_experts)]
+    with evaluating(experts):
+        return torch.stack([experts(hidden, Routing(one, ones, every, every)) for one in chosen])
 
 
 def _unbiased_hsic(outputs: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ def summary(found: Found) -> str:
         parts = [f"== {router} ==\n{summary(of)}" for router, of in found["routers"].items()]
         ratios = found["entropy_ratio"]
         layers = list(next(iter(ratios.values())))
-        header = ["entropy / first router's", *layers]
         rows = [[router, *(_number(of.get(layer), 3) for layer in layers)] for router, of in ratios.items()]
-        return "\n\n".join([*parts, _aligned([header, *rows])])
+        return "\n\n".join([*parts, _aligned(["entropy / first router's", *layers], rows)])
     parts = [_head(found), _layers(found), _agreement(found), _change(found), _notes(found)]
     return "\n\n".join(part for part in parts if part)
 
@@ -34,7 +33,7 @@ def _head(found: Found) -> str:
 
 
 COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
-    ("entropy", lambda f: _with_spread(f, "entropy", "mean", "std")),
+    ("entropy", lambda f: _with_spread(f.get("entropy", {}))),
     ("mixed", lambda f: _at(f, "entropy", "mixed_mean", 3) if "mixing" in f else NONE),
     ("S[i,i]", lambda f: _at(f, "mixing", "own_mean", 3)),
     ("neighbours", lambda f: _at(f, "mixing", "effective_mean", 1)),
@@ -51,11 +50,8 @@ COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
 
 
 def _layers(found: Found) -> str:
-    layers = found["layers"]
-    rows = {name: [cell(of) for _, cell in COLUMNS] for name, of in layers.items()}
-    shown = [place for place in range(len(COLUMNS)) if any(row[place] != NONE for row in rows.values())]
-    header = ["layer", *(COLUMNS[place][0] for place in shown)]
-    return _aligned([header, *([name, *(row[place] for place in shown)] for name, row in rows.items())])
+    rows = [[name, *(cell(of) for _, cell in COLUMNS)] for name, of in found["layers"].items()]
+    return Grid(["layer", *(name for name, _ in COLUMNS)], rows).without_empty_columns().text(rule=False)
 
 
 def _agreement(found: Found) -> str:
@@ -63,47 +59,39 @@ def _agreement(found: Found) -> str:
     values = [row["top_k"] for row in next(iter(layers.values()))["agreement"]] if layers else []
     if not values:
         return ""
-    header = ["same first expert as at", *(f"k={k}" for k in values)]
     rows = [
         [name, *(_number(None if row["top1"] is None else 1 - row["top1"], 3) for row in of["agreement"])]
         for name, of in layers.items()
     ]
-    return _aligned([header, *rows])
+    return _aligned(["same first expert as at", *(f"k={k}" for k in values)], rows)
 
 
 def _change(found: Found) -> str:
-    parts = []
-    for label, layers in found["against"].items():
-        parts.append(_fluctuation(f"fluctuation against {label}", layers, ratio=True))
+    parts = [_fluctuation(f"fluctuation against {label}", layers) for label, layers in found["against"].items()]
     for row in found["history"]:
-        parts.append(_fluctuation(f"fluctuation from {row['checkpoint']} to the next", row["layers"], ratio=False))
+        parts.append(_fluctuation(f"fluctuation from {row['checkpoint']} to the next", row["layers"]))
     if found["consistency"]:
-        header = ["inter-run consistency", "with diagonal", "without", "runs"]
         rows = [
             [name, _number(of["with_diagonal"], 3), _number(of["without_diagonal"], 3), str(of["runs"])]
             for name, of in found["consistency"].items()
         ]
-        parts.append(_aligned([header, *rows]))
+        parts.append(_aligned(["inter-run consistency", "with diagonal", "without", "runs"], rows))
     return "\n\n".join(parts)
 
 
-def _fluctuation(title: str, layers: Found, *, ratio: bool) -> str:
-    header = [title, "first expert", "sets", "overlap", *(["entropy ratio"] if ratio else [])]
-    rows = []
-    for name, of in layers.items():
-        change = of["fluctuation"]
-        row = [name, *(_number(change[key], 3) for key in ("top1", "sets", "overlap"))]
-        rows.append([*row, *([_number(of["entropy_ratio"], 3)] if ratio else [])])
-    return _aligned([header, *rows])
+def _fluctuation(title: str, layers: Found) -> str:
+    titles = {"top1": "first expert", "sets": "sets", "overlap": "overlap", "entropy_ratio": "entropy ratio"}
+    rows = [
+        [name, *(_number({**of, **of["fluctuation"]}.get(key), 3) for key in titles)] for name, of in layers.items()
+    ]
+    return Grid([title, *titles.values()], rows).without_empty_columns(keep=4).text(rule=False)
 
 
 def _notes(found: Found) -> str:
     notes = []
     for name, of in found["layers"].items():
-        load = of.get("load")
-        if load and load["dead"]:
-            dead = ", ".join(map(str, load["dead"]))
-            notes.append(f"{name}: expert{'s' if len(load['dead']) > 1 else ''} {dead} got no token")
+        if dead := of.get("load", {}).get("dead"):
+            notes.append(f"{name}: expert{'s'[: len(dead) > 1]} {', '.join(map(str, dead))} got no token")
     return "\n".join(notes)
 
 
@@ -111,9 +99,8 @@ def _at(found: Found, kind: str, key: str, digits: int) -> str:
     return _number(found.get(kind, {}).get(key), digits)
 
 
-def _with_spread(found: Found, kind: str, mean: str, std: str) -> str:
-    of = found.get(kind, {})
-    return NONE if of.get(mean) is None else f"{of[mean]:.3f} ± {of[std]:.3f}"
+def _with_spread(of: Found) -> str:
+    return NONE if of.get("mean") is None else f"{of['mean']:.3f} ± {of['std']:.3f}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -122,5 +109,5 @@ def _number(value: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    return Grid(rows[0], rows[1:]).text(rule=False)
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return Grid(header, rows).text(rule=False)

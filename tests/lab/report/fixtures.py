@@ -105,7 +105,7 @@ def write_explorer(
     """An explorer.json of invented routing, packed by the real packer."""
     import torch
 
-    from pointsman.lab.report.samples import LayerSample, pack
+    from pointsman.lab.report.samples import pack
     from pointsman.routing import Routing
 
     generator = torch.Generator().manual_seed(100 * seed + len(router))
@@ -119,7 +119,7 @@ def write_explorer(
             logits = logits + 0.3 * torch.randn(len(text), experts, generator=generator)
             probs = logits.softmax(-1)
             weights, chosen = probs.topk(k, dim=-1)
-            seen[k][name] = LayerSample(logits, Routing(chosen, weights, probs, logits))
+            seen[k][name] = Routing(chosen, weights, probs, logits)
     indices = list(range(0, len(text), 3))
     positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
     checkpoints = [

@@ -15,7 +15,7 @@ from tests.lab.report.fixtures import write_comparison
 from tests.lab.report.test_page import Page
 
 from pointsman._errors import RunError
-from pointsman.diagnostics.samples import LayerSample, most_taken, pack
+from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.lab.data.vocabulary import Vocabulary
 from pointsman.lab.report import inside, write_report
 from pointsman.lab.report.embedding import embed, pca
@@ -40,14 +40,14 @@ def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np
     return probs, first, np.array(chosen, dtype=bool)
 
 
-def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, LayerSample]]:
+def made_up(tokens: int = 40, experts: int = 11) -> dict[int, dict[str, Routing]]:
     generator = torch.Generator().manual_seed(3)
-    seen: dict[int, dict[str, LayerSample]] = {1: {}, 3: {}}
+    seen: dict[int, dict[str, Routing]] = {1: {}, 3: {}}
     for k in seen:
         for name in ("layers.0", "layers.2"):
             logits = 2 * torch.randn(tokens, experts, generator=generator)
             weights, chosen = logits.softmax(-1).topk(k, dim=-1)
-            seen[k][name] = LayerSample(logits, Routing(chosen, weights, logits.softmax(-1), logits))
+            seen[k][name] = Routing(chosen, weights, logits.softmax(-1), logits)
     return seen
 
 
@@ -58,7 +58,7 @@ def test_packed_routing_reads_back(experts: int) -> None:
     for k in (1, 3):
         for name in ("layers.0", "layers.2"):
             probs, first, chosen = unpacked(sample, k, name)
-            routing = seen[k][name].routing
+            routing = seen[k][name]
             assert np.abs(probs - routing.probs.numpy()).max() < 0.0081
             assert first.tolist() == routing.experts[:, 0].tolist()
             assert [set(np.flatnonzero(row)) for row in chosen] == [set(row) for row in routing.experts.tolist()]
@@ -67,7 +67,7 @@ def test_packed_routing_reads_back(experts: int) -> None:
 @pytest.mark.parametrize(("experts", "none"), [(11, 255), (300, 65535)])
 def test_tokens_without_an_expert(experts: int, none: int) -> None:
     seen = made_up(experts=experts)
-    routing = seen[1]["layers.0"].routing
+    routing = seen[1]["layers.0"]
     routing.experts[5], routing.experts[6] = -1, experts - 1
     sample = pack(seen, ["a"] * 40)
     _, first, chosen = unpacked(sample, 1, "layers.0")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Fluctuation
-from pointsman.diagnostics.observe import attached
 from pointsman.hf.gates import Kind, NotAGateError, candidates, positions, survey
 from pointsman.routing import Routing
 
@@ -49,15 +48,14 @@ class GateListener:
         Args:
             mask: [B, T] bool, the tokens that the comparison counts.
         """
-        handles = []
-        for name, module in self.gates.items():
-            router = getattr(module, "pointsman", None)
-            if router is not None:
-                handles.append(router.register_forward_hook(self._router_hook(name, observe), with_kwargs=True))
-            else:
-                hook = self._gate_hook(name, observe, mask, bfloat16)
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
-        with attached(handles):
+        with ExitStack() as hooks:
+            for name, module in self.gates.items():
+                if (router := getattr(module, "pointsman", None)) is not None:
+                    handle = router.register_forward_hook(self._router_hook(name, observe), with_kwargs=True)
+                else:
+                    hook = self._gate_hook(name, observe, mask, bfloat16)
+                    handle = module.register_forward_hook(hook, with_kwargs=True)
+                hooks.enter_context(handle)
             yield
 
     def _router_hook(self, name: str, observe: Observer) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pointsman._files import write_whole
 from pointsman.diagnostics.base import join_routings, map_routing
-from pointsman.diagnostics.samples import LayerSample, pack
+from pointsman.diagnostics.samples import pack
 from pointsman.hf.text import TextBatch
 from pointsman.routing import Routing
 
@@ -240,11 +240,11 @@ class AuditResult:
             return None
 
         samples = {
-            k: {layer: LayerSample(torch.empty(0), join_routings(routings)) for layer, routings in layers.items()}
+            k: {layer: join_routings(routings) for layer, routings in layers.items()}
             for k, layers in sample.routings.items()
         }
         own = self.top_k if self.top_k in samples else min(samples)
-        sizes = {k: {name: len(one.routing.experts) for name, one in layers.items()} for k, layers in samples.items()}
+        sizes = {k: {name: len(routing.experts) for name, routing in of.items()} for k, of in samples.items()}
         complete = {k: layers for k, layers in samples.items() if sizes[k] == sizes[own]}
         return pack(complete, sample.tokens) | {
             "checkpoint": self.model,

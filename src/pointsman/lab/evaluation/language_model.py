@@ -15,10 +15,11 @@ from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream
 from pointsman.lab.data.catalog import Level
 from pointsman.lab.data.vocabulary import IdArray
-from pointsman.lab.evaluation.routing import RoutingSummary, evaluating
+from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.progress import Progress, Stop, check_stop
 

@@ -1,12 +1,10 @@
-"""What the routers of a model do during an evaluation, and the frame of every evaluation."""
+"""What the routers of a model do during an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pointsman.control import named_routers, record_routing
@@ -42,17 +40,3 @@ class RoutingSummary:
             if mixed:
                 results[name]["mixed_entropy"] = entropy["mixed_mean"]
         return results
-
-
-@contextmanager
-def evaluating(model: nn.Module, seed: int) -> Iterator[None]:
-    """Evaluation mode and a generator state of its own; both as before afterwards."""
-    training = model.training
-    devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(training)

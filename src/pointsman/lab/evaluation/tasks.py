@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.task_streams import Encoded, eval_batches
 from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.routing import RoutingSummary, evaluating
+from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.progress import Progress, Stop, check_stop
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pointsman.control import named_routers, record_routing, set_top_k
 from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.task_streams import Encoded, eval_batches
-from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.families import build_model
 

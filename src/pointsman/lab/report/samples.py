@@ -19,8 +19,8 @@ from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy
-from pointsman.diagnostics.observe import observe_routing
-from pointsman.diagnostics.samples import LayerSample, pack
+from pointsman.diagnostics.observe import evaluating, observe_routing
+from pointsman.diagnostics.samples import pack
 from pointsman.lab.data.vocabulary import END_OF_LINE, Vocabulary
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.report.embedding import available, embed
@@ -34,6 +34,8 @@ from pointsman.routers.registry import is_baseline
 from pointsman.routing import Routing, RoutingContext
 
 Note = Callable[[str], None]
+Seen = dict[str, tuple[Tensor, Routing]]
+"""Layer name -> the inputs [T, dim] of its router, and its routing of all T tokens."""
 
 
 def collect_samples(
@@ -69,7 +71,7 @@ def collect_samples(
     middle = top_k[len(top_k) // 2]
     with using(run.kernels):
         history: list[dict[str, Any]] = []
-        before: dict[str, LayerSample] = {}
+        before: Seen = {}
         for step in sorted(steps_of(within(path, CHECKPOINTS))):
             if step < run.step:
                 now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
@@ -77,7 +79,8 @@ def collect_samples(
                 before = now
         seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
         history.append(changes(run.step, seen[middle], before))
-    sample = pack(seen, display_tokens(ids, run.vocabulary))
+    routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
+    sample = pack(routings, display_tokens(ids, run.vocabulary))
     sample |= {
         "checkpoint": f"step-{run.step}",
         "split": config.eval_split,
@@ -118,10 +121,8 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
 
 
 @torch.no_grad()
-def look(
-    model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int
-) -> dict[str, LayerSample]:
-    """One pass over `ids` [T] in segments with memory, in evaluation mode at this k: layer name -> what was seen."""
+def look(model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int) -> Seen:
+    """One pass over `ids` [T] in segments with memory, in evaluation mode at this k."""
     device = next(model.parameters()).device
     routings: dict[str, list[Routing]] = {}
     hiddens: dict[str, list[Tensor]] = {}
@@ -130,31 +131,27 @@ def look(
         routings.setdefault(name, []).append(map_routing(routing, Tensor.cpu))
         hiddens.setdefault(name, []).append(hidden.float().cpu())
 
-    training = model.training
-    model.eval()
     memory: Memory | None = None
-    with set_top_k(model, top_k), observe_routing(model, take), torch.random.fork_rng():
-        torch.manual_seed(0)
+    with evaluating(model, 0), set_top_k(model, top_k), observe_routing(model, take):
         for start in range(0, len(ids), segment_length):
             segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
             memory = model(segment, segment, memory, memory_length=memory_length).memory
-    model.train(training)
-    return {name: LayerSample(torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
+    return {name: (torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
 
 
-def changes(step: int, seen: dict[str, LayerSample], before: dict[str, LayerSample]) -> dict[str, Any]:
+def changes(step: int, seen: Seen, before: Seen) -> dict[str, Any]:
     """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
     layers = {}
-    for name, now in seen.items():
+    for name, (hidden, routing) in seen.items():
         entropy, collapse = Entropy(), RepresentationCollapse()
-        entropy.update(now.routing)
-        collapse.update(now.routing, hidden=now.hidden)
+        entropy.update(routing)
+        collapse.update(routing, hidden=hidden)
         found, spread = collapse.result(), entropy.result()
         layer = {"entropy": spread["mean"], "entropy_std": spread["std"], "collapse": found["value"]}
         layer["classes"] = found["classes"]
         if name in before:
             fluctuation = Fluctuation()
-            fluctuation.update(before[name].routing, now.routing)
+            fluctuation.update(before[name][1], routing)
             layer |= {key: fluctuation.result()[key] for key in ("top1", "sets")}
         layers[name] = layer
     return {"step": step, "layers": layers}
@@ -178,16 +175,16 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
     return shown
 
 
-def map_points(model: nn.Module, seen: dict[str, LayerSample], top_k: int, points: int, method: str) -> dict[str, Any]:
+def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: str) -> dict[str, Any]:
     """2-D positions, from 0 to 1000, of the inputs of each router at evenly spaced tokens.
 
     The input is the hidden state, or its projection where the scorer has one (X-MoE).
     """
-    count = len(next(iter(seen.values())).hidden)
+    count = len(next(iter(seen.values()))[0])
     chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
     layers, used = {}, method
     for name, router in named_routers(model):
-        hidden = seen[name].hidden[chosen]
+        hidden = seen[name][0][chosen]
         projection = getattr(router.score, "projection", None)
         if isinstance(projection, nn.Module):
             with torch.no_grad():

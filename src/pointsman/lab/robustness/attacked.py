@@ -12,12 +12,12 @@ import torch
 from pointsman.control import named_routers, record_routing, set_top_k
 from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream, Vocabulary
 from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
-from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import TransformerXL

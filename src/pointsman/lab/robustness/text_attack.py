@@ -12,11 +12,11 @@ import torch
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.task_streams import collate, encode_examples
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.routing import evaluating
 from pointsman.lab.models.classifier import Classifier
 
 
