@@ -70,8 +70,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     from pointsman.lab.training.compare import Plan, compare, default_jobs, ordered_seeds
 
-    name = f"compare-{Path(values.data or 'stdlib').name.replace(':', ',')}-{values.preset or 'tiny'}"
-    out = values.out = values.out or Path("runs") / name
+    if values.out is None:
+        data = run_config(values, "smoe").data
+        values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
+    out = values.out
     use_recorded_imports(values, values.routers)
     base = run_config(values, "smoe")
     plan = Plan(

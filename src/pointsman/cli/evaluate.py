@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def parser() -> Parser:
     flags = Parser("evaluate", "Evaluate a run at any k, on its own or other data.", EPILOG)
     flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
-    flags.add_argument("--split", default="test", choices=("valid", "test"), help="default: test")
+    flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
     flags.add_argument("--top-k", type=k_list, metavar="K,K", help="default: those of the run")
     flags.add_argument(
         "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
@@ -56,32 +55,30 @@ def run(arguments: Sequence[str]) -> int:
     if values.attack or (values.run / "finetune.json").is_file():
         if changes:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
+        values.split = values.split or "test"
         return run_attacks(values, device)
     from pointsman._files import write_whole
     from pointsman.lab.runs.paths import slug
-    from pointsman.lab.training.language_modelling import eval_protocol
     from pointsman.lab.training.run import load_run
+    from pointsman.lab.training.state import autocast
+    from pointsman.lab.training.task import EvaluationContext
+    from pointsman.ops.kernels import using
 
     with Display() as display, stop_on_signals() as stop:
         saved = load_run(values.run, device=device, note=display.note)
-        corpus = saved.corpus(values.data, progress=display.data)
+        task = saved.task(values.data, display.data)
         given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
-        saved = replace(saved, config=saved.config.with_overrides({**changes, **given}))
-        budget = saved.config.eval_tokens
-        results = saved.evaluate(
-            corpus.split(values.split),
-            split=values.split,
-            top_k=values.top_k,
-            budget=budget,
-            progress=display,
-            stop=stop,
-        )
-    protocol = {**eval_protocol(saved.config, budget).to_dict(), "data": corpus.description}
+        config = saved.config.with_overrides({**changes, **given})
+        split = values.split or task.reported_split(config)
+        context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
+        with using(saved.kernels):
+            results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
+    protocol = {**task.protocol(config), **task.description()}
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
-    file = (values.out or values.run) / f"evaluation-{slug(corpus.name)}-{values.split}.json"
+    file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
     write_whole(file, json.dumps(record, indent=2) + "\n")
     print(table(results))
-    print(f"\n{corpus.description}\nsaved: {file}", file=sys.stderr)
+    print(f"\n{protocol['data']}\nsaved: {file}", file=sys.stderr)
     return 0
 
 

@@ -20,10 +20,11 @@ def add_run_flags(flags: Parser) -> None:
     flags.add_argument(
         "--data",
         metavar="NAME|PATH",
-        help="stdlib (default), enwik8, text8, wikitext-2, wikitext-103, a file or folder",
+        help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
+        "multilingual:PATH (default: the preset's)",
     )
     flags.add_argument(
-        "--preset", metavar="NAME", help="shape and settings: tiny (default), small, medium, large, mutual-medium, …"
+        "--preset", metavar="NAME", help="shape and settings: tiny (default), tiny-mlm, small, medium, large, …"
     )
     flags.add_argument(
         "--steps", type=whole(1), metavar="N", help="optimizer steps (default: the preset's; tiny: 1600)"
@@ -70,7 +71,7 @@ def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunCon
     """The configuration from the flags: preset, then flags, then --set."""
     from pointsman.lab.recipes import preset
 
-    config = preset(values.preset or "tiny", router=router, data=values.data or "stdlib", steps=values.steps, seed=seed)
+    config = preset(values.preset or "tiny", router=router, data=values.data, steps=values.steps, seed=seed)
     return changed(config, values)
 
 

@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,35 @@ _CODE_POINTS = 0x110000
 _WHITE_SPACE = b" \t\n\r\v\f"
 
 IdArray = NDArray[np.integer[Any]]
+
+
+class Symbols(Protocol):
+    """What token ids stand for: a `Vocabulary`, or `multilingual.pieces.Pieces`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+def read_vocabulary(text: str) -> Any:
+    """The `Vocabulary` or `Pieces` that `to_json` wrote.
+
+    Raises:
+        RunError: the text is neither.
+    """
+    try:
+        level = json.loads(text)["level"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"not a vocabulary: {error}") from None
+    if level == "piece":
+        from pointsman.lab.data.multilingual.pieces import Pieces
+
+        return Pieces.from_json(text)
+    return Vocabulary.from_json(text)
 
 
 class _WordIndex(dict[str, int]):

@@ -66,6 +66,16 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "family": "decoder", "num_layers": 2, "dim": 128, "num_heads": 4, "kv_heads": 2, "head_dim": 32,
         "hidden_dim": 88, "num_experts": 8, "qk_norm": "head", "init_std": 0.06,
     },
+    "tiny-mlm": {
+        "family": "encoder", "num_layers": 4, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 256,
+        "num_experts": 8, "moe_layers": "after:2", "norm": "pre", "dropout": 0.0, "attention_dropout": 0.0,
+        "init_std": 0.06,
+    },
+    "xmoe-base": {"family": "encoder"},
+    "xmoe-torchscale": {
+        "family": "encoder", "num_experts": 64, "top_k": 2, "moe_layers": "every:2:1", "experts": "ffn",
+        "positions": "t5",
+    },
     "small": {"num_layers": 4},
     "medium": {"num_layers": 8},
     "large": {"num_layers": 12},
@@ -77,8 +87,9 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Shapes by name, with "family" where it is not the Transformer-XL.
 
-`tiny-decoder` has experts of about as many weights as `tiny`. `small`, `medium`, `large` are HyperRouter's (the paper's
-text), `mutual-*` Mutual-Inform's.
+`tiny-mlm` is `xmoe-base` for two CPU cores; `xmoe-base` has the sizes that X-MoE gives (4.1), `xmoe-torchscale` those
+of its released recipe (without deepnorm). `tiny-decoder` has experts of about as many weights as `tiny`. `small`,
+`medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's.
 """
 
 

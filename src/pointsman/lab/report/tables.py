@@ -128,6 +128,10 @@ class ComparisonTable(Forms):
         }
         if len(names) > 1:
             raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
+        shown = {
+            str(row.get("split", split)) for run in comparison.runs.values() for row in run.results(split).values()
+        }
+        split = shown.pop() if len(shown) == 1 else split
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
         first = baseline or (comparison.routers[0] if comparison.routers else NONE)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 from pointsman._errors import RunError
 from pointsman._files import read_text, read_whole_json, within, write_whole
 from pointsman._values import is_utf8
-from pointsman.lab.data.vocabulary import Vocabulary
+from pointsman.lab.data.vocabulary import read_vocabulary
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.metrics import read_metrics
 from pointsman.lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
@@ -110,15 +110,15 @@ class RunDirectory:
         """A JSON object of this run; None where it is missing or damaged."""
         return read_whole_json(self.path / name)
 
-    def vocabulary(self) -> Vocabulary:
-        """What the run's token ids stand for."""
+    def vocabulary(self) -> Any:
+        """What the run's token ids stand for: a `Vocabulary`, or `Pieces`."""
         file = self.path / VOCABULARY
         try:
             text = read_text(file)
         except OSError as error:
             raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
         try:
-            return Vocabulary.from_json(text)
+            return read_vocabulary(text)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{file} is damaged: {error}") from None
 

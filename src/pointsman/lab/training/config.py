@@ -80,6 +80,10 @@ class RunConfig:
         decay: "l2", weight decay is added to the gradient (Adam), or "decoupled", taken off the weights (AdamW).
         decay_on: "all", or "matrices": no biases, norms, embeddings or positions.
         label_smoothing: share of the target's probability that all classes get in the training loss.
+        pieces: of multilingual text: how many pieces of words are learned from it.
+        language_exponent: of multilingual text: a language with share q of it is drawn with probability ~ q^exponent.
+        mask_rate: of masked language modelling: the share of the places that are predicted.
+        mask_token_share, random_share: of these, the shares that become `<mask>` and a random piece.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
         cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
@@ -120,6 +124,11 @@ class RunConfig:
     decay: Literal["l2", "decoupled"] = "l2"
     decay_on: Literal["all", "matrices"] = "all"
     label_smoothing: float = 0.0
+    pieces: int = 8192
+    language_exponent: float = 0.7
+    mask_rate: float = 0.15
+    mask_token_share: float = 0.8
+    random_share: float = 0.1
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cuda_graph: bool = False
     deterministic: bool = False
@@ -146,6 +155,9 @@ class RunConfig:
             raise RunError(f"adam_eps={self.adam_eps}: allowed are numbers above 0 and below 1")
         if not 0 <= self.label_smoothing < 1:
             raise RunError(f"label_smoothing={self.label_smoothing}: allowed are numbers from 0 to below 1")
+        for name in ("language_exponent", "mask_rate", "mask_token_share", "random_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RunError(f"{name}={getattr(self, name)}: allowed are numbers from 0 to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RunError(f"betas={self.betas}: allowed are two numbers from 0 up to, not including, 1")
         if self.batch_size % self.accumulation:
@@ -250,6 +262,7 @@ _POSITIVE = [
     "batch_size",
     "segment_length",
     "accumulation",
+    "pieces",
     "eval_batch_size",
     "eval_segment_length",
     "keep_checkpoints",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pointsman.lab.data import BatchStream, Corpus, EvalStream, open_corpus
+from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
 from pointsman.lab.models.families import build_model
@@ -24,12 +24,15 @@ class LanguageModelling(Task):
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
         self.vocabulary = corpus.vocabulary
+        self.name = corpus.name
         self.fingerprint = corpus.fingerprint
 
     @classmethod
-    def open(cls, config: RunConfig, progress: DataProgress | None = None) -> LanguageModelling:
-        """The task of `config.data`."""
-        return cls(open_corpus(config.data, progress=progress))
+    def open(
+        cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: Vocabulary | None = None
+    ) -> LanguageModelling:
+        """The task of `config.data`, in the vocabulary of a trained run if one is given."""
+        return cls(open_corpus(config.data, vocabulary=vocabulary, progress=progress))
 
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
@@ -56,7 +59,7 @@ class LanguageModelling(Task):
         return evaluate(
             model,
             self.corpus.split(split),
-            self.vocabulary.level,
+            self.corpus.vocabulary.level,
             split=split,
             top_k=top_k,
             protocol=eval_protocol(config, config.eval_tokens if context.final else config.valid_tokens),

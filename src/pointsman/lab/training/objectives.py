@@ -5,8 +5,8 @@ Shapes: B sequences, T tokens a sequence, V vocabulary, C classes or tokens to c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,11 +50,20 @@ class Objective:
         name: "plain" or "consistency".
         passes: forward passes a micro-batch; the routers' attached losses are divided by it.
         run: the loss.
+        weighted_by_targets: whether micro-batches count by their number of targets (those from 0 on), not alike.
     """
 
     name: str
     passes: int
     run: Loss
+    weighted_by_targets: bool = False
+
+    def shares(self, targets: Sequence[Tensor]) -> list[Tensor] | None:
+        """The share of each micro-batch in the step's loss, by its targets; None: all alike."""
+        if not self.weighted_by_targets or len(targets) == 1:
+            return None
+        counts = torch.stack([(each >= 0).sum() for each in targets])
+        return list(counts / counts.sum().clamp_min(1))
 
 
 def next_token_loss(
@@ -118,6 +127,7 @@ def objective_of(
     predict: Predict = next_token_logits,
     *,
     label_smoothing: float = 0.0,
+    weighted_by_targets: bool = False,
 ) -> Objective:
     """The objective that the model's routers need: `loss` unless a router asks for the consistency of two passes.
 
@@ -126,7 +136,8 @@ def objective_of(
     """
     wanted = {(router.objective, router.objective_weight) for _, router in named_routers(model) if router.objective}
     if not wanted:
-        return Objective("plain", 1, smoothed(predict, label_smoothing) if label_smoothing else loss)
+        own = smoothed(predict, label_smoothing) if label_smoothing else loss
+        return Objective("plain", 1, own, weighted_by_targets)
     if label_smoothing:
         raise RunError(f"label_smoothing={label_smoothing}: the consistency of two passes (thor) has none; set 0")
     if len(wanted) > 1:
@@ -134,4 +145,4 @@ def objective_of(
     name, weight = wanted.pop()
     if name != "consistency":
         raise RunError(f"unknown objective {name!r}: allowed is consistency")
-    return consistency(weight, predict)
+    return replace(consistency(weight, predict), weighted_by_targets=weighted_by_targets)

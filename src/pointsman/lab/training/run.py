@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pointsman.lab.data import Corpus, Vocabulary, open_corpus
+from pointsman.lab.data import Corpus, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import evaluate
 from pointsman.lab.models.families import build_model
@@ -21,6 +21,8 @@ from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.state import autocast, load_weights
+from pointsman.lab.training.task import Task
+from pointsman.lab.training.tasks import pretraining_task
 from pointsman.ops.kernels import Kernels, using
 
 
@@ -33,7 +35,7 @@ class Run:
         config: its settings.
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
-        vocabulary: what token ids stand for.
+        vocabulary: what token ids stand for: a `Vocabulary`, or `Pieces`.
         kernels: those of its training: the same bits inside `with using(run.kernels):`.
         finetuning: the content of finetune.json; empty for a pre-trained run.
     """
@@ -42,13 +44,18 @@ class Run:
     config: RunConfig
     step: int
     model: Any
-    vocabulary: Vocabulary
+    vocabulary: Any
     kernels: Kernels
     finetuning: Mapping[str, Any] = field(default_factory=dict)
 
     def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
         """The run's data, or others, in the run's vocabulary."""
         return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
+
+    def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:
+        """What the run was trained on, or the same on other data, in the run's vocabulary."""
+        config = self.config if spec is None else self.config.with_overrides({"data": spec})
+        return pretraining_task(config, progress, self.vocabulary)
 
     def evaluate(
         self,

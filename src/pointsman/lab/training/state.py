@@ -127,16 +127,20 @@ class TrainingState:
         return self.graph(k if self.sparse else 1, batches, self.memories, observe)
 
     def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
-        """Leaves gradients of the mean over micro-batches, and nothing else: a graph may stand for it."""
+        """Leaves gradients of the (weighted) mean over micro-batches, and nothing else: a graph may stand for it."""
         losses: list[Tensor] = []
         kept: list[Memory | None] = []
-        for (inputs, targets), memory in zip(batches, memories, strict=True):
+        shares = self.objective.shares([targets for _, targets in batches])
+        for index, ((inputs, targets), memory) in enumerate(zip(batches, memories, strict=True)):
             with observe(), autocast(self.config, self.device):
                 outcome = self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
-            (outcome.loss / self.config.accumulation).backward()  # type: ignore[no-untyped-call]
+            loss = outcome.loss / self.config.accumulation if shares is None else outcome.loss * shares[index]
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(outcome.nats)
             kept.append(outcome.memory)
-        return Passed(torch.stack([torch.stack(losses).mean(), gradient_norm(self.parameters)]), kept)
+        each = torch.stack(losses)
+        mean = each.mean() if shares is None else (each * torch.stack(shares)).sum()
+        return Passed(torch.stack([mean, gradient_norm(self.parameters)]), kept)
 
     def _micro_batches(self) -> Batches:
         inputs, targets = self.batches.batch(self.step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import named_routers
-from pointsman.lab.data import Vocabulary
+from pointsman.lab.data.vocabulary import Symbols
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.evaluation import evaluation_record, is_current
 from pointsman.lab.training.config import RunConfig
@@ -64,12 +64,14 @@ class Task(ABC):
 
     Attributes:
         vocabulary: what the run's token ids stand for.
+        name: of the data, for names of files.
         fingerprint: of the data; a checkpoint of other data is refused.
         files: name -> JSON of further files of the run directory.
         fixed_shapes: whether all batches, and all full memories, have the same shapes.
     """
 
-    vocabulary: Vocabulary
+    vocabulary: Symbols
+    name: str = ""
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     fixed_shapes = False

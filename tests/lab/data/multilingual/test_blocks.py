@@ -104,8 +104,8 @@ def test_masks(packed: PackedText, pieces: Pieces) -> None:
 
 
 def test_validation_masks_do_not_depend_on_the_batch(packed: PackedText) -> None:
-    whole = validation_batch(packed, "bb", 0, 6)
-    parts = [validation_batch(packed, "bb", first, 2) for first in (0, 2, 4)]
+    whole = validation_batch(packed, "bb", range(6))
+    parts = [validation_batch(packed, "bb", range(first, first + 2)) for first in (0, 2, 4)]
     for index in (0, 1):
         assert torch.equal(whole[index], torch.cat([part[index] for part in parts]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ class PackedText:
     Attributes:
         cut: how many sentences were longer than a block and were cut.
         unknown: language -> share of `<unk>` among the pieces.
+        name, note: of the text, for the protocol line.
     """
 
     pieces: Pieces
@@ -43,6 +45,33 @@ class PackedText:
     valid: Mapping[str, Blocks]
     cut: int
     unknown: Mapping[str, float]
+    name: str = ""
+    note: str = ""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 bits in hexadecimal of the pieces and all blocks."""
+        found = hashlib.sha256(self.pieces.digest.encode())
+        for blocks in (self.train, self.valid):
+            for language in sorted(blocks):
+                found.update(f"{language} {blocks[language].shape}".encode())
+                found.update(np.ascontiguousarray(blocks[language]).tobytes())
+        return found.hexdigest()[:16]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """language -> pieces for training, `<s>` and `</s>` included."""
+        return {language: int((blocks >= 0).sum()) for language, blocks in self.train.items()}
+
+    @property
+    def description(self) -> str:
+        """The protocol line."""
+        languages = ", ".join(
+            f"{language} {len(blocks):,} + {len(self.valid[language]):,} blocks, unknown {self.unknown[language]:.2%}"
+            for language, blocks in self.train.items()
+        )
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.name}{note}; {self.pieces.size:,} pieces learned from it; training + validation: {languages}"
 
 
 def draws(seed: int, stream: int, number: int, rows: int, width: int) -> NDArray[np.float64]:
@@ -137,7 +166,7 @@ def pack_text(text: MultilingualText, pieces: Pieces, length: int) -> PackedText
             valid[language] = blocks[sorted(order[:held])]
             blocks = blocks[sorted(order[held:])]
         train[language] = blocks
-    return PackedText(pieces, train, valid, cut, unknown)
+    return PackedText(pieces, train, valid, cut, unknown, text.name, text.note)
 
 
 @dataclass(frozen=True)
@@ -206,8 +235,7 @@ class MaskedStream:
         self.masking = masking or Masking()
         self._text = text
         self.languages = tuple(text.train)
-        tokens = {language: int((blocks >= 0).sum()) for language, blocks in text.train.items()}
-        self.shares = shares(tokens, exponent)
+        self.shares = shares(text.sizes, exponent)
         self._bounds = np.cumsum(list(self.shares.values()))[:-1]
         self._step, self._taken = 0, np.zeros(len(self.languages), dtype=np.int64)
         self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
@@ -249,14 +277,12 @@ class MaskedStream:
 
 
 def validation_batch(
-    text: PackedText, language: str, first: int, count: int, masking: Masking | None = None
+    text: PackedText, language: str, numbers: Sequence[int], masking: Masking | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [b, T] of validation blocks; the masks depend on the language and the block's number alone."""
-    blocks = text.valid[language][first : first + count]
+    """Inputs and targets [b, T] of validation blocks by number; masks depend on the language and the number alone."""
+    blocks = text.valid[language][list(numbers)]
     tag = int.from_bytes(hashlib.sha256(language.encode()).digest()[:3], "big")
     width = 1 + 3 * blocks.shape[1]
-    uniform = np.concatenate(
-        [draws(0, _VALIDATION, (tag << 32) + number, 1, width) for number in range(first, first + len(blocks))]
-    )
+    uniform = np.concatenate([draws(0, _VALIDATION, (tag << 32) + number, 1, width) for number in numbers])
     inputs, targets = mask(blocks, text.pieces, masking or Masking(), uniform)
     return torch.from_numpy(inputs), torch.from_numpy(targets)

@@ -41,17 +41,14 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
     Raises:
         RunError: no such folder, a language without text, an unknown option.
     """
+    check_spec(spec, data_dir)
     body, _, option = spec.partition(":languages=")
     wanted = tuple(filter(None, option.split("+")))
     if body == "xtreme-text":
-        if data_dir is None:
-            raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
+        assert data_dir is not None, "check_spec"
         text = _xtreme_text(data_dir)
     else:
-        kind, colon, path = body.partition(":")
-        if kind != "multilingual" or not colon:
-            raise RunError(f"data {spec!r}: {did_you_mean(kind, ['multilingual', 'xtreme-text'])}")
-        text = _folder(Path(path).expanduser())
+        text = _folder(Path(body.partition(":")[2]).expanduser())
     for language in wanted:
         if language not in text.train:
             raise RunError(f"data {spec!r}: no text in {language!r}: {did_you_mean(language, text.train)}")
@@ -64,9 +61,27 @@ def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
     )
 
 
+def check_spec(spec: str, data_dir: Path | None) -> None:
+    """Refuses a spec that names no multilingual text, without reading it.
+
+    Raises:
+        RunError: another form, no data folder, or no such folder.
+    """
+    body = spec.partition(":languages=")[0]
+    kind, colon, path = body.partition(":")
+    if body == "xtreme-text":
+        if data_dir is None or not data_dir.is_dir():
+            raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
+    elif kind != "multilingual" or not colon:
+        raise RunError(
+            f"data {spec!r}: a masked language model reads multilingual:PATH or xtreme-text; "
+            f"{did_you_mean(kind, ['multilingual', 'xtreme-text'])}"
+        )
+    elif not Path(path).expanduser().is_dir():
+        raise RunError(f"there is no folder {path}")
+
+
 def _folder(folder: Path) -> MultilingualText:
-    if not folder.is_dir():
-        raise RunError(f"there is no folder {folder}")
     train: dict[str, tuple[str, ...]] = {}
     valid: dict[str, tuple[str, ...]] = {}
     for entry in sorted(folder.iterdir()):
