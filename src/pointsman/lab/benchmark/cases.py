@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import product
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        work = "forward + backward" if self.train else "forward"
-        return (
-            f"{self.name}: {self.tokens} tokens, d {self.dim}, hidden {self.hidden_dim}, "
-            f"{self.num_experts} experts, k {self.k}, {self.dtype}, {work}"
-        )
+        layer = f"d {self.dim}, hidden {self.hidden_dim}, {self.num_experts} experts, k {self.k}, {self.dtype}"
+        return f"{self.name}: {self.tokens} tokens, {layer}, forward{' + backward' if self.train else ''}"
 
     @property
     def operations(self) -> int:
         """Floating-point operations of the two matrix products of each assignment."""
         return 4 * self.tokens * self.k * self.dim * self.hidden_dim * (3 if self.train else 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 A = Case("a", 11264, 256, 512, 16, 2)
@@ -60,10 +54,7 @@ DECODING = (
 )
 ON_GPU = tuple(
     Case("gpu", 32768, dim, factor * dim, num_experts, k, "bfloat16", device="cuda")
-    for dim in (1024, 2048)
-    for factor in (2, 4)
-    for num_experts in (16, 64)
-    for k in (2, 8)
+    for dim, factor, num_experts, k in product((1024, 2048), (2, 4), (16, 64), (2, 8))
 )
 STEPS = "steps"
 STEPS_TOP_K = (2, 8)
@@ -90,8 +81,10 @@ def steps(device: str, quick: bool, names: Collection[str] | None = None) -> tup
     return STEPS_TOP_K if wanted and device != "cpu" else ()
 
 
-def growth() -> Iterator[tuple[str, list[Case]]]:
-    """Each axis alone around configuration a, in float32."""
-    yield "tokens", [replace(A, tokens=1 << power) for power in range(8, 16)]
-    yield "experts", [replace(A, num_experts=1 << power) for power in range(2, 9)]
-    yield "k", [replace(A, k=k) for k in (1, 2, 4, 8, 16)]
+def growth() -> dict[str, dict[int, Case]]:
+    """Axis -> value -> case: each axis alone around configuration a, in float32."""
+    return {
+        "tokens": {1 << power: replace(A, tokens=1 << power) for power in range(8, 16)},
+        "experts": {1 << power: replace(A, num_experts=1 << power) for power in range(2, 9)},
+        "k": {k: replace(A, k=k) for k in (1, 2, 4, 8, 16)},
+    }

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any
 
 from pointsman.lab.benchmark.implementations import MODULES
@@ -75,9 +74,7 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

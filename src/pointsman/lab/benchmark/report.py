@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import torch
 
 from pointsman import __version__
 from pointsman._files import replacing, write_whole
+from pointsman._grid import NONE, Grid
 from pointsman.lab.benchmark.cases import Case
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.lab.benchmark.run import Benchmark, Result, StepResult, Times
+from pointsman.lab.runs.environment import commit, processor
 from pointsman.ops.kernels import measure_kernels
 
 
@@ -23,10 +24,10 @@ def machine() -> dict[str, str]:
     """Versions, processor, threads and kernels, on which the figures depend."""
     info = {
         "pointsman": __version__,
-        "commit": _commit(),
+        "commit": commit() or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": str(torch.get_num_threads()),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "kernels": ", ".join(f"{name}={value}" for name, value in measure_kernels().to_dict().items()),
@@ -34,24 +35,6 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         info["GPU"] = torch.cuda.get_device_name()
     return info
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    here = Path(__file__).resolve().parent
-    words = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def markdown(benchmark: Benchmark) -> str:
@@ -68,15 +51,16 @@ def markdown(benchmark: Benchmark) -> str:
         "",
     ]
     if benchmark.results:
-        lines += ["## Summary", "", "| case | over the limit | best peer | speed over it |", "|---|---|---|---|"]
-    for result in benchmark.results:
-        best = result.best_peer()
-        peer = "- | -" if best is None else f"{best[0]} | {best[1]:.2f}"
-        lines.append(f"| {result.case.label} | {_ratio(result.times['pointsman'], result)} | {peer} |")
+        rows = []
+        for result in benchmark.results:
+            peer, speed = result.best_peer() or (NONE, None)
+            speed_over = NONE if speed is None else f"{speed:.2f}"
+            rows.append([result.case.label, _ratio(result.times["pointsman"], result), peer, speed_over])
+        lines += ["## Summary", "", _markdown(["case", "over the limit", "best peer", "speed over it"], rows)]
     for dtype, share in benchmark.router.items():
         lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
     for result in benchmark.results:
-        lines += ["", f"## {result.case.label}", "", *rate(result), *table(result)]
+        lines += ["", f"## {result.case.label}", "", *rate(result), table(result)]
     if benchmark.steps:
         lines += [
             "",
@@ -86,13 +70,17 @@ def markdown(benchmark: Benchmark) -> str:
             "they take turns. Memory is the peak reserved on the device for a process.",
         ]
     for steps in benchmark.steps:
-        lines += ["", f"k {steps.k}:", "", *step_table(steps)]
+        lines += ["", f"k {steps.k}:", "", step_table(steps)]
     if benchmark.growth:
         lines += ["", "## Growth around configuration a (forward + backward, float32)"]
     for axis, points in benchmark.growth.items():
-        lines += ["", f"| {axis} | ms | over the limit |", "|---|---|---|"]
-        lines += [f"| {point.value} | {point.milliseconds:.1f} | {point.ratio:.2f} |" for point in points]
+        rows = [[str(point.value), f"{point.milliseconds:.1f}", f"{point.ratio:.2f}"] for point in points]
+        lines += ["", _markdown([axis, "ms", "over the limit"], rows)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    return Grid(header, [row + [NONE] * (len(header) - len(row)) for row in rows], code=False).markdown()
 
 
 def rate(result: Result) -> list[str]:
@@ -105,43 +93,40 @@ def rate(result: Result) -> list[str]:
     return [f"pointsman, forward + backward: {share}.", ""]
 
 
-def step_table(steps: StepResult) -> list[str]:
+def step_table(steps: StepResult) -> str:
     """Steps a second, a line for each way."""
     eager = steps.times["eager"]
-    lines = ["| way | ms a step | steps a second | times eager | GPU memory MB |", "|---|---|---|---|---|"]
+    rows = []
     for way, times in steps.times.items():
-        if times.error is not None or not times.total:
-            lines.append(f"| {way} | {times.error or '-'} | - | - | - |")
-            continue
-        speed = f"{1 / times.ratio(eager):.2f}" if eager.total else "-"
-        memory = "-" if times.memory is None else f"{times.memory / 2**20:.0f}"
-        lines.append(f"| {way} | {times.milliseconds:.2f} | {1e3 / times.milliseconds:.1f} | {speed} | {memory} |")
-    return lines
+        cells = [way, times.error or NONE]
+        if times.error is None and times.total:
+            speed = f"{1 / times.ratio(eager):.2f}" if eager.total else NONE
+            cells = [way, f"{times.milliseconds:.2f}", f"{1e3 / times.milliseconds:.1f}", speed, _megabytes(times)]
+        rows.append(cells)
+    return _markdown(["way", "ms a step", "steps a second", "times eager", "GPU memory MB"], rows)
 
 
-def table(result: Result) -> list[str]:
+def table(result: Result) -> str:
     """One case, a line for each implementation."""
-    lines = ["| implementation | forward ms | over the limit |"]
-    ruler = "|---|---|---|"
-    if result.case.train:
-        lines = ["| implementation | forward ms | over the limit | forward + backward ms | over the limit | peak MB |"]
-        ruler = "|---|---|---|---|---|---|"
-    lines.append(ruler)
+    rows = []
     for name, times in result.times.items():
-        if times.error is not None or not times.total:
-            lines.append(f"| {name} | {times.error or '-'} |" + " - |" * (ruler.count("|") - 3))
-            continue
-        forward = 1e3 * sorted(times.forward)[len(times.forward) // 2]
-        cells = [name, f"{forward:.{2 if forward >= 1 else 3}f}", _ratio(times, result, "forward")]
-        if result.case.train:
-            memory = "-" if times.memory is None else f"{times.memory / 2**20:.0f}"
-            cells += [f"{times.milliseconds:.2f}", _ratio(times, result), memory]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        cells = [name, times.error or NONE]
+        if times.error is None and times.total:
+            forward = 1e3 * sorted(times.forward)[len(times.forward) // 2]
+            cells = [name, f"{forward:.{2 if forward >= 1 else 3}f}", _ratio(times, result, "forward")]
+            if result.case.train:
+                cells += [f"{times.milliseconds:.2f}", _ratio(times, result), _megabytes(times)]
+        rows.append(cells)
+    whole = ["forward + backward ms", "over the limit", "peak MB"] if result.case.train else []
+    return _markdown(["implementation", "forward ms", "over the limit", *whole], rows)
+
+
+def _megabytes(times: Times) -> str:
+    return NONE if times.memory is None else f"{times.memory / 2**20:.0f}"
 
 
 def _ratio(times: Times, result: Result, name: str = "total") -> str:
-    return f"{times.ratio(result.limit, name):.2f}" if times.total and result.limit.total else "-"
+    return f"{times.ratio(result.limit, name):.2f}" if times.total and result.limit.total else NONE
 
 
 def write(benchmark: Benchmark, folder: Path) -> list[Path]:
@@ -174,19 +159,15 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    axes_count = 1 + len(benchmark.growth)
-    figure, axes = pyplot.subplots(
-        axes_count, 1, figsize=(11, 3 + 2.4 * axes_count), squeeze=False, layout="constrained"
-    )
+    count = 1 + len(benchmark.growth)
+    figure, axes = pyplot.subplots(count, 1, figsize=(11, 3 + 2.4 * count), squeeze=False, layout="constrained")
     bars = axes[0, 0]
     seen = {name for result in benchmark.results for name in result.times if name not in LIMITS}
     names = [name for name in IMPLEMENTATIONS if name in seen]
     width = 0.8 / len(names)
     for offset, name in enumerate(names):
-        heights = []
-        for result in benchmark.results:
-            times = result.times.get(name)
-            heights.append(times.ratio(result.limit) if times and times.total and result.limit.total else 0.0)
+        pairs = [(result.times.get(name, Times()), result.limit) for result in benchmark.results]
+        heights = [times.ratio(limit) if times.total and limit.total else 0.0 for times, limit in pairs]
         bars.bar([x + offset * width for x in range(len(heights))], heights, width, label=name)
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
@@ -197,14 +178,11 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
         bars.set_xlabel("case, k, tokens, type")
     bars.legend(fontsize=7, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
-        axis.plot([point.value for point in points], [point.milliseconds for point in points], marker="o")
-        axis.plot(
-            [point.value for point in points], [point.milliseconds / point.ratio for point in points], linestyle="--"
-        )
+        values = [point.value for point in points]
+        axis.plot(values, [point.milliseconds for point in points], marker="o")
+        axis.plot(values, [point.milliseconds / point.ratio for point in points], linestyle="--")
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel(name)
-        axis.set_ylabel("ms (dashed: limit)")
+        axis.set(yscale="log", xlabel=name, ylabel="ms (dashed: limit)")
     with replacing(path) as aside:
         figure.savefig(aside, format="svg", metadata={"Date": None})
     pyplot.close(figure)

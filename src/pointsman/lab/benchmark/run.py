@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,17 +76,16 @@ def names_for(case: Case, peers: Sequence[str] | None) -> list[str]:
     ]
 
 
-def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
+def run_case(case: Case, names: Sequence[str], seconds: float) -> Result:
     """Measures a case in as many rounds as fit into `seconds`: from `LEAST` (1 if they take very long) to `ROUNDS`.
 
     A peer that takes `TOO_SLOW` times as long as the best peer after warm-up keeps its time from the warm-up; one that
     takes 4 times as long leaves after the first round, one that takes twice as long after 3 rounds.
     """
-    times: dict[str, Times] = {}
-    processes = [Process(name) for name in names_for(case, peers)]
-    try:
+    with ExitStack() as stack:
+        processes = [stack.enter_context(Process(name)) for name in names]
         built = ask_all({process: _building(process.name, case) for process in processes})
-        times |= {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
+        times = {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
         # decoding has few row counts, so that few kernels are built
         contenders = _warm_up(processes, times, WARM_UP[case.dtype if case.train else "float32"])
         start = time.monotonic()
@@ -97,9 +97,6 @@ def run_case(case: Case, peers: Sequence[str] | None, seconds: float) -> Result:
             for process in contenders:
                 _measure(process, times[process.name], turn)
         _measure_memory([process for process in contenders if process.name not in LIMITS], times)
-    finally:
-        for process in processes:
-            process.close()
     return Result(case, times)
 
 
@@ -179,8 +176,8 @@ def run_steps(
 ) -> StepResult:
     """Measures training steps; the ways take turns."""
     times = {way: Times() for way in ways}
-    processes = [Process(way) for way in ways]
-    try:
+    with ExitStack() as stack:
+        processes = [stack.enter_context(Process(way)) for way in ways]
         for process in processes:
             answer = process.ask("train", [process.name, device, {**settings, "train_top_k": str(k)}])
             times[process.name].error = answer.get("error")
@@ -188,9 +185,6 @@ def run_steps(
             for process in processes:
                 _measure(process, times[process.name], turn)
         _measure_memory(processes, times)
-    finally:
-        for process in processes:
-            process.close()
     return StepResult(k, times)
 
 
@@ -203,24 +197,16 @@ class Point:
     ratio: float
 
 
-def run_growth(announce: Callable[[str], None], rounds: int = 5) -> dict[str, list[Point]]:
-    """Each axis alone around configuration a."""
+def run_growth(announce: Callable[[str], None]) -> dict[str, list[Point]]:
+    """Each axis alone around configuration a; half a second for a point."""
     curves: dict[str, list[Point]] = {}
-    with Process("pointsman") as ours, Process("limit") as limit:
-        for axis, axis_cases in growth():
-            announce(f"growth: {axis}")
-            curves[axis] = []
-            for case in axis_cases:
-                pair = {process.name: Times() for process in (ours, limit)}
-                for process in (ours, limit):
-                    process.ask(*_building(process.name, case))
-                _warm_up((ours, limit), pair, seconds=1.0)
-                for turn in range(rounds):
-                    for process in (ours, limit):
-                        _measure(process, pair[process.name], turn)
-                value = {"tokens": case.tokens, "experts": case.num_experts, "k": case.k}[axis]
-                mine = pair["pointsman"]
-                curves[axis].append(Point(value, mine.milliseconds, mine.ratio(pair["limit"])))
+    for axis, points in growth().items():
+        announce(f"growth: {axis}")
+        curves[axis] = []
+        for value, case in points.items():
+            times = run_case(case, ("pointsman", "limit"), 0.5).times
+            ours, limit = times["pointsman"], times["limit"]
+            curves[axis].append(Point(value, ours.milliseconds, ours.ratio(limit)))
     return curves
 
 
@@ -254,7 +240,7 @@ def run(
     results = []
     for index, case in enumerate(chosen):
         announce(f"{index + 1}/{len(chosen)}  {case.label}")
-        results.append(run_case(case, peers, SECONDS))
+        results.append(run_case(case, names_for(case, peers), SECONDS))
     router = {}
     for case in chosen:
         if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:

@@ -37,13 +37,13 @@ def environment(
         "packages": packages,
         "system": platform.system(),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": threads,
         "device": device,
         "device_name": device_name,
         "kernels": dict(kernels),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -52,7 +52,8 @@ def differing_bits(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     return [f"{key} ({there.get(key)} there, {here[key]} here)" for key in DECIDES_BITS if there.get(key) != here[key]]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -62,13 +63,10 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _commit() -> str | None:
-    """The commit of the source that runs; None outside a checkout."""
+def commit() -> str | None:
+    """The commit of the source that runs, with "-dirty" if the source differs from it; None outside a checkout."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+        return subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
