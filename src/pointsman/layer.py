@@ -16,6 +16,7 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.shared import SharedExperts
+from pointsman.experts.virtual import VirtualExperts
 from pointsman.ops.linear import autocast_enabled
 from pointsman.routers.registry import build_router
 from pointsman.routers.router import Router
@@ -79,6 +80,10 @@ class MoE(nn.Module):
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
         )
+        if router.virtual and self.contains_input:
+            raise ValueError(f"router {router.spec!r}: virtual experts need experts='ffn', the layer has {experts!r}")
+        adds = set(router.virtual) - {"zero"}
+        self.virtual = VirtualExperts(dim, router.virtual) if adds else None
         check_whole("shared_experts", shared_experts, least=0)
         if shared_gate and not shared_experts:
             raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
@@ -129,6 +134,8 @@ class MoE(nn.Module):
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
         output = self.experts(rows, routing)
+        if self.virtual is not None and routing.virtual_weights is not None:
+            output = output + self.virtual(rows, routing.virtual_weights)
         if self.shared is not None:
             output = output + self.shared(rows)
         if routing.losses or routing.statistics or self.last_losses:

@@ -105,6 +105,9 @@ class Routing:
         unmixed: [B*T, E], the distribution before mixing; `probs` itself without a mixer.
         statistics: what the router's stages sum over a step, by `stage.name`, detached.
         flat: pairs that a router chose itself (expert choice); otherwise they follow from experts and weights.
+        virtual: V, how many of the last columns of probs and logits are virtual experts, which have no weights in the
+            layer's experts; a chosen one is -1 in `experts`.
+        virtual_weights: [B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any.
     """
 
     experts: Tensor
@@ -116,10 +119,13 @@ class Routing:
     unmixed: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     flat: Pairs | None = None
+    virtual: int = 0
+    virtual_weights: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
-        return self.probs.shape[-1]
+        """E, without virtual experts."""
+        return self.probs.shape[-1] - self.virtual
 
     @property
     def pairs(self) -> Pairs:
@@ -157,4 +163,6 @@ class Routing:
             None if self.unmixed is None else self.unmixed.detach(),
             self.statistics,
             flat,
+            self.virtual,
+            None if self.virtual_weights is None else self.virtual_weights.detach(),
         )

@@ -132,14 +132,14 @@ def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routi
     fields = (routing.experts, routing.weights, routing.probs, routing.logits)
     experts, weights, probs, logits = map(function, fields)
     before = None if routing.unmixed is None else function(routing.unmixed)
-    return Routing(experts, weights, probs, logits, unmixed=before)
+    return Routing(experts, weights, probs, logits, unmixed=before, virtual=routing.virtual)
 
 
 def join_routings(routings: Sequence[Routing]) -> Routing:
     """One routing of the tokens of all `routings`, in order."""
     fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
     experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
-    return Routing(experts, weights, probs, logits, unmixed=before)
+    return Routing(experts, weights, probs, logits, unmixed=before, virtual=routings[0].virtual)
 
 
 def chosen(routing: Routing, mask: Tensor | None) -> Tensor:

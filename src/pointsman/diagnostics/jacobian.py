@@ -116,7 +116,8 @@ class JacobianTerms(Diagnostic):
         output = self.layer.experts(copies, repeated)
         (j1,) = torch.autograd.grad(output, copies, torch.eye(dim, dtype=output.dtype, device=output.device))
         k = one.experts.shape[1]
-        each = Routing(one.experts.T, torch.ones_like(one.weights).T, one.probs.expand(k, -1), one.logits.expand(k, -1))
+        probs, logits = one.probs.expand(k, -1), one.logits.expand(k, -1)
+        each = Routing(one.experts.T, torch.ones_like(one.weights).T, probs, logits, virtual=one.virtual)
         outputs = self.layer.experts(flat[token].expand(k, dim), each).detach()
         j2 = torch.zeros(dim, dim, dtype=torch.float64, device=flat.device)
         for place in range(k):

@@ -37,7 +37,7 @@ def pack(routings: Mapping[int, Mapping[str, Routing]], tokens: Sequence[str]) -
         for k in ks:  # the first layer's probabilities are equal at every k; side by side zlib removes the repetition
             routing = routings[k][name]
             chosen = members(routing.experts, experts).numpy()
-            probs = (LEVELS * routing.probs.double().clamp(0, 1).sqrt()).round().to(torch.uint8)
+            probs = (LEVELS * routing.probs[:, :experts].double().clamp(0, 1).sqrt()).round().to(torch.uint8)
             first = first_choice(routing).numpy()
             blob += probs.numpy().tobytes()
             blob += np.where(first < 0, none, first).astype(kind).tobytes()

@@ -22,6 +22,7 @@ class Balance(Stage):
         temperature: see basis.
         reuse: whether the router's probabilities before mixing are that softmax.
         counted: the experts [N, j] that f counts; None: those that were chosen.
+        pooled: how many of the last experts are alike: their f is their mean f (AdaMoE's null experts).
     """
 
     def __init__(
@@ -32,14 +33,18 @@ class Balance(Stage):
         temperature: float = 1.0,
         reuse: bool = False,
         counted: Callable[[LossInput], Tensor] | None = None,
+        pooled: int = 0,
     ) -> None:
         super().__init__()
         self.scope, self.basis, self.temperature, self.reuse = scope, basis, temperature, reuse
-        self.counted = counted
+        self.counted, self.pooled = counted, pooled
         self.needs_step_end = scope == "step"
 
     def forward(self, given: LossInput) -> Tensor:
         probs, experts = self._probs(given), self._experts(given)
+        if self.pooled:  # the mean of P over them gives the same sum of f_i P_i as the mean of f
+            alike = probs[:, -self.pooled :].mean(-1, keepdim=True).expand(-1, self.pooled)
+            probs = torch.cat([probs[:, : -self.pooled], alike], -1)
         if self.scope == "sequence":
             shape = given.batch, given.length
             mask = None if given.mask is None else given.mask.view(shape)

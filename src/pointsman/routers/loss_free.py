@@ -30,6 +30,7 @@ from pointsman.routers.stages import (
     Tensors,
 )
 from pointsman.routers.topk import LinearScorer
+from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext
 
 RATES = {"sign": 1e-3, "smebu": 5e-4}
@@ -111,6 +112,8 @@ def loss_free(
     kept: int = 1,
     group_score: Literal["top2", "max"] = "top2",
     bins: int = 1000,
+    nulls: int = 0,
+    kind: Kind = "zero",
 ) -> Stages:
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
 
@@ -123,9 +126,15 @@ def loss_free(
     kept: how many groups, at least as many as k experts need.
     group_score: a group's score is the sum of its two largest (top2, DeepSeek-V3) or the largest (max, DeepSeek-V2).
     bins: parts of the histogram that quantile counts in (0 = sorts, in one process only).
+    nulls: virtual experts that may be chosen besides the E experts; they have a bias like these.
+    kind: what they give: nothing (zero), the input (copy: LongCat), a trained mix (constant), or one of each (mixed).
     """
     check_whole("loss-free: option groups", groups)
     check_whole("loss-free: option bins", bins, least=0)
+    virtual = virtual_experts("loss-free", nulls, kind)
+    if nulls and groups > 1:
+        raise ValueError(f"loss-free: option groups={groups}: nulls={nulls} allows 1")
+    columns = layer.num_experts + nulls
     if layer.num_experts % groups:
         raise ValueError(f"loss-free: option groups={groups}: allowed are divisors of {layer.num_experts} (experts)")
     if not 1 <= kept <= groups:
@@ -137,6 +146,7 @@ def loss_free(
     normalize, reach = GATES[gate]
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update != "sign" if centre is None else centre
-    moving = None if update == "none" else UPDATES[update](layer.num_experts, rate, centre, reach, bins)
-    select = BiasedTopK(layer.num_experts, moving, layer.renormalize, groups, kept, group_score)
-    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), normalize(), select, counted=counted)
+    moving = None if update == "none" else UPDATES[update](columns, rate, centre, reach, bins)
+    select = BiasedTopK(columns, moving, layer.renormalize, groups, kept, group_score)
+    scorer = LinearScorer(layer.dim, columns, bias=False)
+    return Stages(scorer, normalize(), select, counted=counted, virtual=virtual)

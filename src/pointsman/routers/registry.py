@@ -184,6 +184,7 @@ def build_router(
         temperature=temperature,
         reuse=isinstance(stages.normalize, Softmax) and temperature == 1.0,
         counted=stages.counted,
+        pooled=len(stages.virtual) if len(set(stages.virtual) - {"constant"}) == len(set(stages.virtual)) == 1 else 0,
     )
     return Router(
         stages,

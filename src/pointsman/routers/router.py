@@ -25,6 +25,7 @@ from pointsman.routers.stages import (
     Stages,
     Tensors,
 )
+from pointsman.routers.virtual import apart, weightless
 from pointsman.routing import Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
@@ -48,6 +49,7 @@ class Router(nn.Module):
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
         ragged, needs, objective: the rest of the contract.
+        virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
     """
 
     role = "router"
@@ -97,7 +99,8 @@ class Router(nn.Module):
         for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
-        self.ragged = select.ragged
+        self.virtual = tuple(stages.virtual)
+        self.ragged = select.ragged or bool(self.virtual)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self._frozen = False
@@ -140,6 +143,9 @@ class Router(nn.Module):
         selection = self.select(Scores(logits, probs, choice, scored.extra), self.top_k, context)
         if not isinstance(selection, Selection):
             selection = Selection(*selection)
+        if "zero" in self.virtual:
+            renormalize = bool(getattr(self.select, "renormalize", False))
+            selection = weightless(selection, self.num_experts, self.virtual, renormalize)
         if self.scale != 1:
             selection = selection.scaled(self.scale)
         chosen, weights = selection.experts, selection.weights
@@ -164,9 +170,11 @@ class Router(nn.Module):
         losses, statistics = self._losses(given)
         for name, one in (("score", scored.statistics), ("mix", mixed), ("select", selection.statistics)):
             statistics |= {f"{name}.{key}": value for key, value in one.items()}
-        experts = chosen
+        experts, virtual_weights = chosen, None
+        if self.virtual:
+            experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
         if self.capacity is not None:
-            experts = within_capacity(chosen, self.num_experts, self.capacity, context, batch)
+            experts = within_capacity(experts, self.num_experts, self.capacity, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
@@ -178,6 +186,8 @@ class Router(nn.Module):
             unmixed=flat_unmixed,
             statistics=statistics,
             flat=selection.flat if experts is chosen else None,
+            virtual=len(self.virtual),
+            virtual_weights=virtual_weights,
         )
 
     def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

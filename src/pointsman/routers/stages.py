@@ -8,7 +8,7 @@ Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -250,6 +250,7 @@ class Stages:
         balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).
         counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
         losses: further losses by name. Their weights must be 0 or above.
+        virtual: the kinds of virtual experts ("zero", "copy", "constant"): the scores' columns after the E experts.
         objective: None, or the name of a training objective that the router needs ("consistency").
         objective_weight: weight of that objective's extra term.
     """
@@ -260,5 +261,6 @@ class Stages:
     balance_temperature: float = 1.0
     counted: Callable[[LossInput], Tensor] | None = None
     losses: Mapping[str, Loss] = field(default_factory=dict)
+    virtual: Sequence[str] = ()
     objective: str | None = None
     objective_weight: float = 0.0

@@ -11,6 +11,7 @@ from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import Scorer, Sigmoid, Softmax, Stages
+from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext
 
 INIT_STD = 0.02
@@ -55,17 +56,28 @@ class LinearScorer(Scorer):
 
 @register_router("smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers")
 def smoe(
-    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, noise: float = 0.0
+    layer: LayerSpec,
+    *,
+    gate: Literal["softmax", "sigmoid"] = "softmax",
+    bias: bool = True,
+    noise: float = 0.0,
+    nulls: int = 0,
+    kind: Kind = "zero",
 ) -> Stages:
     """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
 
     gate: softmax over all experts, or a sigmoid for each.
     bias: whether the linear map has one.
     noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
+    nulls: virtual experts that may be chosen besides the E experts.
+    kind: what they give: nothing (zero: AdaMoE), the input (copy), a mix of it and a trained vector (constant), or
+        one zero, one copy and the rest constants (mixed: MoE++).
     """
+    virtual = virtual_experts("smoe", nulls, kind)
     return Stages(
-        LinearScorer(layer.dim, layer.num_experts, bias=bias, noise=noise),
+        LinearScorer(layer.dim, layer.num_experts + nulls, bias=bias, noise=noise),
         Sigmoid() if gate == "sigmoid" else Softmax(),
+        virtual=virtual,
     )
 
 

@@ -53,8 +53,8 @@ def shapes_and_sums(case: Case) -> None:
         widths = {
             "experts": chosen_width,
             "weights": chosen_width,
-            "probs": case.num_experts,
-            "logits": case.num_experts,
+            "probs": case.num_experts + len(router.virtual),
+            "logits": case.num_experts + len(router.virtual),
         }
         for name, width in widths.items():
             shape = list(getattr(routing, name).shape)

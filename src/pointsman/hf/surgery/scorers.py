@@ -21,6 +21,7 @@ CLASS_OPTIONS = {
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
+    "nulls": "the model class has no virtual experts",
 }
 RULE_OPTIONS = {"gate", "renormalize", "scale"}
 """Options that replace the class's own selection rule by that of the router."""

@@ -90,6 +90,7 @@ ROLES = {
     "attention": "attention",
     "experts": "experts",
     "shared-experts": "experts",
+    "virtual-experts": "experts",
     "feed-forward": "feed_forward",
     "norm": "norms",
     "embedding": "embeddings",
@@ -156,6 +157,8 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
             total += tokens * router_products(module.router)
             shared = () if module.shared is None else module.shared.parameters()
             total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
+            virtual = () if module.virtual is None else module.virtual.parameters()
+            total += tokens * sum(tensor.numel() for tensor in virtual)
     return 2 * total
 
 
