@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.blocks import Masking, PackedText, validation_batch
 from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.routing import RoutingSummary, evaluating
+from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.progress import Progress, Stop, check_stop
 
 SCORED = Masking()
