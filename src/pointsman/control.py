@@ -50,8 +50,8 @@ class set_top_k:  # noqa: N801 - used like a function
     A forward under activation checkpointing is done again in backward, which must lie inside, too.
 
     Raises:
-        ValueError: k is no whole number from 1 to the number of experts, or a class of Hugging Face models works with
-            no other k; then no router has changed.
+        ValueError: k is no whole number from 1 to the number of experts, or a router or a class of Hugging Face models
+            works with no other k; then no router has changed.
     """
 
     def __init__(self, module: nn.Module, k: int) -> None:
@@ -63,6 +63,8 @@ class set_top_k:  # noqa: N801 - used like a function
             places = [(router, "top_k") for router in _routers(module)]
             for router, _ in places:
                 check_top_k(k, router.num_experts)
+                if router.fixed_k and k != router.num_experts:
+                    raise ValueError(f"{router.spec}: top_k={k}: every token uses all {router.num_experts} experts")
         self._before = [(owner, name, getattr(owner, name)) for owner, name in places]
         for owner, name in places:
             setattr(owner, name, k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
+from pointsman.experts.combine import combine
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.shared import SharedExperts
 from pointsman.experts.virtual import VirtualExperts
@@ -76,6 +78,10 @@ class MoE(nn.Module):
                 f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; "
                 f"the layer has dim={dim}, num_experts={num_experts}"
             )
+        if experts == "base" and router.needs_moe:
+            raise ValueError(
+                f"router {router.spec!r} does not only weigh outputs; experts='base' allows no such router"
+            )
         self.router = router
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
@@ -133,7 +139,9 @@ class MoE(nn.Module):
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
-        output = self.experts(rows, routing)
+        output, statistics = combine(self.experts, rows, routing)
+        if self.router.training and statistics:
+            routing = replace(routing, statistics={**routing.statistics, **statistics})
         if self.virtual is not None and routing.virtual_weights is not None:
             output = output + self.virtual(rows, routing.virtual_weights)
         if self.shared is not None:

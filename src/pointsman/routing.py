@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens a sequence, E experts, k chosen experts, H heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -82,6 +82,7 @@ class RoutingContext:
         token_ids: [B, T] int64.
         attention: the trace of the attention before the layer.
         past: what `Routing.carry` of the earlier segment handed on.
+        below: what `Routing.above` of the sparse layer below handed on: tensors [B, T, ...], with gradient.
     """
 
     causal: bool = True
@@ -89,6 +90,33 @@ class RoutingContext:
     token_ids: Tensor | None = None
     attention: AttentionTrace | None = None
     past: RouterState | None = None
+    below: RouterState | None = None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Soft routing: each expert sees P weighted means of a sequence's tokens.
+
+    Attributes:
+        dispatch: [B, T, E, P], the weight of each token in each slot.
+        combine: [B, T, E, P], the weight of each slot's output in each token's output.
+    """
+
+    dispatch: Tensor
+    combine: Tensor
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means of the experts' earlier outputs, which stand for the experts that a token did not choose.
+
+    Attributes:
+        weights: [B*T, E], 0 where the expert was chosen, and for padding.
+        values: [E, dim].
+    """
+
+    weights: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -108,6 +136,10 @@ class Routing:
         virtual: V, how many of the last columns of probs and logits are virtual experts, which have no weights in the
             layer's experts; a chosen one is -1 in `experts`.
         virtual_weights: [B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any.
+        above: what the sparse layers above get as `RoutingContext.below`.
+        slots: of soft routing; experts and weights then only tell how much of each expert is in a token's output.
+        means: what is added for the experts that were not chosen.
+        weigh_input: whether a weight multiplies its expert's input, not the output.
     """
 
     experts: Tensor
@@ -121,6 +153,10 @@ class Routing:
     flat: Pairs | None = None
     virtual: int = 0
     virtual_weights: Tensor | None = None
+    above: RouterState | None = None
+    slots: Slots | None = None
+    means: Means | None = None
+    weigh_input: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -150,19 +186,28 @@ class Routing:
 
     def detach(self) -> Routing:
         """The same routing without autograd history."""
-        flat = self.flat
-        if flat is not None:
-            flat = Pairs(flat.token, flat.expert, flat.weight.detach(), flat.offsets)
-        return Routing(
-            self.experts,
-            self.weights.detach(),
-            self.probs.detach(),
-            self.logits.detach(),
-            {name: value.detach() for name, value in self.losses.items()},
-            None if self.carry is None else {name: value.detach() for name, value in self.carry.items()},
-            None if self.unmixed is None else self.unmixed.detach(),
-            self.statistics,
-            flat,
-            self.virtual,
-            None if self.virtual_weights is None else self.virtual_weights.detach(),
+
+        def state(tensors: RouterState | None) -> RouterState | None:
+            return None if tensors is None else {name: value.detach() for name, value in tensors.items()}
+
+        flat, slots, means = self.flat, self.slots, self.means
+        return replace(
+            self,
+            weights=self.weights.detach(),
+            probs=self.probs.detach(),
+            logits=self.logits.detach(),
+            losses={name: value.detach() for name, value in self.losses.items()},
+            carry=state(self.carry),
+            unmixed=None if self.unmixed is None else self.unmixed.detach(),
+            flat=None if flat is None else replace(flat, weight=flat.weight.detach()),
+            above=state(self.above),
+            slots=None if slots is None else Slots(slots.dispatch.detach(), slots.combine.detach()),
+            means=None if means is None else Means(means.weights.detach(), means.values.detach()),
+            virtual_weights=None if self.virtual_weights is None else self.virtual_weights.detach(),
         )
+
+
+def one_expert_each(expert: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
+    """The routing that sends each row to the expert `expert` [P] with weight 1."""
+    one = torch.ones(len(expert), 1, dtype=dtype, device=expert.device)
+    return Routing(expert[:, None], one, one.expand(-1, num_experts), one)

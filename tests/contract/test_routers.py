@@ -12,7 +12,7 @@ from pointsman.testing import CHECKS, Case
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
-NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice")
+NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft")
 NON_CAUSAL_TRAINING = ("base", "sinkhorn")  # causal in evaluation
 SPECS = [
     *list_routers(),
@@ -42,6 +42,9 @@ SPECS = [
     "sinkhorn:group=sequence:gate=sigmoid",
     "hash:gate=sqrtsoftplus",
     "sparsemixer:version=1:r=1",
+    "recurrent:depth=average",
+    "soft:slots=2",
+    "smoe:weigh=input",
 ]
 
 
@@ -70,7 +73,7 @@ def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_which_routers_materialize(spec: str) -> None:
     layer = case(spec).layer().eval()
-    if spec.startswith(("xmoe", "thor", "hash")):
+    if spec.startswith(("xmoe", "thor", "hash", "soft", "recurrent")):
         with pytest.raises(ValueError, match="router"):
             materialize(layer)
         return

@@ -12,7 +12,7 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
-from pointsman.routing import Routing
+from pointsman.routing import Routing, one_expert_each
 
 
 class Experts(nn.Module):
@@ -153,8 +153,7 @@ class BaseExperts(nn.Module):
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim], the input contained."""
         pairs = routing.pairs
-        one = torch.ones(len(pairs.expert), 1, dtype=pairs.weight.dtype, device=hidden.device)
-        each = Routing(pairs.expert[:, None], one, one.expand(-1, self.num_experts), one)
+        each = one_expert_each(pairs.expert, self.num_experts, pairs.weight.dtype)
         given = hidden.index_select(0, pairs.token)
         rows = given
         for norm, sublayer in zip(self.norms, self.sublayers, strict=True):

@@ -225,13 +225,13 @@ def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict
 def _of_comparison(path: Path, settings: Settings, watch: Progress | None) -> dict[str, Any]:
     from pointsman.lab.runs.comparison import read_plan
     from pointsman.lab.runs.paths import run_path
-    from pointsman.routers.registry import is_baseline
+    from pointsman.routers.registry import has_one_k
 
     plan = read_plan(path) or {}
     routers: dict[str, Any] = {}
     for router in plan["routers"]:
         runs = [run for seed in plan["seeds"] if (run := run_path(path, router, seed)).joinpath("checkpoints").is_dir()]
-        if runs and not is_baseline(router):
+        if runs and not has_one_k(router):
             routers[router] = _of_run(runs[0], runs[1:], settings, watch)
     if not routers:
         raise RunError(f"{path}: no run with routers and a checkpoint yet")

@@ -25,6 +25,12 @@ def is_baseline(spec: str) -> bool:
     return spec.partition(":")[0] in BASELINES
 
 
+def has_one_k(spec: str) -> bool:
+    """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
+    parts = [part.partition(":")[0] for part in spec.split("|")]
+    return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
+
+
 @dataclass
 class LayerSpec:
     """Where a router will stand.
@@ -61,6 +67,7 @@ class Entry:
     balance: float = 0.0
     renormalize: Callable[[LayerSpec], bool] = lambda layer: True
     starts_at: Callable[[LayerSpec], int] | None = None
+    fixed_k: bool = False
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -87,6 +94,7 @@ def _common(
     renormalize: bool | None = None,
     scale: float = 1.0,
     lr_scale: float = 1.0,
+    weigh: Literal["output", "input"] = "output",
 ) -> None:
     """The options of every router.
 
@@ -99,6 +107,7 @@ def _common(
     renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
     scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
     lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
+    weigh: whether a combine weight multiplies the expert's output or, as in Llama 4, its input.
     """
 
 
@@ -130,6 +139,7 @@ def register_router(
     balance: float = 0.0,
     renormalize: bool | Callable[[LayerSpec], bool] = True,
     starts_at: Callable[[LayerSpec], int] | None = None,
+    fixed_k: bool = False,
 ) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
     """Registers a function `(layer, *, options) -> Stages` under `name`.
 
@@ -138,6 +148,7 @@ def register_router(
         balance: default weight of the balance loss.
         renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
         starts_at: the router's first k as a function of the `LayerSpec`, whose `top_k` is the layer's; None: that.
+        fixed_k: whether every token uses all experts, so that k is E and cannot be set.
 
     Raises:
         ValueError: another router or mixer has that name, or an option of the function is one of every router.
@@ -145,7 +156,7 @@ def register_router(
 
     def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
         rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
-        _add(ROUTERS, Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at))
+        _add(ROUTERS, Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at, fixed_k))
         return build
 
     return add

@@ -24,6 +24,7 @@ from pointsman.routers.entries import (
     Entry,
     LayerSpec,
     entry,
+    has_one_k,
     is_baseline,
     list_mixers,
     list_routers,
@@ -46,6 +47,7 @@ __all__ = [
     "build_routers",
     "entry",
     "format_spec",
+    "has_one_k",
     "is_baseline",
     "list_mixers",
     "list_routers",
@@ -193,10 +195,17 @@ def build_router(
         spec=format_spec(parsed, options) if options else spec.strip(),
         dim=dim,
         num_experts=num_experts,
-        top_k=layer.top_k if entry.starts_at is None else entry.starts_at(layer),
+        top_k=_first_k(entry, layer),
         balancing=balancing,
+        fixed_k=entry.fixed_k,
         **common,
     )
+
+
+def _first_k(entry: Entry, layer: LayerSpec) -> int:
+    if entry.fixed_k:
+        return layer.num_experts
+    return layer.top_k if entry.starts_at is None else entry.starts_at(layer)
 
 
 def _check_common(common: Mapping[str, Any], spec: str) -> None:

@@ -26,7 +26,7 @@ from pointsman.routers.stages import (
     Tensors,
 )
 from pointsman.routers.virtual import apart, weightless
-from pointsman.routing import Routing, RoutingContext, check_padding_mask
+from pointsman.routing import Means, Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
 
@@ -41,6 +41,8 @@ class Router(nn.Module):
         balance, z_loss: weights of the balance loss and of the z-loss.
         capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence; None: all of them.
         scale: factor of the combine weights.
+        weigh: what a weight multiplies: the expert's "output" or its "input".
+        fixed_k: whether k is always E.
 
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
@@ -50,6 +52,7 @@ class Router(nn.Module):
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
         ragged, needs, objective: the rest of the contract.
         virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
+        needs_moe: whether only `MoE` can apply its routings (slots, means, weights on inputs).
     """
 
     role = "router"
@@ -76,6 +79,8 @@ class Router(nn.Module):
         capacity: float | None = None,
         scale: float = 1.0,
         lr_scale: float = 1.0,
+        weigh: str = "output",
+        fixed_k: bool = False,
     ) -> None:
         super().__init__()
         self.score = stages.score
@@ -93,6 +98,8 @@ class Router(nn.Module):
         self.capacity = capacity
         self.scale = scale
         self.lr_scale = lr_scale
+        self.weigh = weigh
+        self.fixed_k = fixed_k
         self.objective = stages.objective
         self.objective_weight = stages.objective_weight
         parts = [part for _, part in self._stages()]
@@ -101,6 +108,7 @@ class Router(nn.Module):
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
         self.virtual = tuple(stages.virtual)
         self.ragged = select.ragged or bool(self.virtual)
+        self.needs_moe = select.needs_moe or weigh == "input"
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self._frozen = False
@@ -188,7 +196,18 @@ class Router(nn.Module):
             flat=selection.flat if experts is chosen else None,
             virtual=len(self.virtual),
             virtual_weights=virtual_weights,
+            above={**(context.below or {}), **scored.above} or None,
+            slots=selection.slots,
+            means=None if selection.means is None else Means(self._of_others(given, experts), selection.means),
+            weigh_input=self.weigh == "input",
         )
+
+    def _of_others(self, given: LossInput, experts: Tensor) -> Tensor:
+        """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""
+        chosen = torch.zeros(len(experts), self.num_experts + 1, dtype=torch.bool, device=experts.device)
+        chosen.scatter_(1, experts.remainder(self.num_experts + 1), True)  # -1 is the last column
+        gone = chosen[:, :-1] if given.mask is None else chosen[:, :-1] | ~given.mask[:, None]
+        return (given.probs * self.scale).masked_fill(gone, 0)
 
     def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The weighted losses by name, and the statistics of the balance loss."""

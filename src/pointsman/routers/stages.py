@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pointsman.routing import Pairs, RouterState, RoutingContext
+from pointsman.routing import Pairs, RouterState, RoutingContext, Slots
 
 Tensors = Mapping[str, Tensor]
 
@@ -28,11 +28,13 @@ class Scored:
         logits: [B, T, E], at least float32.
         extra: tensors that the selector or a loss of the same router reads.
         statistics: summed over a step by `Stage.gather`, detached.
+        above: tensors [B, T, ...] for the sparse layers above (`RoutingContext.below`), with gradient.
     """
 
     logits: Tensor
     extra: Tensors = field(default_factory=dict)
     statistics: Tensors = field(default_factory=dict)
+    above: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,17 @@ class Selection:
         weights: [N, width], 0 where experts is -1.
         flat: pairs that follow from a choice by the experts; None: they follow from experts and weights.
         statistics: summed over a step by `Stage.gather`, detached.
+        slots: of soft routing.
+        means: [E, dim], what stands for the outputs of experts that were not chosen, weighted by their probabilities.
+            The layer adds the sums of the experts' outputs to the statistics: `outputs` [E, dim] and `served` [E].
     """
 
     experts: Tensor
     weights: Tensor
     flat: Pairs | None = None
     statistics: Tensors = field(default_factory=dict)
+    slots: Slots | None = None
+    means: Tensor | None = None
 
     def scaled(self, factor: float) -> Selection:
         """The same with all weights times `factor`."""
@@ -182,6 +189,11 @@ class Scorer(Stage):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         raise NotImplementedError
 
+    @property
+    def below(self) -> Mapping[str, int]:
+        """Name and width of the tensors [B, T, width] that it reads of `RoutingContext.below` if they are there."""
+        return {}
+
     def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
         """Weight [E, dim] and bias [E] of the linear router with the same logits; None where there is none."""
         return None
@@ -234,9 +246,11 @@ class Selector(Stage):
 
     Attributes:
         ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
+        needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
     """
 
     ragged: bool = False
+    needs_moe: bool = False
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor] | Selection:
         raise NotImplementedError

@@ -87,6 +87,11 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
         token_ids=(torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
         if "token_ids" in needs
         else None,
+        below={
+            name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)
+            for name, width in router.score.below.items()
+        }
+        or None,
     )
     return replace(context, **fields)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from pointsman.testing.case import Case, context_for, expect, expect_close, expe
 def gradients(case: Case) -> None:
     """Every trainable parameter of the router and the input get a finite gradient; buffers get none."""
     layer, k = case.layer(top_k=min(3, case.num_experts)), min(3, case.num_experts)
-    set_top_k(layer, k)
+    set_top_k(layer, case.num_experts if layer.router.fixed_k else k)
     hidden = case.hidden().requires_grad_()
     torch.manual_seed(3)
     layer(hidden, context_for(layer.router, hidden)).square().mean().backward()

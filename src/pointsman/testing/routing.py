@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from pointsman.control import set_top_k
 from pointsman.routers.router import Router
 from pointsman.routers.stages import Softmax
-from pointsman.routing import RoutingContext
+from pointsman.routing import Routing, RoutingContext
 from pointsman.testing.case import (
     Case,
     context_for,
@@ -38,6 +39,19 @@ def modes(case: Case) -> Iterator[tuple[str, Router]]:
         yield mode, case.router().train(mode == "training")
 
 
+def values_of_k(router: Router) -> list[int]:
+    """The values of k that can be set."""
+    return [router.num_experts] if router.fixed_k else list(range(1, router.num_experts + 1))
+
+
+def by_token(routing: Routing) -> dict[str, Tensor]:
+    """Everything in a routing that belongs to a token, [tokens, ...]."""
+    found = {name: getattr(routing, name) for name in ("experts", "weights", "probs", "logits")}
+    if routing.slots is not None:
+        found["slots"] = routing.slots.dispatch.flatten(0, 1)
+    return found
+
+
 def sums_to_one(router: Router) -> bool:
     """Whether the probabilities of a token are a distribution."""
     return isinstance(router.normalize, Softmax) or getattr(router.normalize, "gate", "") == "softmax"
@@ -46,7 +60,7 @@ def sums_to_one(router: Router) -> bool:
 def shapes_and_sums(case: Case) -> None:
     """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice."""
     router, tokens = case.router().eval(), case.batch * case.length
-    for k in range(1, case.num_experts + 1):
+    for k in values_of_k(router):
         set_top_k(router, k)
         routing = route(router, case.hidden())
         chosen_width = k if routing.flat is None else routing.experts.shape[-1]
@@ -152,7 +166,7 @@ def one_sequence(case: Case) -> None:
         return
     torch.manual_seed(3)
     flat = router(hidden[0])
-    expect_equal(flat.experts, route(router, hidden[:1]).experts, "experts")
+    expect_equal(flat.experts, route(router, hidden[:1], below=None).experts, "experts")
 
 
 @torch.no_grad()
@@ -166,9 +180,10 @@ def causal_flag(case: Case) -> None:
             other = case.hidden()
             other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
             after = route(router, other)  # with equal draws
-            for name in ("experts", "weights", "probs", "logits"):
-                left = getattr(before, name).view(case.batch, case.length, -1)[:, :t]
-                right = getattr(after, name).view(case.batch, case.length, -1)[:, :t]
+            theirs = by_token(after)
+            for name, of_token in by_token(before).items():
+                left = of_token.view(case.batch, case.length, -1)[:, :t]
+                right = theirs[name].view(case.batch, case.length, -1)[:, :t]
                 same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
                 told = f"declared causal in {mode}, but {name} before token {t} changed with token {t}"
                 expect(same or not causal, told)
@@ -188,7 +203,9 @@ def segments(case: Case) -> None:
         for start, stop in pairwise(cuts):
             attention = None if context.attention is None else segment(context.attention, start, stop)
             ids = None if context.token_ids is None else context.token_ids[:, start:stop]
-            part = router(hidden[:, start:stop], RoutingContext(attention=attention, token_ids=ids, past=past))
+            below = context.below and {name: state[:, start:stop] for name, state in context.below.items()}
+            seen = RoutingContext(attention=attention, token_ids=ids, past=past, below=below)
+            part = router(hidden[:, start:stop], seen)
             for name in ("probs", "logits"):
                 expected = getattr(whole, name).view(case.batch, case.length, -1)[:, start:stop].flatten(0, 1)
                 what = f"{name} of tokens {start} to {stop - 1}, routed after the earlier ones"
@@ -291,3 +308,5 @@ def bad_input(case: Case) -> None:
     expect_refusal(lambda: router(torch.randn(2, 3, case.dim + 1)), str(case.dim), f"width {case.dim + 1}")
     for k in (0, case.num_experts + 1, 2.0):
         expect_refusal(lambda k=k: set_top_k(router, k), allowed, f"k={k}")  # type: ignore[misc]
+    if router.fixed_k:
+        expect_refusal(lambda: set_top_k(router, 1), router.spec, "k=1 of a router that always takes all experts")

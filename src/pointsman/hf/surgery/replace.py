@@ -134,6 +134,10 @@ def make_router(
     before = set(map(id, shared.values()))
     parsed = parse_spec(spec)
     router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, shared=shared).to(weight.device)
+    if router.needs_moe or router.score.below:
+        raise ValueError(
+            f"replace_routers: {spec!r} needs more than weights of experts; only pointsman's layers give it"
+        )
     pretrained = weight.detach().float()
     has_bias = None if bias is None else bias.detach().to(pretrained)
     score = adapted(router, pretrained if start == "pretrained" else None, has_bias)

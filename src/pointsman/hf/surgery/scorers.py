@@ -22,6 +22,7 @@ CLASS_OPTIONS = {
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
     "nulls": "the model class has no virtual experts",
+    "weigh": "the model class decides what a weight multiplies",
 }
 RULE_OPTIONS = {"gate", "renormalize", "scale"}
 """Options that replace the class's own selection rule by that of the router."""

@@ -72,14 +72,15 @@ def quality(level: Level, nats: float) -> tuple[str, float | None]:
 
 
 def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:
-    """The k values that make sense for a model: those asked for, checked, or one None without routers.
+    """The k values that make sense for a model: those asked for, checked, or one None if k cannot be chosen.
 
     Raises:
         RunError: a k that is no whole number from 1 to the number of experts.
     """
-    experts = [router.num_experts for _, router in named_routers(model)]
-    if not experts:
+    routers = [router for _, router in named_routers(model)]
+    if not routers or any(router.fixed_k for router in routers):
         return (None,)
+    experts = [router.num_experts for router in routers]
     for k in top_k:
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(experts):
             raise RunError(f"top_k={k!r}: allowed are whole numbers from 1 to {min(experts)} (the number of experts)")

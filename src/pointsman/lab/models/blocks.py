@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,12 +72,21 @@ class LayerContext:
         padding_mask: the same of the T new tokens.
         token_ids: [B, T].
         causal: whether routers keep to earlier tokens.
+        below: what the router of the sparse layer below handed on.
     """
 
     key_mask: Tensor | None = None
     padding_mask: Tensor | None = None
     token_ids: Tensor | None = None
     causal: bool = True
+    below: RouterState | None = None
+
+
+class Handed(NamedTuple):
+    """What a layer's router hands on: `carry` to later tokens, `above` to the sparse layers above."""
+
+    carry: RouterState | None
+    above: RouterState | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +189,9 @@ class FeedForwardLayer(nn.Module):
 
     def mix(
         self, hidden: Tensor, context: LayerContext, attention: AttentionTrace | None, past: RouterState | None
-    ) -> tuple[Tensor, RouterState | None]:
-        """[B, T, dim] -> [B, T, dim], and what the router carries on."""
-        carry: RouterState | None = None
+    ) -> tuple[Tensor, Handed | None]:
+        """[B, T, dim] -> [B, T, dim], and what the router hands on."""
+        handed: Handed | None = None
         if self.moe is None and self.feed_forward is None:
             return hidden, None
         norm = self.feed_forward_norm
@@ -193,16 +203,17 @@ class FeedForwardLayer(nn.Module):
                 token_ids=context.token_ids,
                 attention=attention if self.needs_attention else None,
                 past=past,
+                below=context.below,
             )
             inner, routing = self.moe.forward_with_routing(inner, looks_at)
-            carry = routing.carry
+            handed = Handed(routing.carry, routing.above)
         else:
             assert self.feed_forward is not None
             inner = self.feed_forward(inner)
         if norm is None:
-            return inner, carry
+            return inner, handed
         hidden = hidden + F.dropout(inner, self.feed_forward_dropout, self.training)
-        return hidden if self.pre_norm else norm(hidden), carry
+        return hidden if self.pre_norm else norm(hidden), handed
 
 
 class TransformerLayer(FeedForwardLayer):
@@ -218,8 +229,8 @@ class TransformerLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: RelativeContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, RouterState | None, AttentionTrace | None]:
-        """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, the router's carry, and the trace.
+    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, what the router hands on, and the trace.
 
         The trace is made only if this layer's router needs it, or if `trace` says that a later one does.
         """
@@ -231,5 +242,5 @@ class TransformerLayer(FeedForwardLayer):
         hidden = hidden + F.dropout(mixed, self.dropout, self.training)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
-        hidden, carry = self.mix(hidden, context, seen, past)
-        return hidden, kept, carry, seen if trace else None
+        hidden, handed = self.mix(hidden, context, seen, past)
+        return hidden, kept, handed, seen if trace else None

@@ -21,8 +21,9 @@ from pointsman.lab.models.blocks import FeedForward, RelativeAttention
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.families import build_model
 from pointsman.layer import MoE
-from pointsman.routers.registry import BASELINES, parse_spec
+from pointsman.routers.registry import has_one_k
 from pointsman.routers.router import Router
+from pointsman.routers.soft import SlotScorer
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,12 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
         elif isinstance(module, MoE):
             experts = module.experts
             weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
-            total += tokens * top_k * (sum(tensor.numel() for tensor in weights) // experts.num_experts)
+            each = sum(tensor.numel() for tensor in weights) // experts.num_experts
+            score = module.router.score
+            if isinstance(score, SlotScorer):  # dispatch and combine besides the scores; experts work on slots
+                total += protocol.batch * score.phi.shape[:2].numel() * each + 2 * tokens * score.phi.numel()
+            else:
+                total += tokens * top_k * each
             total += tokens * router_products(module.router)
             shared = () if module.shared is None else module.shared.parameters()
             total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
@@ -177,11 +183,12 @@ def router_products(router: Router) -> int:
 
 def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
     """The costs of the model that `config` describes, for each k."""
+    if hasattr(config, "allow_non_causal"):  # nothing is trained
+        config = replace(config, allow_non_causal=True)  # type: ignore[call-arg]
     with torch.device("meta"):
         model = build_model(config)
     found = routers(model)
-    dense = parse_spec(config.router.partition("|")[0]).router in BASELINES
-    ks = [config.num_experts] if dense else list(top_k)
+    ks = [config.num_experts] if has_one_k(config.router) else list(top_k)
     return CostRow(
         config.router,
         parameter_table(model),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.lab.models.attention import Attention, Rotate
-from pointsman.lab.models.blocks import FeedForwardLayer, LayerContext
+from pointsman.lab.models.blocks import FeedForwardLayer, Handed, LayerContext
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.language_model import LanguageModel
@@ -117,8 +117,8 @@ class DecoderLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, RouterState | None, AttentionTrace | None]:
-        """hidden [B, T, dim], memory [B, M, width] -> hidden, these tokens' keys and values, carry, and the trace."""
+    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, width] -> hidden, their keys and values, what the router hands on, trace."""
         mixed, new, seen = self.attention(
             self.attention_norm(hidden),
             memory=memory,
@@ -128,8 +128,8 @@ class DecoderLayer(FeedForwardLayer):
             trace=trace or self.needs_attention,
         )
         hidden = hidden + F.dropout(mixed, self.dropout, self.training)
-        hidden, carry = self.mix(hidden, context, seen, past)
-        return hidden, new, carry, seen if trace else None
+        hidden, handed = self.mix(hidden, context, seen, past)
+        return hidden, new, handed, seen if trace else None
 
 
 class Decoder(LanguageModel[DecoderConfig]):

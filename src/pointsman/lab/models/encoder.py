@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.lab.models.attention import Attention, Bias
-from pointsman.lab.models.blocks import FeedForwardLayer, LayerContext, Norm
+from pointsman.lab.models.blocks import FeedForwardLayer, Handed, LayerContext, Norm
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.stack import Stack, Sublayer
 from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.linear import linear
-from pointsman.routing import AttentionTrace, RouterState, check_padding_mask
+from pointsman.routing import AttentionTrace, check_padding_mask
 
 BUCKETS, FARTHEST = 32, 128  # of T5's relative positions (torchscale: --rel-pos-buckets 32 --max-rel-pos 128)
 
@@ -89,8 +89,8 @@ class EncoderLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: None, context: EncoderContext, past: None, trace: bool
-    ) -> tuple[Tensor, None, RouterState | None, AttentionTrace | None]:
-        """[B, T, dim] -> [B, T, dim], nothing to remember, the router's carry, and the attention's trace."""
+    ) -> tuple[Tensor, None, Handed | None, AttentionTrace | None]:
+        """[B, T, dim] -> [B, T, dim], nothing to remember, what the router hands on, and the attention's trace."""
         normed = self.attention_norm(hidden) if self.pre_norm else hidden
         mixed, _, seen = self.attention(
             normed, key_mask=context.key_mask, bias=context.bias, trace=trace or self.needs_attention
@@ -98,8 +98,8 @@ class EncoderLayer(FeedForwardLayer):
         hidden = hidden + F.dropout(mixed, self.dropout, self.training)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
-        hidden, carry = self.mix(hidden, context, seen, None)
-        return hidden, None, carry, seen if trace else None
+        hidden, handed = self.mix(hidden, context, seen, None)
+        return hidden, None, handed, seen if trace else None
 
 
 class Encoder(Stack[EncoderConfig]):

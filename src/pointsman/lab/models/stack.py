@@ -6,13 +6,14 @@ Shapes: B sequences, T tokens, M remembered positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.lab.models.blocks import FeedForward, FeedForwardLayer, LayerContext
+from pointsman.lab.models.blocks import FeedForward, FeedForwardLayer, Handed, LayerContext
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import seeded
 from pointsman.lab.models.memory import Memory, newest
@@ -30,7 +31,7 @@ class Stack(nn.Module, Generic[Config]):
     """Base class of models.
 
     Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember [B, T, width]
-    or None, what the router carries on, the attention's trace if `trace` asks for it).
+    or None, what the router hands on (`Handed`), the attention's trace if `trace` asks for it).
     """
 
     def __init__(self, config: Config) -> None:
@@ -154,9 +155,12 @@ class Stack(nn.Module, Generic[Config]):
         kept: list[Tensor] = []
         carries: dict[str, RouterState] = {}
 
-        def keep(name: str, carry: RouterState | None) -> None:
+        def keep(name: str, handed: Handed | None) -> LayerContext:
+            """Remembers what is carried on to later tokens; returns the context for the layers above."""
+            carry = None if handed is None else handed.carry
             if memory is not None and carry is not None:
                 carries[name] = {key: newest(value.detach(), memory_length) for key, value in carry.items()}
+            return context if handed is None or handed.above is None else replace(context, below=handed.above)
 
         def past(name: str) -> RouterState | None:
             return memory.carries.get(name) if memory is not None and memory.length else None
@@ -168,15 +172,15 @@ class Stack(nn.Module, Generic[Config]):
             trace = inserted is not None and inserted.needs_attention
             arguments = (hidden, before, context, past(name), trace)
             if self.config.checkpoint_activations and self.training and torch.is_grad_enabled():
-                hidden, new, carry, seen = checkpoint(layer, *arguments, use_reentrant=False)
+                hidden, new, handed, seen = checkpoint(layer, *arguments, use_reentrant=False)
             else:
-                hidden, new, carry, seen = layer(*arguments)
+                hidden, new, handed, seen = layer(*arguments)
             if before is not None:
                 kept.append(newest(torch.cat([before, new.detach()], 1), memory_length))
-            keep(name, carry)
+            context = keep(name, handed)
             if inserted is not None:
-                hidden, carry = inserted.mix(hidden, context, seen, past("inserted"))
-                keep("inserted", carry)
+                hidden, handed = inserted.mix(hidden, context, seen, past("inserted"))
+                context = keep("inserted", handed)
         if memory is None:
             return hidden, None
         mask = context.key_mask

@@ -30,7 +30,7 @@ from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman.lab.training.run import load_run
 from pointsman.ops.kernels import using
-from pointsman.routers.registry import is_baseline
+from pointsman.routers.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
 
 Note = Callable[[str], None]
@@ -100,7 +100,7 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
     wanted = available(method)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
-        if run is None or is_baseline(router):
+        if run is None or has_one_k(router):
             continue
         if run.is_audit:
             continue  # it has its own, or none

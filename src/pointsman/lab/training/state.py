@@ -64,7 +64,8 @@ class TrainingState:
         undecayed = not_matrices(self.model) if config.decay_on == "matrices" else ()
         self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), undecayed)
         self.schedule = config.top_k_schedule
-        self.sparse = any(True for _ in named_routers(self.model))
+        fixed = [router.fixed_k for _, router in named_routers(self.model)]
+        self.sparse = bool(fixed) and not any(fixed)  # whether k can be set
         self.memories: list[Memory | None] = [None] * config.accumulation
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))

@@ -18,7 +18,7 @@ from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.evaluation import evaluation_record, is_current
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective
-from pointsman.routers.registry import is_baseline
+from pointsman.routers.registry import has_one_k
 
 
 class Batches(Protocol):
@@ -150,4 +150,4 @@ class Task(ABC):
 
 def evaluated_k(config: RunConfig) -> set[int]:
     """The values of k that an evaluation by these settings has: a baseline's is its number of experts."""
-    return {config.model.num_experts} if is_baseline(config.model.router) else set(config.eval_top_k)
+    return {config.model.num_experts} if has_one_k(config.model.router) else set(config.eval_top_k)
