@@ -13,11 +13,11 @@ import pointsman
 
 LIBRARY = (
     "_errors", "_shapes", "_files", "_values", "_grid", "routing", "auxiliary", "ops", "experts", "routers", "layer",
-    "control", "diagnostics", "hf", "testing",
+    "control", "parallel", "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
     "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",
-    "benchmark", "diagnosis",
+    "benchmark", "planning", "diagnosis",
 )  # fmt: skip
 ROOF = ("cli", "__main__")
 """From the ground up."""

@@ -22,6 +22,7 @@ COMMANDS = {
     "audit": "routing statistics and loss at every k of a Hugging Face MoE",
     "report": "write the page, the figures and the papers' tables of runs",
     "routers": "list and explain the routers; show their cost",
+    "plan": "estimate what training on several GPUs will take",
     "bench": "measure the MoE layer against the dense limit and other libraries",
     "export": "write a run's weights for use elsewhere",
 }

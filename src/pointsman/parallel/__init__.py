@@ -1,0 +1,1 @@
+"""Many processes: how ranks share a model."""
