@@ -6,11 +6,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test check bench results docs wheel clean
+.PHONY: help quickstart test test-slow check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
-	@echo "make test         run the tests"
+	@echo "make test         run the tests, but for the slow ones"
+	@echo "make test-slow    run the slow ones"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
 	@echo "make results      make tables, pages and claims of docs/results from their records"
@@ -30,7 +31,10 @@ quickstart: $(RUN)
 	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --steps 1000 --out runs/quickstart
 
 test: $(DEV)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
+
+test-slow: $(DEV)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

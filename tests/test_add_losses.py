@@ -103,6 +103,7 @@ def test_without_gradients_and_in_evaluation_the_loss_is_as_it_was() -> None:
     assert pointsman.add_losses(loss, model) is loss
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     model = Model()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

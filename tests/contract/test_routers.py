@@ -48,11 +48,21 @@ SPECS = [
 ]
 
 
+PAPERS = ("smoe", "smoe-dropout", "hyperrouter", "xmoe")
+"""Routers whose mixtures are always run; those of all others are marked slow."""
+
+
+def spec_param(spec: str) -> object:
+    """The spec as a parameter; slow if it is a mixer on another router than those of the papers."""
+    router, mixer, _ = spec.partition("+")
+    return pytest.param(spec, marks=[pytest.mark.slow] if mixer and router not in PAPERS else [])
+
+
 def case(spec: str) -> Case:
     return Case(spec, dim=24, num_experts=6)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", map(spec_param, SPECS))
 @pytest.mark.parametrize(
     "check",
     [pytest.param(check, marks=[pytest.mark.slow] if check is checks.compiles else []) for check in CHECKS],

@@ -97,6 +97,7 @@ def test_shards_equal_one_pass_and_padding_counts_nothing(model):
     assert same(whole.result(), shards.result(), 1e-6)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens(model):
     diagnostics = Diagnostics()
     fluctuation = Fluctuation()

@@ -75,6 +75,7 @@ def test_the_figures_are_those_of_the_evaluation(runs):
         assert found[name]["load"]["share"] == pytest.approx(of["load"])
 
 
+@pytest.mark.slow
 def test_between_checkpoints_and_seeds(runs):
     path, other = run_path(runs, "smoe", 0), run_path(runs, "smoe", 1)
     early = path / "checkpoints" / "step-3"
@@ -88,6 +89,7 @@ def test_between_checkpoints_and_seeds(runs):
     assert diagnose_path(early, settings=SHORT)["history"] == []
 
 
+@pytest.mark.slow
 def test_a_comparison(runs):
     found = diagnose_path(runs, settings=SHORT)
     assert set(found["routers"]) == {"smoe", "hyperrouter+similarity"}

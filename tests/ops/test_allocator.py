@@ -40,6 +40,7 @@ def glibc() -> None:
         pytest.skip("not a recent glibc with its own settings")
 
 
+@pytest.mark.slow
 def test_blocks_are_used_again_without_a_fault() -> None:
     fresh, kept = faults("leave")[1], faults("keep")[1]
     assert fresh > 1000  # huge pages could lessen it, not to this

@@ -107,6 +107,7 @@ def test_gradients_through_single_heads_are_those_through_the_whole(with_output)
         torch.testing.assert_close(mine, reference_gradient, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_gradcheck(monkeypatch):
     monkeypatch.setattr(ops, "ROWS", 2)
     inputs = draw(heads=2, batch=2, length=9, memory=2, width=3)
@@ -125,6 +126,7 @@ def test_inputs_of_any_strides():
         torch.testing.assert_close(mine, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("kernels", [Kernels(gemm="blas"), Kernels(gemm="onednn")], ids=["blas", "onednn"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])

@@ -464,6 +464,7 @@ def test_a_model_with_adaptive_softmax_trains_all_of_it():
     torch.testing.assert_close(output.loss, F.cross_entropy(logits.flatten(0, 1), tokens[0, 1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
 def test_compiles_to_one_graph() -> None:
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from pointsman.lab.report import figures
 HEADS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
+@pytest.mark.slow
 def test_every_format(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe", "dense"), (0, 1), unfinished=[("dense", 1)], layers=1)
     written = figures(path, ("png", "svg", "pdf"))
@@ -25,6 +26,7 @@ def test_every_format(tmp_path: Path) -> None:
         assert file.read_bytes().startswith(HEADS[file.suffix[1:]])
 
 
+@pytest.mark.slow
 def test_same_data_same_bytes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", layers=1)
     first = [file.read_bytes() for file in figures(run, ("svg", "pdf"), tmp_path / "one")]

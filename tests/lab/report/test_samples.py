@@ -93,6 +93,7 @@ def test_cutting_keeps_the_first_tokens(experts: int) -> None:
             assert np.array_equal(whole[:13], part)
 
 
+@pytest.mark.slow
 def test_page_stays_small_with_many_routers(tmp_path: Path) -> None:
     routers = ["smoe", "hyperrouter", *(f"smoe:noise=0.{n}" for n in range(1, 8))]
     path = write_comparison(tmp_path / "c", routers, (0,), top_k=(1, 2, 4, 8, 16), experts=16, explorer=True)

@@ -108,6 +108,7 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     assert "for a comparison allowed are word and char" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fine_tunings_of_a_comparison_under_attack(
     comparison: Path, finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,6 +196,7 @@ def test_the_state_travels_with_the_checkpoint() -> None:
     assert one.mix.head_entropy.dtype == one.mix.sigma.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_long_sequences_are_sampled() -> None:
     torch.manual_seed(0)
     router = build_router("attention", dim=DIM, num_experts=EXPERTS).double()
