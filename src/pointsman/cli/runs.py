@@ -21,10 +21,10 @@ def add_run_flags(flags: Parser) -> None:
         "--data",
         metavar="NAME|PATH",
         help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
-        "multilingual:PATH (default: the preset's)",
+        "multilingual:PATH, for images cifar10-10k (default: the preset's)",
     )
     flags.add_argument(
-        "--preset", metavar="NAME", help="shape and settings: tiny (default), tiny-mlm, small, medium, large, …"
+        "--preset", metavar="NAME", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …"
     )
     flags.add_argument(
         "--steps", type=whole(1), metavar="N", help="optimizer steps (default: the preset's; tiny: 1600)"

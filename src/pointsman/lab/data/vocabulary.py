@@ -32,7 +32,7 @@ IdArray = NDArray[np.integer[Any]]
 
 
 class Symbols(Protocol):
-    """What token ids stand for: a `Vocabulary`, or `multilingual.pieces.Pieces`."""
+    """What ids stand for: a `Vocabulary`, `multilingual.pieces.Pieces`, or (labels) `images.classes.ClassNames`."""
 
     @property
     def size(self) -> int: ...
@@ -44,10 +44,10 @@ class Symbols(Protocol):
 
 
 def read_vocabulary(text: str) -> Any:
-    """The `Vocabulary` or `Pieces` that `to_json` wrote.
+    """The `Vocabulary`, `Pieces` or `ClassNames` that `to_json` wrote.
 
     Raises:
-        RunError: the text is neither.
+        RunError: the text is none of them.
     """
     try:
         level = json.loads(text)["level"]
@@ -57,6 +57,10 @@ def read_vocabulary(text: str) -> Any:
         from pointsman.lab.data.multilingual.pieces import Pieces
 
         return Pieces.from_json(text)
+    if level == "class":
+        from pointsman.lab.data.images.classes import ClassNames
+
+        return ClassNames.from_json(text)
     return Vocabulary.from_json(text)
 
 

@@ -35,6 +35,8 @@ class Classification(Task):
         weights: of the pre-trained model; None = fresh ones.
     """
 
+    vocabulary: Vocabulary
+
     def __init__(
         self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
     ) -> None:

@@ -6,6 +6,7 @@ from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.families import FAMILIES, MODEL_PRESETS, build_model, preset_config
 from pointsman.lab.models.memory import Memory, Output
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.vit import VisionTransformer, VisionTransformerConfig
 
 __all__ = [
     "FAMILIES",
@@ -19,6 +20,8 @@ __all__ = [
     "Output",
     "TransformerXL",
     "TransformerXLConfig",
+    "VisionTransformer",
+    "VisionTransformerConfig",
     "build_model",
     "preset_config",
 ]

@@ -35,6 +35,7 @@ class ModelConfig:
             with moe_layers="after:6" X-MoE's sparse layer.
         shared_experts, shared_gate: as of `MoE`; a baseline is as much wider.
         dropout: on embeddings, positions, sublayers, experts' hidden units and the last hidden states.
+        expert_dropout: on experts' hidden units; None = `dropout`.
         attention_dropout: on attention probabilities.
         seed: of the initial weights.
         init_std: standard deviation of the initial weights outside routers; norms' weights are 1 plus such numbers.
@@ -43,6 +44,7 @@ class ModelConfig:
 
     family: ClassVar[str]
     causal: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
 
     num_layers: int = 4
     dim: int = 256
@@ -60,6 +62,7 @@ class ModelConfig:
     shared_experts: int = 0
     shared_gate: bool = False
     dropout: float = 0.1
+    expert_dropout: float | None = None
     attention_dropout: float = 0.0
     seed: int = 0
     init_std: float = 0.02
@@ -76,8 +79,8 @@ class ModelConfig:
             raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
         if not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std={self.init_std!r}: allowed are numbers above 0")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+        for name in ("dropout", "expert_dropout", "attention_dropout"):
+            if not 0 <= (getattr(self, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers from 0 up to, not including, 1")
         for name, allowed in (("activation", ACTIVATIONS), ("experts", EXPERTS)):
             if getattr(self, name) not in allowed:

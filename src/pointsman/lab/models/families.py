@@ -12,6 +12,7 @@ from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
 from pointsman.lab.models.decoder import Decoder, DecoderConfig
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.vit import VisionTransformer, VisionTransformerConfig
 
 OLDEST = "transformer-xl"
 """The family of runs whose config.json names none."""
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "transformer-xl": Family(TransformerXLConfig, TransformerXL, "a language model with memory"),
         "decoder": Family(DecoderConfig, Decoder, "a language model of today, with a cache of keys and values"),
         "encoder": Family(EncoderConfig, Encoder, "a bidirectional encoder with a masked-language-model head"),
+        "vit": Family(VisionTransformerConfig, VisionTransformer, "a vision transformer, which classifies images"),
     }
 )
 
@@ -56,6 +58,9 @@ def build_model(config: ModelConfig) -> Any:
     """The model that these settings describe, with its initial weights."""
     return family(config.family).build(config)
 
+
+_VMOE = {"family": "vit", "loss": "sigmoid", "representation": 512, "expert_dropout": 0.2, "equal_experts": True}
+_EVERY_2 = {"num_experts": 32, "moe_layers": "every:2:1"}
 
 MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
@@ -84,17 +89,38 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mutual-glam": {
         "num_layers": 6, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352, "moe_layers": "every:2",
     },
+    "tiny-vit": {
+        "family": "vit", "image_size": 32, "patch": 4, "num_classes": 10, "num_layers": 4, "dim": 128, "num_heads": 4,
+        "head_dim": 32, "hidden_dim": 256, "expert_hidden_dim": 128, "pooling": "mean", "init_std": 0.06,
+    },
+    "vmoe-s32-last2": {**_VMOE},
+    "vmoe-s32-every2": {**_VMOE, **_EVERY_2},
+    "vmoe-b16-every2": {
+        **_VMOE, **_EVERY_2, "patch": 16, "num_layers": 12, "dim": 768, "num_heads": 12, "hidden_dim": 3072,
+        "representation": 768,
+    },
+    "vmoe-l16-every2": {
+        **_VMOE, **_EVERY_2, "patch": 16, "num_layers": 24, "dim": 1024, "num_heads": 16, "hidden_dim": 4096,
+        "representation": 1024,
+    },
+    "vmoe-h14-every2": {
+        **_VMOE, **_EVERY_2, "patch": 14, "num_layers": 32, "dim": 1280, "num_heads": 16, "head_dim": 80,
+        "hidden_dim": 5120, "representation": 1280,
+    },
 }  # fmt: skip
 """Shapes by name, with "family" where it is not the Transformer-XL.
 
 `tiny-mlm` is `xmoe-base` for two CPU cores; `xmoe-base` has the sizes that X-MoE gives (4.1), `xmoe-torchscale` those
 of its released recipe (without deepnorm). `tiny-decoder` has experts of about as many weights as `tiny`. `small`,
-`medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's.
+`medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's, `vmoe-SIZE-LAYOUT` V-MoE's
+(image size and classes become those of the data).
 """
 
 
 def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:
     """The settings of a preset, with changes by field name: a `ModelConfig` of the preset's family.
+
+    `vocab_size` is for families that read tokens.
 
     Raises:
         ValueError: an unknown preset or field, with the nearest name.
@@ -104,7 +130,9 @@ def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:
     values = dict(MODEL_PRESETS[preset])
     config = family(values.pop("family", OLDEST)).config
     known = {field.name for field in fields(config)}
+    if config.reads_tokens:
+        values["vocab_size"] = vocab_size
     for name in changes:
         if name not in known:
             raise ValueError(f"unknown model setting {name!r}: {did_you_mean(name, known)}")
-    return config(**{**values, "vocab_size": vocab_size, **changes})
+    return config(**{**values, **changes})

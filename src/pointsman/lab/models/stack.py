@@ -105,7 +105,7 @@ class Stack(nn.Module, Generic[Config]):
             top_k=config.top_k,
             router=router,
             activation=config.activation,
-            dropout=config.dropout,
+            dropout=config.dropout if config.expert_dropout is None else config.expert_dropout,
             experts=config.experts,
             shared_experts=config.shared_experts,
             shared_gate=config.shared_gate,

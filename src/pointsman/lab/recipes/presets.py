@@ -46,6 +46,18 @@ _XMOE = {
     "eval_batch_size": 32, "eval_segment_length": 512, "validate_every": 5000, "checkpoint_every": 12_500,
     "keep_checkpoints": 10, "log_every": 50,
 }  # fmt: skip
+_IMAGES = {"memory_length": 0, "eval_memory_length": 0, "train_top_k": "2", "decay": "decoupled", "clip_norm": 1.0}
+_TINY_VIT = {
+    **_IMAGES, "data": "cifar10-10k", "augment": "crop=4+flip", "steps": 2400, "batch_size": 64,
+    "learning_rate": 1e-3, "warmup_steps": 100, "weight_decay": 0.05, "decay_on": "matrices", "label_smoothing": 0.1,
+    "eval_batch_size": 100, "validate_every": 600, "checkpoint_every": 600,
+}  # fmt: skip
+_VMOE = {
+    **_IMAGES, "data": "imagenet:size=224", "augment": "randaugment=2,10+inception+flip+mixup=0.2", "steps": 46_449,
+    "batch_size": 8192, "learning_rate": 3e-3, "warmup_steps": 10_000, "lr_schedule": "linear",
+    "final_learning_rate": 1e-5, "weight_decay": 0.1, "decay_on": "matrices", "eval_batch_size": 256,
+    "validate_every": 1000, "checkpoint_every": 1000, "log_every": 50,
+}  # fmt: skip
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _TINY,
@@ -64,6 +76,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mutual-glam": {
         "steps": 80_000, **_MUTUAL, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5,
     },
+    "tiny-vit": _TINY_VIT,
+    **dict.fromkeys(("vmoe-s32-last2", "vmoe-s32-every2", "vmoe-b16-every2", "vmoe-l16-every2", "vmoe-h14-every2"),
+                    _VMOE),
 }  # fmt: skip
 """Training settings by preset.
 
@@ -79,6 +94,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 - `mutual-*`: Mutual-Inform's shapes; its text gives epochs (60, GLaM 80), its code base 1,000 steps an epoch, batch,
   lengths and learning rate (CompeteSMoE's WikiText-103 scripts, for `mutual-large` MomentumSMoE's). Deviations:
   our Transformer-XL stands for its span attention, with the attention span as memory length.
+- `tiny-vit`: chosen here for two CPU cores, CIFAR-10 with 10,000 training images.
+- `vmoe-*`: V-MoE's code for ImageNet-1K from scratch with S/32 (300 epochs of 99 % of the training images in batches of
+  8,192); the larger shapes have the same settings, for want of published ones. Ours crops images that are resized once
+  to 224 pixels, not the originals.
 """
 
 
@@ -96,7 +115,7 @@ def preset(
     Args:
         name: one of `PRESETS`.
         router: a router spec, `a|b`, "dense" or "dense-dropout".
-        data: a corpus, as `--data` names it; None: the preset's, or else "stdlib".
+        data: a corpus or images, as `--data` names them; None: the preset's, by default "stdlib".
         steps: instead of the preset's number of steps; validation and checkpoints come more often if it is smaller.
         seed: of weights, dropout and routing noise.
         settings: any others, as `RunConfig.with_overrides` takes them.

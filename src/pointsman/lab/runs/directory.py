@@ -111,7 +111,7 @@ class RunDirectory:
         return read_whole_json(self.path / name)
 
     def vocabulary(self) -> Any:
-        """What the run's token ids stand for: a `Vocabulary`, or `Pieces`."""
+        """What the run's token ids stand for: a `Vocabulary`, `Pieces`, or `ClassNames`."""
         file = self.path / VOCABULARY
         try:
             text = read_text(file)

@@ -20,7 +20,7 @@ import torch
 from pointsman._errors import RunError, Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.models.families import build_model
+from pointsman.lab.models.families import OLDEST, build_model, family
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.compact import restore
 from pointsman.lab.runs.comparison import read_plan, write_plan
@@ -39,6 +39,8 @@ from pointsman.routers.registry import split_specs
 
 SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
 ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
+OF_THE_DATA = ("vocab_size", "num_classes", "image_size")
+OF_A_RUN = ("router", "seed", "top_k")
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
 """Settings that may change between two calls, but not between the rows of a table."""
 
@@ -67,9 +69,7 @@ class Plan:
         """Everything but routers and seeds, as JSON."""
         values = self.base.to_dict()
         values.pop("seed")
-        model = {
-            key: value for key, value in values["model"].items() if key not in ("router", "seed", "vocab_size", "top_k")
-        }
+        model = {key: value for key, value in values["model"].items() if key not in OF_THE_DATA and key not in OF_A_RUN}
         return {**values, "model": model}
 
 
@@ -251,7 +251,9 @@ def _check_models(plan: Plan, task: Task) -> None:
 
 def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Settings that an earlier version wrote, as this one would: what is new since then has its default."""
-    model = {**settings.get("model", {}), "router": "smoe", "vocab_size": ANY_VOCABULARY}
+    model = {**settings.get("model", {}), "router": "smoe"}
+    if family(model.get("family", OLDEST)).config.reads_tokens:
+        model["vocab_size"] = ANY_VOCABULARY
     return Plan(RunConfig.from_dict({**settings, "model": model}, str(file)), (), ()).settings()
 
 

@@ -26,6 +26,8 @@ DERIVED = {
     "model.seed": "set seed",
     "model.top_k": "it is the first k of train_top_k",
     "model.family": "it is the preset's",
+    "model.num_classes": "it is the number of classes of the data",
+    "model.image_size": "it is that of the images: --data NAME:size=N resizes them",
 }
 """Settings that follow from others."""
 
@@ -59,7 +61,8 @@ class RunConfig:
     Attributes:
         model: the model's family, shape and router. Its `vocab_size` is that of the data once the run starts, its
             `seed` the run's, its `top_k` the first k of `train_top_k`.
-        data: a corpus, as `--data` names it.
+        data: a corpus or a set of images, as `--data` names it.
+        augment: what is done to training images (`data.images.augment`): "crop=4+flip".
         steps: optimizer steps.
         seed: of initial weights, dropout and routing noise.
         batch_size: sequences a step; `accumulation` micro-batches share them.
@@ -98,6 +101,7 @@ class RunConfig:
 
     model: ModelConfig
     data: str = "stdlib"
+    augment: str = ""
     steps: int = 1000
     seed: int = 0
     batch_size: int = 22
@@ -206,8 +210,10 @@ class RunConfig:
         return replace(self, model=replace(self.model, **model), **own)
 
     def with_vocabulary(self, size: int) -> RunConfig:
-        """A copy whose model has the vocabulary of the data."""
+        """A copy whose model has the vocabulary of the data, if it reads tokens."""
         model: Any = self.model
+        if not model.reads_tokens:
+            return self
         return replace(self, model=replace(model, vocab_size=size))
 
     def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -20,6 +20,7 @@ class LanguageModelling(Task):
     """Predicts the next token of a corpus."""
 
     fixed_shapes = True
+    vocabulary: Vocabulary
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus

@@ -96,9 +96,13 @@ def consistency(alpha: float, predict: Predict = next_token_logits) -> Objective
         log_p, log_q = (
             torch.log_softmax(upcast(logits), -1).reshape(-1, logits.shape[-1]) for logits in (first, second)
         )
-        targets = targets.reshape(-1)
-        loss_p, loss_q = (F.nll_loss(logs, targets, ignore_index=IGNORE) for logs in (log_p, log_q))
-        real = targets != IGNORE
+        if targets.is_floating_point():  # shares of classes [B, C]
+            loss_p, loss_q = (-(targets * logs).sum(-1).mean() for logs in (log_p, log_q))
+            real = torch.ones_like(targets[:, 0], dtype=torch.bool)
+        else:
+            targets = targets.reshape(-1)
+            loss_p, loss_q = (F.nll_loss(logs, targets, ignore_index=IGNORE) for logs in (log_p, log_q))
+            real = targets != IGNORE
         distance = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1)
         divergence = 0.5 * (distance * real).sum() / real.sum().clamp_min(1)
         return Outcome((loss_p + loss_q + alpha * divergence) / 2, loss_p.detach(), kept)
@@ -114,7 +118,8 @@ def smoothed(predict: Predict, amount: float) -> Loss:
 
     def loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, memory_length: int) -> Outcome:
         logits, kept = predict(model, inputs, memory, memory_length)
-        logits, targets = upcast(logits).reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        logits = upcast(logits).reshape(-1, logits.shape[-1])
+        targets = targets if targets.is_floating_point() else targets.reshape(-1)
         smooth = F.cross_entropy(logits, targets, ignore_index=IGNORE, label_smoothing=amount)
         return Outcome(smooth, F.cross_entropy(logits.detach(), targets, ignore_index=IGNORE), kept)
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pointsman.lab.data import Corpus, open_corpus
+from pointsman._errors import RunError
+from pointsman.lab.data import Corpus, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import evaluate
 from pointsman.lab.models.families import build_model
@@ -35,7 +36,7 @@ class Run:
         config: its settings.
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
-        vocabulary: what token ids stand for: a `Vocabulary`, or `Pieces`.
+        vocabulary: what token ids stand for: a `Vocabulary`, or `Pieces`; what labels stand for: `ClassNames`.
         kernels: those of its training: the same bits inside `with using(run.kernels):`.
         finetuning: the content of finetune.json; empty for a pre-trained run.
     """
@@ -49,7 +50,13 @@ class Run:
     finetuning: Mapping[str, Any] = field(default_factory=dict)
 
     def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
-        """The run's data, or others, in the run's vocabulary."""
+        """The run's data, or others, in the run's vocabulary.
+
+        Raises:
+            RunError: the run is of no language model, or what `open_corpus` raises.
+        """
+        if not isinstance(self.vocabulary, Vocabulary):
+            raise RunError(f"{self.path} learned {self.config.data}: this is for language models")
         return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
 
     def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:

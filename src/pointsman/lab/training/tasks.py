@@ -9,6 +9,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.image_classification import ImageClassification
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
 from pointsman.lab.training.task import Task
@@ -18,6 +19,7 @@ TASKS: Mapping[str, Callable[[RunConfig, DataProgress | None, Any], Task]] = Map
         "transformer-xl": LanguageModelling.open,
         "decoder": LanguageModelling.open,
         "encoder": MaskedLanguageModelling.open,
+        "vit": ImageClassification.open,
     }
 )
 """Family -> what opens the task that its models are pre-trained on."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from pointsman._errors import RunError, did_you_mean
 from pointsman.lab.data.images.layouts import Pixels
 
-NAMES = ("crop", "flip", "cutout", "mixup", "randaugment")
-_STREAM = {name: number for number, name in enumerate((*NAMES, "order"))}
+NAMES = ("crop", "flip", "cutout", "mixup", "randaugment", "inception")
+_STREAM = {name: number for number, name in enumerate((*NAMES[:5], "order", *NAMES[5:]))}
 _RAND_AUGMENT_LEVELS = 10.0
 
 
@@ -35,7 +35,7 @@ def uniforms(seed: int, stream: str, step: int, rows: int, width: int) -> NDArra
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images, in this order: randaugment, crop, flip, cutout, mixup.
+    """What is done to training images, in this order: randaugment, inception, crop, flip, cutout, mixup.
 
     Attributes:
         crop: pixels of reflected margin of which a window of the old size is cut; 0: none.
@@ -43,6 +43,8 @@ class Augmentation:
         cutout: side of the grey square that is put on each image; 0: none.
         mixup: alpha of the Dirichlet distribution; 0: none. One share a step: lambda x_i + (1 - lambda) x_(i+1), the
             larger share first (Zhang et al. 2018, as V-MoE's code draws it).
+        inception: whether a random window of each image, of 5 to 100 % of its area and with sides 3 : 4 to 4 : 3, is
+            resized to the whole (Szegedy et al. 2015).
         randaugment: (operations an image, magnitude from 0 to 10) (Cubuk et al. 2020); None: none.
     """
 
@@ -51,6 +53,7 @@ class Augmentation:
     cutout: int = 0
     mixup: float = 0.0
     randaugment: tuple[int, float] | None = None
+    inception: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Augmentation:
@@ -76,6 +79,9 @@ class Augmentation:
             number, magnitude = self.randaugment
             draws = uniforms(seed, "randaugment", step, rows, 3 * number)
             images = np.stack([rand_augment(image, row, magnitude) for image, row in zip(images, draws, strict=True)])
+        if self.inception:
+            draws = uniforms(seed, "inception", step, rows, 4)
+            images = np.stack([inception_crop(image, row) for image, row in zip(images, draws, strict=True)])
         if self.crop:
             images = crop(images, self.crop, uniforms(seed, "crop", step, rows, 2))
         if self.flip:
@@ -94,9 +100,9 @@ class Augmentation:
 
 
 def _number(text: str, name: str, value: str) -> object:
-    if name == "flip":
+    if name in ("flip", "inception"):
         if value:
-            raise RunError(f"augment {text!r}: flip takes no number")
+            raise RunError(f"augment {text!r}: {name} takes no number")
         return True
     if name == "randaugment":
         found = re.fullmatch(r"(\d{1,2}),(\d{1,2}(?:\.\d+)?)", value)
@@ -129,6 +135,18 @@ def crop(images: Pixels, margin: int, draws: NDArray[np.float64]) -> Pixels:
     rows = np.arange(len(images))[:, None, None]
     cut: Pixels = padded[rows, (offset[:, :1] + window)[:, :, None], (offset[:, 1:] + window)[:, None, :]]
     return cut
+
+
+def inception_crop(image: Pixels, draws: NDArray[np.float64]) -> Pixels:
+    """A window of the image, resized to the whole (bilinear); `draws` [4] give its area, sides and place."""
+    from PIL import Image
+
+    side = len(image)
+    area, ratio = 0.05 + 0.95 * draws[0], np.exp((2 * draws[1] - 1) * np.log(4 / 3))
+    wide, high = (min(side, side * float(np.sqrt(area * factor))) for factor in (ratio, 1 / ratio))
+    left, top = draws[2] * (side - wide), draws[3] * (side - high)
+    box = (left, top, left + wide, top + high)
+    return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BILINEAR, box=box))
 
 
 def cutout(pixels: Tensor, size: int, draws: NDArray[np.float64]) -> Tensor:

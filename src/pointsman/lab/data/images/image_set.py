@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,22 @@ class ImageSet:
         if name not in self._parts:
             raise RunError(f"{self.name} has no {name} part; it has: {', '.join(self._parts)}")
         return self._parts[name]
+
+    def relabelled(self, classes: Sequence[str]) -> ImageSet:
+        """The same images with labels that are places in `classes`.
+
+        Raises:
+            RunError: a class that is none of these.
+        """
+        if tuple(classes) == self.classes:
+            return self
+        number = {name: label for label, name in enumerate(classes)}
+        for name in self.classes:
+            if name not in number:
+                raise RunError(f"{self.name}: the class {name!r} is none of the {len(number)} that the model learned")
+        label = np.array([number[name] for name in self.classes], dtype=np.int64)
+        parts = {split: ImagePart(part.images, label[part.labels]) for split, part in self._parts.items()}
+        return replace(self, classes=tuple(classes), _parts=parts)
 
 
 def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | None = None) -> ImageSet:

@@ -1,0 +1,131 @@
+"""Accuracy of an image classifier at any k, and what its routers did meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
+from pointsman.lab.data.images.image_set import ImagePart
+from pointsman.lab.data.images.stream import evaluation_batches
+from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.models.vit import VisionTransformer
+from pointsman.lab.progress import Progress, Stop, check_stop
+
+TOP_5_FROM = 50  # classes from which top-5 accuracy is reported
+
+
+def image_nats(logits: Tensor, labels: Tensor, loss: str) -> Tensor:
+    """Nats of each image: logits [B, C], labels [B, C] as probabilities -> [B].
+
+    Args:
+        loss: "softmax", the cross-entropy, or "sigmoid", the sum of C binary cross-entropies.
+    """
+    if loss == "sigmoid":
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(-1)
+    return -(labels * logits.log_softmax(-1)).sum(-1)
+
+
+@torch.no_grad()
+def evaluate_images(
+    model: VisionTransformer,
+    part: ImagePart,
+    *,
+    split: str,
+    top_k: Sequence[int],
+    batch_size: int,
+    budget: int | None = None,
+    seed: int = 0,
+    routing: bool = True,
+    precision: AbstractContextManager[Any] | None = None,
+    progress: Progress | None = None,
+    phase: str = "evaluate",
+    stop: Stop | None = None,
+) -> list[dict[str, Any]]:
+    """Classifies every image at every k of `top_k`.
+
+    Args:
+        part: the images.
+        split: name of the part, for the record.
+        top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
+        batch_size: images side by side.
+        budget: how many images at most, evenly spaced; None: all.
+        seed: of routers that draw at random in evaluation.
+        routing: whether entropies and loads are gathered.
+        precision: an autocast context.
+        progress: a display, in batches over all k values.
+        stop: asks the evaluation to stop.
+
+    Returns:
+        For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
+        "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class (None
+        without images), `nats` the mean of `image_nats`, `routers` as of `language_model.evaluate`. With at least 50
+        classes also "top5".
+
+    Raises:
+        RunError: a k outside 1 … N.
+        Stopped: `stop` was set; nothing is saved.
+    """
+    values = eval_top_k(model, top_k)
+    images = len(part) if budget is None else min(budget, len(part))
+    batches = -(-images // batch_size)
+    if progress:
+        progress.phase(phase, batches * len(values))
+    results = []
+    with evaluating(model, seed):
+        for index, k in enumerate(values):
+            summary = RoutingSummary(model) if routing else None
+            scores = _Scores(model.config.num_classes, model.config.loss)
+            with set_top_k(model, k) if k else nullcontext():
+                for number, (inputs, labels) in enumerate(_batches(model, part, batch_size, budget), 1):
+                    check_stop(stop)
+                    with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
+                        logits = model(inputs)
+                    scores.update(logits.cpu(), labels)
+                    if progress:
+                        progress.advance(index * batches + number, {})
+            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts, **scores.result()}
+            result["tokens"] = result["images"] * model.config.tokens
+            results.append(result | ({"routers": summary.result()} if summary else {}))
+    return results
+
+
+def _batches(
+    model: VisionTransformer, part: ImagePart, batch_size: int, budget: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    device = next(model.parameters()).device
+    return ((images.to(device), labels) for images, labels in evaluation_batches(part, batch_size, budget))
+
+
+class _Scores:
+    """Sums over the images of an evaluation."""
+
+    def __init__(self, classes: int, loss: str) -> None:
+        self.loss, self.nats, self.among_five = loss, 0.0, 0
+        self.right = torch.zeros(classes, dtype=torch.int64)
+        self.count = torch.zeros(classes, dtype=torch.int64)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """logits [B, C], labels [B] int64."""
+        logits, classes = logits.double(), len(self.count)
+        self.nats += float(image_nats(logits, F.one_hot(labels, classes).double(), self.loss).sum())
+        found = logits.argmax(-1) == labels
+        self.right += torch.bincount(labels[found], minlength=classes)
+        self.count += torch.bincount(labels, minlength=classes)
+        if classes >= TOP_5_FROM:
+            self.among_five += int((logits.topk(5).indices == labels[:, None]).sum())
+
+    def result(self) -> dict[str, Any]:
+        images = int(self.count.sum())
+        shares = [int(r) / int(c) if c else None for r, c in zip(self.right, self.count, strict=True)]
+        result = {"nats": self.nats / images, "metric": "accuracy", "value": int(self.right.sum()) / images}
+        if len(self.count) >= TOP_5_FROM:
+            result["top5"] = self.among_five / images
+        return {**result, "images": images, "per_class": shares}
