@@ -38,8 +38,8 @@ def unfused(products: type) -> None:
     """A rectified product in two calls."""
     whole: Callable[..., torch.Tensor] = products.linear  # type: ignore[attr-defined]
 
-    def linear(self: Any, rows: Any, weight: Any, bias: Any = None, relu: bool = False) -> torch.Tensor:
-        output = whole(self, rows, weight, bias)
+    def linear(self: Any, rows: Any, weight: Any, bias: Any = None, relu: bool = False, out: Any = None) -> Any:
+        output = whole(self, rows, weight, bias, out=out)
         return output.relu_() if relu else output
 
     put(linear, (products, "linear"))

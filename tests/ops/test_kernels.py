@@ -177,11 +177,11 @@ def test_products(backend: str, dtype: torch.dtype, rows: int, small: int, monke
     check(products.linear(x, weight, bias), linear + exact[2])
     check(products.linear(x, weight, bias, relu=True), (linear + exact[2]).relu())
     output = torch.empty(rows, 56, dtype=dtype)
-    products.linear_into(output, x, weight, bias)
+    assert products.linear(x, weight, bias, out=output) is output
     check(output, linear + exact[2])
     check(products.product(other, weight), exact[3] @ exact[1])
     back = torch.empty(rows, 40, dtype=dtype)
-    products.product_into(back, other, weight)
+    products.product(other, weight, out=back)
     check(back, exact[3] @ exact[1])
     check(products.accumulate(other.clone(), x, weight), exact[3] + linear)
     check(products.accumulate(x.clone(), other, weight.t()), exact[0] + exact[3] @ exact[1])

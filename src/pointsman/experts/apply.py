@@ -40,20 +40,12 @@ def apply_experts(
     if not autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
         return _apply(hidden, routing, parameters, activation, dropout)
     dtype = torch.get_autocast_dtype(kind)
-    hidden = hidden.to(dtype)
-    cast = (None if tensor is None else tensor.to(dtype) for tensor in parameters)
-    parameters = ExpertParameters(*cast)  # type: ignore[arg-type]
+    parameters = parameters.map(lambda tensor: tensor.to(dtype))
     with torch.autocast(kind, enabled=False):
-        return _apply(hidden, routing, parameters, activation, dropout)
+        return _apply(hidden.to(dtype), routing, parameters, activation, dropout)
 
 
-def _apply(
-    hidden: Tensor,
-    routing: Routing,
-    parameters: ExpertParameters,
-    activation: str,
-    dropout: float,
-) -> Tensor:
+def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str, dropout: float) -> Tensor:
     pairs = routing.flat
     if pairs is None:
         weight, token, expert = routing.weights, None, routing.experts
@@ -68,8 +60,7 @@ def _apply(
     if path == "plain":
         generator = None if seed is None else torch.Generator(hidden.device).manual_seed(int(seed))
         return reference.apply_experts(hidden, routing, parameters, activation, dropout, generator)
-    parameters = ExpertParameters(*map(_each_contiguous, parameters))  # type: ignore[arg-type]
-    hidden = hidden.contiguous()
+    parameters, hidden = parameters.map(_each_contiguous), hidden.contiguous()
     if torch.compiler.is_compiling() or hidden.is_meta:  # shapes alone, which the operator knows
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
         return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, active_code())
@@ -95,8 +86,6 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
 _DTYPES = {"cpu": function.DTYPES, "meta": function.DTYPES, "cuda": grouped_mm.DTYPES}
 
 
-def _each_contiguous(tensor: Tensor | None) -> Tensor | None:
+def _each_contiguous(tensor: Tensor) -> Tensor:
     """The weights with every single expert's contiguous: halves of a fused [E, 2 * hidden, dim] stay views."""
-    if tensor is None or tensor.is_contiguous() or tensor[0].is_contiguous():
-        return tensor
-    return tensor.contiguous()
+    return tensor if tensor.is_contiguous() or tensor[0].is_contiguous() else tensor.contiguous()

@@ -56,15 +56,9 @@ def layout(expert: Tensor, token: Tensor, token_offsets: Tensor, num_experts: in
     row = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     experts = torch.arange(num_experts, device=keys.device)
     ends = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
-    return Layout(
-        token.index_select(0, order),
-        sorted_keys.clamp_max(num_experts - 1),
-        (sorted_keys == num_experts)[:, None],
-        order,
-        row,
-        token_offsets,
-        ends,
-    )
+    dropped = (sorted_keys == num_experts)[:, None]
+    of_rows = token.index_select(0, order), sorted_keys.clamp_max(num_experts - 1), dropped
+    return Layout(*of_rows, order, row, token_offsets, ends)
 
 
 def apply(
@@ -111,9 +105,9 @@ def _padded(parameters: ExpertParameters) -> ExpertParameters:
     if not more_hidden and not more:
         return parameters
     inward, outward = (0, more, 0, more_hidden), (0, more_hidden, 0, more)
-    pads = ExpertParameters(inward, outward, (0, more_hidden), (0, more), inward, (0, more_hidden))  # type: ignore[arg-type]
-    filled = (None if tensor is None else F.pad(tensor, pad) for tensor, pad in zip(parameters, pads, strict=True))  # type: ignore[arg-type]
-    return ExpertParameters(*filled)  # type: ignore[arg-type]
+    pads = [inward, outward, (0, more_hidden), (0, more), inward, (0, more_hidden)]
+    each = zip(parameters, pads, strict=True)
+    return ExpertParameters(*(None if tensor is None else F.pad(tensor, pad) for tensor, pad in each))  # type: ignore[arg-type]
 
 
 class _Experts(torch.autograd.Function):
@@ -176,17 +170,11 @@ class _Experts(torch.autograd.Function):
                 assert p.w_gate is not None
                 rows = rows + grouped_mm(through_gate, p.w_gate, where.ends)
             hidden_gradient = where.combine(rows, weight)
-        pairs = (
-            (through_up, inputs),
-            (outer, units),
-            (through_up, factors),
-            (outer, None),
-            (through_gate, inputs),
-            (through_gate, factors),
-        )
+        lefts = (through_up, outer, through_up, outer, through_gate, through_gate)
+        rights = (inputs, units, factors, None, inputs, factors)
         gradients = [
             _outer_products(left, right, where.ends) if needed and left is not None else None
-            for (left, right), needed in zip(pairs, wanted, strict=True)
+            for left, right, needed in zip(lefts, rights, wanted, strict=True)
         ]
         return hidden_gradient, weight_gradient, None, None, None, *gradients
 

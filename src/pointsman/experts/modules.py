@@ -69,16 +69,10 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Every expert as nn.Linear starts: U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
-        for tensor, fan_in in (
-            (self.w_in, self.dim),
-            (self.b_in, self.dim),
-            (self.w_gate, self.dim),
-            (self.b_gate, self.dim),
-            (self.w_out, self.hidden_dim),
-            (self.b_out, self.hidden_dim),
-        ):
-            if tensor is not None:
-                nn.init.uniform_(tensor, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        for name in ("w_in", "b_in", "w_gate", "b_gate", "w_out", "b_out"):
+            if (tensor := getattr(self, name)) is not None:
+                bound = 1 / math.sqrt(self.hidden_dim if name.endswith("out") else self.dim)
+                nn.init.uniform_(tensor, -bound, bound)
 
     @property
     def expert_parameters(self) -> ExpertParameters:

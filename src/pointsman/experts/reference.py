@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ class ExpertParameters(NamedTuple):
     b_out: Tensor | None = None
     w_gate: Tensor | None = None
     b_gate: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ExpertParameters:
+        """`function` of each tensor; None stays."""
+        return ExpertParameters(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
 
 
 def experts(parameters: ExpertParameters) -> list[ExpertParameters]:

@@ -65,15 +65,9 @@ def traced_attention(
     """
     gemm = active_gemm(query.dtype) if query.device.type == "cpu" else None
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    output, *each = _RelativeAttention.apply(
-        query,
-        key_value.to(query.dtype),
-        positions.to(query.dtype),
-        content_bias.to(query.dtype),
-        position_bias.to(query.dtype),
-        _Settings(scale, dropout, seed, gemm, trace),
-        key_mask,
-    )  # type: ignore[no-untyped-call]
+    others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
+    settings = _Settings(scale, dropout, seed, gemm, trace)
+    output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
 
@@ -102,39 +96,25 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
     blocks add to them."""
     heads, batch, length, width = query.shape
     rows = min(length, ROWS)
-    items = (GPU_ELEMENTS if query.is_cuda else CPU_ELEMENTS) // (rows * keys)
+    items = max(1, (GPU_ELEMENTS if query.is_cuda else CPU_ELEMENTS) // (rows * keys))
     if not query.is_cuda and rows * keys * width >= SINGLE:
         items = 1
-    items = max(1, items)
     head_step, batch_step = max(1, min(heads, items // batch)), min(batch, items)
     if not query.is_cuda and batch_step * rows * keys * width >= SINGLE:  # so is the product of a head's positions
         head_step = 1
     number = 0
     for stop in range(length, 0, -rows):
-        start = max(0, stop - rows)
         for head in range(0, heads, head_step):
             for first in range(0, batch, batch_step):
-                yield _Block(
-                    number,
-                    slice(head, min(head + head_step, heads)),
-                    slice(first, min(first + batch_step, batch)),
-                    start,
-                    stop,
-                    keys - length + stop,
-                )
+                places = slice(head, head + head_step), slice(first, first + batch_step), max(0, stop - rows), stop
+                yield _Block(number, *places, keys - length + stop)
                 number += 1
 
 
 class _Products:
     """What forward and backward share: the probabilities of a block, and products of stacks of matrices."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        positions: Tensor,
-        settings: _Settings,
-        key_mask: Tensor | None,
-    ) -> None:
+    def __init__(self, query: Tensor, positions: Tensor, settings: _Settings, key_mask: Tensor | None) -> None:
         self.query, self.settings, self.gemm = query, settings, settings.gemm
         # one row more, for the distance -1: `by_key` needs rows of seen + 1 entries
         self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], 1, positions.shape[2])], 1)
@@ -154,11 +134,11 @@ class _Products:
 
     def transposed(self, left: Tensor, right: Tensor) -> Tensor:
         """left' right: [N, a, b], [N, a, d] -> [N, b, d]."""
-        if self.gemm is not None and len(left) == 1:
-            result = right.new_empty(1, left.shape[2], right.shape[2])
-            self.gemm.weight_gradient(result[0], left[0], right[0])
-            return result
-        return torch.bmm(left.transpose(1, 2), right)
+        if self.gemm is None or len(left) > 1:
+            return torch.bmm(left.transpose(1, 2), right)
+        result = right.new_empty(1, left.shape[2], right.shape[2])
+        self.gemm.weight_gradient(result[0], left[0], right[0])
+        return result
 
     def queries(self, block: _Block, bias: Tensor) -> Tensor:
         """scale * (q + bias) of the block: [heads, batch, R, D], contiguous."""
@@ -312,12 +292,5 @@ class _RelativeAttention(torch.autograd.Function):
             if own is not None:
                 part, head = divmod(index, all_heads)
                 (d_query, *d_key_value.unbind(0))[part][head] += own
-        return (
-            d_query,
-            d_key_value.to(key_value.dtype),
-            d_positions[:, :-1].to(positions.dtype),
-            (d_content * settings.scale).to(content_bias.dtype),
-            (d_position * settings.scale).to(position_bias.dtype),
-            None,
-            None,
-        )
+        others = d_key_value, d_positions[:, :-1], d_content * settings.scale, d_position * settings.scale
+        return d_query, *(gradient.to(query.dtype) for gradient in others), None, None

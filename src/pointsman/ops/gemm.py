@@ -13,27 +13,20 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+Maybe = Tensor | None
 
 
 class Gemm(Protocol):
     """The products that a feed-forward expert needs. Nothing here is differentiable."""
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        """rows weight' + bias, through a ReLU if `relu`: [n, out]."""
+    def linear(self, rows: Tensor, weight: Tensor, bias: Maybe = None, relu: bool = False, out: Maybe = None) -> Tensor:
+        """rows weight' + bias, through a ReLU if `relu`: [n, out]; written into `out` if given."""
         ...
 
-    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """output = rows weight' + bias."""
-        ...
-
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows weight: [n, in], the gradient of `linear`'s rows."""
-        ...
-
-    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        """output = rows weight."""
+    def product(self, rows: Tensor, weight: Tensor, out: Maybe = None) -> Tensor:
+        """rows weight: [n, in], the gradient of `linear`'s rows; written into `out` if given."""
         ...
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -48,21 +41,13 @@ class Gemm(Protocol):
 class Blas:
     """torch.mm: MKL or OpenBLAS in float32, oneDNN in bfloat16."""
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        output = F.linear(rows, weight, bias)
+    def linear(self, rows: Tensor, weight: Tensor, bias: Maybe = None, relu: bool = False, out: Maybe = None) -> Tensor:
+        columns = weight.t()
+        output = torch.mm(rows, columns, out=out) if bias is None else torch.addmm(bias, rows, columns, out=out)
         return output.relu_() if relu else output
 
-    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if bias is None:
-            torch.mm(rows, weight.t(), out=output)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=output)
-
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(rows, weight)
-
-    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        torch.mm(rows, weight, out=output)
+    def product(self, rows: Tensor, weight: Tensor, out: Maybe = None) -> Tensor:
+        return torch.mm(rows, weight, out=out)
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         return total.addmm_(rows, weight.t())
@@ -77,30 +62,25 @@ class Blas:
 class BlasRelu(Blas):
     """torch.mm, with oneDNN's rectified linear product: bfloat16."""
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        return onednn_linear(rows, weight, bias, relu) if relu else F.linear(rows, weight, bias)
+    def linear(self, rows: Tensor, weight: Tensor, bias: Maybe = None, relu: bool = False, out: Maybe = None) -> Tensor:
+        return onednn_linear(rows, weight, bias, relu) if relu else super().linear(rows, weight, bias, out=out)
 
 
 class Batched:
     """torch.bmm: weights of several experts [E, out, in]. Each expert has the same number of consecutive rows."""
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-        output = rows.new_empty(len(rows), weight.shape[1])
-        self.linear_into(output, rows, weight, bias)
-        return output.relu_() if relu else output
-
-    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    def linear(self, rows: Tensor, weight: Tensor, bias: Maybe = None, relu: bool = False, out: Maybe = None) -> Tensor:
+        output = rows.new_empty(len(rows), weight.shape[1]) if out is None else out
         each, inputs = _apart(output, len(weight)), _apart(rows, len(weight))
         if bias is None:
             torch.bmm(inputs, weight.mT, out=each)
         else:
             torch.baddbmm(bias[:, None], inputs, weight.mT, out=each)
+        return output.relu_() if relu else output
 
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return torch.bmm(_apart(rows, len(weight)), weight).view(len(rows), -1)
-
-    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
-        torch.bmm(_apart(rows, len(weight)), weight, out=_apart(output, len(weight)))
+    def product(self, rows: Tensor, weight: Tensor, out: Maybe = None) -> Tensor:
+        each = None if out is None else _apart(out, len(weight))
+        return torch.bmm(_apart(rows, len(weight)), weight, out=each).view(len(rows), -1)
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         _apart(total, len(weight)).baddbmm_(_apart(rows, len(weight)), weight.mT)
@@ -120,28 +100,22 @@ class OneDNN:
     A call costs about 10 us more than BLAS's, so small products go to BLAS.
     """
 
-    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    def linear(self, rows: Tensor, weight: Tensor, bias: Maybe = None, relu: bool = False, out: Maybe = None) -> Tensor:
         count, width = rows.shape
-        if 2 <= count <= 4 and width <= 1024:
-            return _as_columns(rows, weight, bias, relu)
-        if _small(rows, weight) or (count <= 7 and weight.numel() <= IN_CACHE):
-            return BLAS.linear(rows, weight, bias, relu)
-        return onednn_linear(rows, weight, bias, relu)
-
-    def linear_into(self, output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        if _small(rows, weight):
-            BLAS.linear_into(output, rows, weight, bias)
+        small = _small(rows, weight)
+        if 2 <= count <= 4 and width <= 1024 and (out is None or not small):
+            result = _as_columns(rows, weight, bias, relu)
+        elif small or (count <= 7 and weight.numel() <= IN_CACHE):
+            return BLAS.linear(rows, weight, bias, relu, out)
         else:
-            output.copy_(self.linear(rows, weight, bias))
+            result = onednn_linear(rows, weight, bias, relu)
+        return result if out is None else out.copy_(result)
 
-    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return BLAS.product(rows, weight) if _small(rows, weight) else onednn_linear(rows, weight.t())
-
-    def product_into(self, output: Tensor, rows: Tensor, weight: Tensor) -> None:
+    def product(self, rows: Tensor, weight: Tensor, out: Maybe = None) -> Tensor:
         if _small(rows, weight):
-            BLAS.product_into(output, rows, weight)
-        else:
-            output.copy_(onednn_linear(rows, weight.t()))
+            return BLAS.product(rows, weight, out)
+        result = onednn_linear(rows, weight.t())
+        return result if out is None else out.copy_(result)
 
     def accumulate(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")

@@ -54,10 +54,8 @@ class Kernels:
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"kernels: {name}={getattr(self, name)!r}: {did_you_mean(getattr(self, name), allowed)}"
-                )
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"kernels: {name}={value!r}: {did_you_mean(value, allowed)}")
 
     @cached_property
     def code(self) -> str:
@@ -65,9 +63,10 @@ class Kernels:
         return ",".join(astuple(self))
 
     @staticmethod
+    @cache
     def decoded(code: str) -> Kernels:
         """Back from `code`."""
-        return _decoded(code)
+        return Kernels(*code.split(","))
 
     def row_of(self, dtype: torch.dtype) -> str:
         """`row` for a dtype."""
@@ -84,11 +83,6 @@ class Kernels:
             if name not in _ALLOWED and name not in _RETIRED:
                 raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
         return cls(**{name: value for name, value in values.items() if name in _ALLOWED})
-
-
-@cache
-def _decoded(code: str) -> Kernels:
-    return Kernels(*code.split(","))
 
 
 PLAIN = Kernels("plain", "blas")

@@ -85,7 +85,7 @@ def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, products: Gemm) -
         return products.linear(rows, weight, bias)
     output = weight.new_empty(len(rows), len(weight))
     for some in _blocks(rows):
-        products.linear_into(output[some], rows[some].to(weight.dtype), weight, bias)
+        products.linear(rows[some].to(weight.dtype), weight, bias, out=output[some])
     return output
 
 

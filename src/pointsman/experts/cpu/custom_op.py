@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pointsman.experts.cpu.function import Chosen, Layout, Options, evaluate
 from pointsman.experts.cpu.groups import grouping
-from pointsman.experts.cpu.hidden_units import Gradients, Saved
+from pointsman.experts.cpu.hidden_units import Saved, empty_gradients
 from pointsman.experts.cpu.permute import rows_at_most
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import Kernels
@@ -106,15 +106,9 @@ def experts_backward(
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    layout = Layout(
-        hidden, Chosen(token, expert), parameters, Options(activation, dropout, int(seed), Kernels.decoded(code))
-    )
-    gradients = Gradients(
-        *(
-            torch.empty_like(tensor) if needed and tensor is not None else None
-            for tensor, needed in zip(parameters, wanted[2:], strict=True)
-        )
-    )
+    options = Options(activation, dropout, int(seed), Kernels.decoded(code))
+    layout = Layout(hidden, Chosen(token, expert), parameters, options)
+    gradients = empty_gradients(parameters, wanted[2:])
     saved = _unpack(packed, layout, len(hidden), parameters)
     pair = layout.backward(gradient, hidden, weight, parameters, saved, gradients, wanted[0], wanted[1])
     return [hidden.new_empty(0) if tensor is None else tensor for tensor in (*pair, *gradients)]

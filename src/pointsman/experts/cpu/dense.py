@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible, one, one_gradient
+from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible, one
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
 
@@ -75,7 +75,7 @@ def backward(
     hidden_gradient = torch.empty_like(hidden) if hidden_wanted else None
     factors = weight.t().contiguous()
     factor_gradients = torch.empty_like(factors) if weight_wanted else None
-    each = [(one(parameters, index), one_gradient(gradients, index)) for index in range(weight.shape[1])]
+    each = [(one(parameters, index), gradients.one(index)) for index in range(weight.shape[1])]
     for tensor in (gradients.w_out, gradients.b_in, gradients.b_gate):
         if tensor is not None:
             tensor.zero_()
@@ -128,6 +128,4 @@ def backward(
 
 def _transposed(gradient: Tensor | None) -> Tensor | None:
     """Zeros [E, dim, hidden], to which each chunk adds its share of a weight gradient [E, hidden, dim]."""
-    return (
-        None if gradient is None else torch.zeros_like(gradient.transpose(1, 2), memory_format=torch.contiguous_format)
-    )
+    return None if gradient is None else gradient.new_zeros(gradient.transpose(1, 2).shape)

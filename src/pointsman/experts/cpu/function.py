@@ -11,7 +11,13 @@ from torch import Tensor
 
 from pointsman.experts.cpu import decode, dense, sparse
 from pointsman.experts.cpu.groups import grouping
-from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, refuse_second_derivatives
+from pointsman.experts.cpu.hidden_units import (
+    Gradients,
+    HiddenUnits,
+    Saved,
+    empty_gradients,
+    refuse_second_derivatives,
+)
 from pointsman.experts.cpu.memory import empty_gradient
 from pointsman.experts.cpu.permute import Permutation, assignments_of_pairs, assignments_of_tokens, permutation
 from pointsman.experts.reference import ExpertParameters
@@ -124,9 +130,8 @@ class Layout:
 
 def apply(hidden: Tensor, weight: Tensor, chosen: Chosen, parameters: ExpertParameters, options: Options) -> Tensor:
     """The experts' combined output [tokens, dim], for contiguous tensors of one dtype of `DTYPES`."""
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, *parameters)
-    ):
+    given = (hidden, weight, *parameters)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
         output: Tensor = _Experts.apply(hidden, weight, chosen, options, *parameters)  # type: ignore[no-untyped-call]
         return output
     return evaluate(hidden, weight, chosen, parameters, options)
@@ -161,11 +166,6 @@ class _Experts(torch.autograd.Function):
         parameters, flat = ExpertParameters(*rest[:6]), rest[6:]
         saved = [tuple(flat[start : start + ctx.width]) for start in range(0, len(flat), ctx.width)]
         hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
-        gradients = Gradients(
-            *(
-                empty_gradient(tensor) if needed and tensor is not None else None
-                for tensor, needed in zip(parameters, wanted, strict=True)
-            )
-        )
+        gradients = empty_gradients(parameters, wanted, empty_gradient)
         pair = ctx.layout.backward(gradient, hidden, weight, parameters, saved, gradients, hidden_wanted, weight_wanted)
         return *pair, None, None, *gradients

@@ -6,7 +6,7 @@ dropout h = mask act(u) / (1 - p). The expert returns W_out h + b_out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,15 +27,22 @@ class Gradients(NamedTuple):
     w_gate: Tensor | None
     b_gate: Tensor | None
 
+    def one(self, index: int) -> Gradients:
+        """Those of one expert."""
+        return Gradients(*(None if tensor is None else tensor[index] for tensor in self))
+
+
+def empty_gradients(
+    parameters: ExpertParameters, wanted: Sequence[bool], empty: Callable[[Tensor], Tensor] = torch.empty_like
+) -> Gradients:
+    """An `empty` gradient of each parameter that is wanted."""
+    pairs = zip(parameters, wanted, strict=True)
+    return Gradients(*(empty(tensor) if needed and tensor is not None else None for tensor, needed in pairs))
+
 
 def one(parameters: ExpertParameters, index: int) -> ExpertParameters:
     """The parameters of one expert: views without the leading dimension (outside autograd)."""
-    return ExpertParameters(*[None if tensor is None else tensor[index] for tensor in parameters])  # type: ignore[arg-type]
-
-
-def one_gradient(gradients: Gradients, index: int) -> Gradients:
-    """The same for gradients."""
-    return Gradients(*(None if tensor is None else tensor[index] for tensor in gradients))
+    return parameters.map(lambda tensor: tensor[index])
 
 
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -74,19 +81,16 @@ class HiddenUnits:
 
     def forward(self, rows: Tensor, expert: ExpertParameters) -> tuple[Tensor, Saved]:
         """Hidden units [n, hidden], and what to save for backward."""
-        if expert.w_gate is None and self.activation == "relu":
-            units = self.gemm.linear(rows, expert.w_in, expert.b_in, relu=True)
-            self._drop(units)
-            return units, (units,)
-        up = self.gemm.linear(rows, expert.w_in, expert.b_in)
-        if expert.w_gate is None:
-            units = ACTIVATIONS[self.activation](up)
-            self._drop(units)
-            return units, (up,)
-        gate = self.gemm.linear(rows, expert.w_gate, expert.b_gate)
-        units = ACTIVATIONS[self.activation](gate).mul_(up)
+        in_place = expert.w_gate is None and self.activation == "relu"
+        up = self.gemm.linear(rows, expert.w_in, expert.b_in, relu=in_place)
+        saved: Saved = (up,)
+        if expert.w_gate is not None:
+            gate = self.gemm.linear(rows, expert.w_gate, expert.b_gate)
+            units, saved = ACTIVATIONS[self.activation](gate).mul_(up), (up, gate)
+        else:
+            units = up if in_place else ACTIVATIONS[self.activation](up)
         self._drop(units)
-        return units, (up, gate)
+        return units, saved
 
     def recomputed(self, saved: Saved) -> Units:
         """The hidden units from what was saved."""

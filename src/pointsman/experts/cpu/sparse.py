@@ -50,7 +50,7 @@ def forward(
         expert = ExpertParameters(*tensors)  # type: ignore[arg-type]
         units_of_group = first.for_group(group.num_experts)
         units, item = units_of_group.forward(group.permute(hidden), expert)
-        units_of_group.gemm.linear_into(results, units, expert.w_out, expert.b_out)
+        units_of_group.gemm.linear(units, expert.w_out, expert.b_out, out=results)
         if save:
             saved.append(item)
     return permutation.combine(rows, weight), saved
@@ -73,39 +73,20 @@ def backward(
     scales = permutation.split_assignments(scale.index_select(0, permutation.order))
     rests: Sequence[Tensor | None] = [None] * len(permutation.groups)
     if rest is not None:
-        rests = permutation.split_rows(
-            rest.new_ones(permutation.num_rows, 1).index_copy_(0, permutation.row, rest[:, None])
-        )
+        ones = rest.new_ones(permutation.num_rows, 1)
+        rests = permutation.split_rows(ones.index_copy_(0, permutation.row, rest[:, None]))
     hidden_rows = hidden.new_empty(permutation.num_rows, hidden.shape[1]) if hidden_wanted else None
     of_hidden = [None] * len(permutation.groups) if hidden_rows is None else permutation.split_rows(hidden_rows)
     of_weight = [weight[:0]]
     remaining = iter(saved)
-    each = zip(
-        permutation.groups,
-        _experts(permutation, parameters),
-        _experts(permutation, gradients),
-        scales,
-        rests,
-        of_hidden,
-        strict=True,
-    )
+    of_experts = _experts(permutation, parameters), _experts(permutation, gradients)
+    each = zip(permutation.groups, *of_experts, scales, rests, of_hidden, strict=True)
     for group, tensors, results, of_scale, of_rest, dx in each:
         wanted = Gradients(*results)
         if group.size:
-            expert = ExpertParameters(*tensors)
-            dw = _group_backward(
-                group,
-                expert,
-                next(remaining),
-                first.for_group(group.num_experts),
-                gradient,
-                hidden,
-                of_scale,
-                of_rest,
-                dx,
-                wanted,
-                weight_wanted,
-            )
+            expert, units = ExpertParameters(*tensors), first.for_group(group.num_experts)
+            rows = gradient, hidden, of_scale, of_rest, dx
+            dw = _group_backward(group, expert, next(remaining), units, *rows, wanted, weight_wanted)
             if dw is not None:
                 of_weight.append(dw)
         for tensor in wanted:
@@ -170,7 +151,7 @@ def _group_backward(
             torch.sum(group.by_expert(through), -2, out=bias)
     if hidden_rows is not None:
         if gate is None:
-            gemm.product_into(hidden_rows, up, expert.w_in)
+            gemm.product(up, expert.w_in, out=hidden_rows)
         else:
             assert expert.w_gate is not None
             total = gemm.product(up, expert.w_in)
