@@ -13,7 +13,7 @@ from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
 NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft")
-NON_CAUSAL_TRAINING = ("base", "sinkhorn")  # causal in evaluation
+NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
 SPECS = [
     *list_routers(),
     *(f"{router}+{mixer}" for router in list_routers() for mixer in ("similarity", "attention")),
@@ -44,6 +44,7 @@ SPECS = [
     "sparsemixer:version=1:r=1",
     "recurrent:depth=average",
     "soft:slots=2",
+    "depths:share=0.5:gate=sigmoid",
     "smoe:weigh=input",
 ]
 
@@ -83,7 +84,7 @@ def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_which_routers_materialize(spec: str) -> None:
     layer = case(spec).layer().eval()
-    if spec.startswith(("xmoe", "thor", "hash", "soft", "recurrent")):
+    if spec.startswith(("xmoe", "thor", "hash", "soft", "recurrent", "dselect", "dynmoe")):
         with pytest.raises(ValueError, match="router"):
             materialize(layer)
         return

@@ -2,6 +2,9 @@
 
 from pointsman.routers import base as base
 from pointsman.routers import default as default
+from pointsman.routers import depths as depths
+from pointsman.routers import dselect as dselect
+from pointsman.routers import dynmoe as dynmoe
 from pointsman.routers import expert_choice as expert_choice
 from pointsman.routers import gshard as gshard
 from pointsman.routers import hash as hash

@@ -6,11 +6,52 @@ import math
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.select import ROUNDING
 from pointsman.routers.stages import Scores, Selection, Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Pairs, RoutingContext
+
+
+def best_tokens(choice: Tensor, mask: Tensor | None, each: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Each expert's C = min(T, ceil(each T)) best real tokens of each group; of equal ones the earlier.
+
+    Args:
+        choice: [G, T, E], what tokens are compared by.
+        mask: [G, T] bool, True for a real token; T counts these.
+        each: the share of the tokens that one expert takes.
+
+    Returns:
+        Rows [P] of the flattened tokens and their experts [P], sorted by expert; and [G T, E] bool, who was taken.
+    """
+    groups, tokens, num_experts = choice.shape
+    capacity = min(tokens, math.ceil(each * tokens - ROUNDING))
+    ranked = choice.detach() if mask is None else choice.detach().masked_fill(~mask[..., None], -math.inf)
+    order = ranked.argsort(dim=1, descending=True, stable=True)[:, :capacity]  # [groups, C, E]
+    first = torch.arange(groups, device=choice.device)[:, None, None] * tokens
+    token = (order + first).permute(2, 0, 1).reshape(-1)  # sorted by expert
+    expert = torch.arange(num_experts, device=choice.device).repeat_interleave(groups * capacity)
+    if mask is not None:
+        exact = torch.float32 if mask.device.type == "mps" else torch.float64  # which has nothing better
+        real = mask.sum(1, dtype=exact)
+        limit = torch.minimum(torch.ceil(each * real - ROUNDING), real)
+        taken = torch.arange(capacity, device=choice.device) < limit[:, None]
+        taken = taken.reshape(-1).repeat(num_experts)
+        token, expert = token[taken], expert[taken]
+    member = torch.zeros(groups * tokens, num_experts, dtype=torch.bool, device=choice.device)
+    member[token, expert] = True
+    return token, expert, member
+
+
+def as_selection(token: Tensor, expert: Tensor, member: Tensor, values: Tensor) -> Selection:
+    """The selection of the pairs that `best_tokens` found, with weights `values` [N, E]."""
+    counts = member.sum(0)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    flat = Pairs(token, expert, values[token, expert], offsets)
+    every = torch.arange(member.shape[1], device=member.device)
+    return Selection(torch.where(member, every, -1), torch.where(member, values, 0), flat)
 
 
 class ExpertsChoose(Selector):
@@ -32,27 +73,7 @@ class ExpertsChoose(Selector):
         choice = probs  # tokens are compared: logits of different tokens cannot be
         if self.group == "batch":
             choice, mask = choice.flatten(0, 1)[None], None if mask is None else mask.reshape(1, -1)
-        groups, tokens, num_experts = choice.shape
-        capacity = min(tokens, -(-k * tokens // num_experts))
-        ranked = choice if mask is None else choice.masked_fill(~mask[..., None], -math.inf)
-        order = ranked.argsort(dim=1, descending=True, stable=True)[:, :capacity]  # [groups, C, E]
-        first = torch.arange(groups, device=choice.device)[:, None, None] * tokens
-        token = (order + first).permute(2, 0, 1).reshape(-1)  # sorted by expert
-        every = torch.arange(num_experts, device=choice.device)
-        expert = every.repeat_interleave(groups * capacity)
-        if mask is not None:
-            real = mask.sum(1)
-            limit = torch.minimum(torch.ceil(k * real / num_experts), real)
-            taken = torch.arange(capacity, device=choice.device) < limit[:, None]
-            taken = taken.reshape(-1).repeat(num_experts)
-            token, expert = token[taken], expert[taken]
-        flat_probs = probs.flatten(0, 1)
-        member = torch.zeros(flat_probs.shape, dtype=torch.bool, device=choice.device)
-        member[token, expert] = True
-        counts = member.sum(0)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        flat = Pairs(token, expert, flat_probs[token, expert], offsets)
-        return Selection(torch.where(member, every, -1), torch.where(member, flat_probs, 0), flat)
+        return as_selection(*best_tokens(choice, mask, k / probs.shape[-1]), probs.flatten(0, 1))
 
     def extra_repr(self) -> str:
         return f"group={self.group}"

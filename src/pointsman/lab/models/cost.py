@@ -21,6 +21,7 @@ from pointsman.lab.models.blocks import FeedForward, RelativeAttention
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.families import build_model
 from pointsman.layer import MoE
+from pointsman.routers.depths import SomeTokens
 from pointsman.routers.registry import has_one_k
 from pointsman.routers.router import Router
 from pointsman.routers.soft import SlotScorer
@@ -159,7 +160,9 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
             if isinstance(score, SlotScorer):  # dispatch and combine besides the scores; experts work on slots
                 total += protocol.batch * score.phi.shape[:2].numel() * each + 2 * tokens * score.phi.numel()
             else:
-                total += tokens * top_k * each
+                select = module.router.select
+                share = select.share if isinstance(select, SomeTokens) else 1.0
+                total += int(tokens * share * top_k * each)
             total += tokens * router_products(module.router)
             shared = () if module.shared is None else module.shared.parameters()
             total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
