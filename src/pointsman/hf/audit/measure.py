@@ -83,7 +83,7 @@ def audit(
         "max_tokens": max_tokens,
         "tokenizer": type(tokenizer).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": str(next(model.parameters()).device.type),
+        "device": next(model.parameters()).device.type,
     }
     return run.result(protocol, notes, sample, routers_of(model))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pointsman._files import write_whole
+from pointsman._grid import NONE, Grid
 from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.samples import pack
 from pointsman.hf.text import TextBatch
@@ -129,14 +130,13 @@ class AuditResult:
                 layer, experts = next(iter(found.items()))
                 shown = ", ".join(map(str, experts[:5])) + (", …" if len(experts) > 5 else "")
                 said.append(f"{count} experts in {len(found)} layers {what} (in {layer}: {shown}).")
-        changed = {name: layer["bfloat16"]["sets"] for name, layer in self.layers.items() if "bfloat16" in layer}
-        worst = max(changed, key=lambda name: changed[name] or 0, default=None)
-        if worst is not None and changed[worst]:
+        changed = {name: layer["bfloat16"]["sets"] or 0 for name, layer in self.layers.items() if "bfloat16" in layer}
+        if changed and changed[worst := max(changed, key=changed.__getitem__)]:
             said.append(f"In bf16 up to {changed[worst]:.2%} of the tokens choose other experts ({worst}).")
-        moved = {name: layer["fluctuation"]["top1"] for name, layer in self.layers.items() if "fluctuation" in layer}
+        moved = {name: of["fluctuation"]["top1"] or 0 for name, of in self.layers.items() if "fluctuation" in of}
         if moved:
-            worst = max(moved, key=lambda name: moved[name] or 0)
-            said.append(f"Up to {moved[worst] or 0:.1%} of the tokens changed their first expert ({worst}).")
+            worst = max(moved, key=moved.__getitem__)
+            said.append(f"Up to {moved[worst]:.1%} of the tokens changed their first expert ({worst}).")
         return said
 
     def _routers(self) -> list[str]:
@@ -156,18 +156,18 @@ class AuditResult:
         read = ", ".join(f"{count:,} {kind}" for kind, count in self.tokens.items() if count)
         lines = [f"# Audit of {self.model}", "", f"{self.parameters:,} parameters; tokens read: {read}.", ""]
         lines += [*(f"- {sentence}" for sentence in self.findings()), ""]
-        rows = [["k", "loss (nats)", "perplexity"]]
+        rows = []
         for row in self.quality:
             own = " (own)" if row["top_k"] == self.top_k else ""
-            name = "-" if row["top_k"] is None else row["top_k"]
+            name = NONE if row["top_k"] is None else row["top_k"]
             rows.append([f"{name}{own}", _shown(row["loss"]), _shown(row["perplexity"], 2)])
-        lines += [*_table(rows), ""]
+        lines += [Grid(["k", "loss (nats)", "perplexity"], rows, code=False).markdown(), ""]
         columns = "layer, entropy, margin, effective experts, dead, hot, RC, I(expert; token), bf16, fluctuation"
-        rows = [columns.split(", ")]
+        rows = []
         for name, layer in self.layers.items():
             load = layer["load"]
             cells = [
-                f"`{name}`",
+                name,
                 _shown(layer["entropy"]["mean"]),
                 _shown(layer["margin"]["mean"]),
                 f"{_shown(load['effective'], 1)} of {layer['num_experts']}",
@@ -179,7 +179,7 @@ class AuditResult:
                 _shown(layer.get("fluctuation", {}).get("top1"), 4),
             ]
             rows.append(cells)
-        lines += _table(rows)
+        lines.append(Grid(columns.split(", "), rows).markdown())
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
 
@@ -196,17 +196,10 @@ class AuditResult:
         folder = Path(directory)
         experts = max(layer["num_experts"] for layer in self.layers.values())
         results = [
-            {
-                "split": "test",
-                "top_k": row["top_k"] or 1,
-                "nats": row["loss"],
-                "metric": "perplexity",
-                "value": row["perplexity"],
-                "tokens": row["tokens"],
-                "routers": row["routers"],
-            }
+            {"split": "test", "top_k": row["top_k"] or 1, "nats": row["loss"], "metric": "perplexity",
+             "value": row["perplexity"], "tokens": row["tokens"], "routers": row["routers"]}
             for row in self.quality
-        ]
+        ]  # fmt: skip
         config = {
             "format": 1,
             "model": {"router": self.model, "num_experts": experts},
@@ -222,15 +215,14 @@ class AuditResult:
             "config.json": config,
             "evaluation.json": {"format": 1, "protocol": dict(self.protocol), "results": results},
             "diagnostics.json": {"format": 1, **diagnostics},
+            "explorer.json": self._explorer(),
         }
-        explorer = self._explorer()
-        if explorer is not None:
-            files["explorer.json"] = explorer
-        texts = {name: json.dumps(value, allow_nan=False) + "\n" for name, value in files.items()}
-        for name, text in {**texts, "audit.md": self.markdown()}.items():
-            write_whole(folder / name, text)
-        if explorer is None:
-            (folder / "explorer.json").unlink(missing_ok=True)  # of an earlier audit
+        for name, value in files.items():
+            if value is None:
+                (folder / name).unlink(missing_ok=True)  # of an earlier audit
+            else:
+                write_whole(folder / name, json.dumps(value, allow_nan=False) + "\n")
+        write_whole(folder / "audit.md", self.markdown())
         return folder
 
     def _explorer(self) -> dict[str, Any] | None:
@@ -239,10 +231,7 @@ class AuditResult:
         if sample is None or not sample.tokens or len({layer["num_experts"] for layer in self.layers.values()}) != 1:
             return None
 
-        samples = {
-            k: {layer: join_routings(routings) for layer, routings in layers.items()}
-            for k, layers in sample.routings.items()
-        }
+        samples = {k: {layer: join_routings(each) for layer, each in of.items()} for k, of in sample.routings.items()}
         own = self.top_k if self.top_k in samples else min(samples)
         sizes = {k: {name: len(routing.experts) for name, routing in of.items()} for k, of in samples.items()}
         complete = {k: layers for k, layers in samples.items() if sizes[k] == sizes[own]}
@@ -253,12 +242,6 @@ class AuditResult:
             "map": _map(sample, own),
             "history": {"top_k": own, "checkpoints": []},
         }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the first row is the header."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
@@ -276,4 +259,4 @@ def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
 
 
 def _shown(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return NONE if value is None else f"{value:.{digits}f}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import set_top_k
-from pointsman.diagnostics import Diagnostics, Entropy, Fluctuation, Load
+from pointsman.diagnostics import Diagnostics, Fluctuation
 from pointsman.diagnostics.base import map_routing, number
 from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.audit.result import AuditResult, Sample
@@ -48,8 +48,7 @@ class AuditRun:
         self.diagnostics, self.ks, self.own = diagnostics, ks, own
         self.other_kinds = {kind: Diagnostics("entropy", "load") for kind in KINDS if kind != "text"}
         self.losses = {k: TextLoss() for k in ks}
-        self.entropies: dict[int | None, dict[str, Entropy]] = {k: {} for k in ks}
-        self.loads: dict[int | None, dict[str, Load]] = {k: {} for k in ks}
+        self.routing = {k: Diagnostics("entropy", "load") for k in ks}
         self.agreement: dict[int | None, dict[str, Fluctuation]] = {k: {} for k in ks}
         self.fluctuation: dict[str, Fluctuation] = {}
         self.other_loss = TextLoss()
@@ -106,8 +105,7 @@ class AuditRun:
     ) -> None:
         device = hidden.device
         text = of_kind["text"].to(device)
-        self.entropies[k].setdefault(layer, Entropy()).update(routing, text)
-        self.loads[k].setdefault(layer, Load()).update(routing, text)
+        self.routing[k].update(layer, routing, text)
         if k != self.own:
             return
         self.experts[layer], self.width[layer] = routing.num_experts, routing.experts.shape[-1]
@@ -155,11 +153,11 @@ class AuditRun:
             loss, count = self.losses[k].mean, self.losses[k].tokens
             routers = {
                 layer: {
-                    "entropy": entropy.result()["mean"],
-                    "entropy_std": entropy.result()["std"],
-                    "load": self.loads[k][layer].result()["share"],
+                    "entropy": of["entropy"]["mean"],
+                    "entropy_std": of["entropy"]["std"],
+                    "load": of["load"]["share"],
                 }
-                for layer, entropy in self.entropies[k].items()
+                for layer, of in self.routing[k].result().items()
             }
             if loss is not None and not math.isfinite(loss):
                 notes.append(f"k = {k}: the loss is {loss}: the model overflows, or its weights are not finite")

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pointsman.control import named_routers, record_routing
-from pointsman.diagnostics.distribution import Entropy
-from pointsman.diagnostics.load import Load
+from pointsman.diagnostics.collection import Diagnostics
 from pointsman.routing import Routing, RoutingContext
 
 
@@ -17,26 +16,23 @@ class RoutingSummary:
     """Entropy, load and experts a token of every router, streamed."""
 
     def __init__(self, model: nn.Module) -> None:
-        names = [(name, router.mix is not None) for name, router in named_routers(model)]
-        self.mixed = dict(names)
-        self.entropy = {name: Entropy() for name in self.mixed}
-        self.load = {name: Load() for name in self.mixed}
+        self.mixed = {name: router.mix is not None for name, router in named_routers(model)}
+        self.diagnostics = Diagnostics("entropy", "load")
         self.mask: Tensor | None = None  # [tokens], True where a token counts
 
     def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
         return record_routing(model, self._take) if self.mixed else nullcontext()
 
     def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
-        self.entropy[name].update(routing, self.mask)
-        self.load[name].update(routing, self.mask)
+        self.diagnostics.update(name, routing, self.mask)
 
     def result(self) -> dict[str, dict[str, Any]]:
         results = {}
-        for name, mixed in self.mixed.items():
-            entropy, load = self.entropy[name].result(), self.load[name].result()
+        for name, found in self.diagnostics.result().items():
+            entropy, load = found["entropy"], found["load"]
             results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
             if load["tokens"]:
                 results[name]["experts_per_token"] = load["assignments"] / load["tokens"]
-            if mixed:
+            if self.mixed[name]:
                 results[name]["mixed_entropy"] = entropy["mixed_mean"]
         return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
@@ -31,26 +31,11 @@ DERIVED = {
 }
 """Settings that follow from others."""
 
-NO_EFFECT_ON_TRAINING = frozenset(
-    [
-        "eval_batch_size",
-        "eval_segment_length",
-        "eval_memory_length",
-        "eval_tokens",
-        "eval_top_k",
-        "eval_split",
-        "valid_tokens",
-        "validate_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "log_every",
-        "observe_every",
-        "cuda_graph",
-        "imports",
-        "tensorboard",
-        "preset",
-    ]
-)
+NO_EFFECT_ON_TRAINING = {
+    "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
+    "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
+    "cuda_graph", "imports", "tensorboard", "preset",
+}  # fmt: skip
 """Settings that may change when a run is continued: none of them touches a weight."""
 
 
@@ -153,28 +138,24 @@ class RunConfig:
         for name in ("eval_tokens", "valid_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if not self.learning_rate > 0:
-            raise RunError(f"learning_rate={self.learning_rate}: allowed are numbers above 0")
-        if not 0 < self.adam_eps < 1:
-            raise RunError(f"adam_eps={self.adam_eps}: allowed are numbers above 0 and below 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise RunError(f"label_smoothing={self.label_smoothing}: allowed are numbers from 0 to below 1")
-        for name in ("language_exponent", "mask_rate", "mask_token_share", "random_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RunError(f"{name}={getattr(self, name)}: allowed are numbers from 0 to 1")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise RunError(f"betas={self.betas}: allowed are two numbers from 0 up to, not including, 1")
+        shares = ("language_exponent", "mask_rate", "mask_token_share", "random_share")
+        for name, right, allowed in (
+            ("learning_rate", self.learning_rate > 0, "numbers above 0"),
+            ("adam_eps", 0 < self.adam_eps < 1, "numbers above 0 and below 1"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "numbers from 0 to below 1"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 up to, not including, 1"),
+            *((share, 0 <= getattr(self, share) <= 1, "numbers from 0 to 1") for share in shares),
+        ):
+            if not right:
+                raise RunError(f"{name}={getattr(self, name)}: allowed are {allowed}")
         if self.batch_size % self.accumulation:
-            raise RunError(
-                f"accumulation={self.accumulation}: batch_size={self.batch_size} sequences cannot be shared out evenly"
-            )
+            raise RunError(f"accumulation={self.accumulation}: batch_size={self.batch_size} is no multiple of it")
         if not self.eval_top_k:
             object.__setattr__(self, "eval_top_k", default_top_k(self.model.num_experts))
+        most_k = self.model.num_experts
         for k in self.eval_top_k:
-            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self.model.num_experts:
-                raise RunError(
-                    f"eval_top_k: k={k!r} is no whole number from 1 to {self.model.num_experts}, the number of experts"
-                )
+            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most_k:
+                raise RunError(f"eval_top_k: k={k!r} is no whole number from 1 to {most_k}, the number of experts")
         if len(set(self.eval_top_k)) != len(self.eval_top_k):
             raise RunError(f"eval_top_k={','.join(map(str, self.eval_top_k))}: a k is given twice")
         split_specs(self.model.router)
@@ -191,20 +172,16 @@ class RunConfig:
         Raises:
             RunError: an unknown setting (with the nearest name), or a value of another type or out of range.
         """
-        return self._replaced(overrides, "setting")
-
-    def _replaced(self, values: Mapping[str, Any], what: str) -> RunConfig:
         allowed = settings(self.model.family)
         own: dict[str, Any] = {}
         model: dict[str, Any] = {}
-        for key, value in values.items():
+        for key, value in overrides.items():
             if key in DERIVED:
-                raise RunError(f"{what} {key!r} cannot be set: {DERIVED[key]}")
+                raise RunError(f"setting {key!r} cannot be set: {DERIVED[key]}")
             if key not in allowed:
-                raise RunError(f"unknown {what} {key!r}: {did_you_mean(key, allowed)}")
-            typed = typed_value(value, allowed[key], f"{what} {key}")
+                raise RunError(f"unknown setting {key!r}: {did_you_mean(key, allowed)}")
             head, _, rest = key.rpartition(".")
-            (model if head else own)[rest] = typed
+            (model if head else own)[rest] = typed_value(value, allowed[key], f"setting {key}")
         if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
             own["eval_top_k"] = ()  # the default of the new number of experts
         return replace(self, model=replace(self.model, **model), **own)
@@ -223,8 +200,10 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: tuples are lists, the model is a dict of its own."""
-        values = {"format": FORMAT, **_plain(self)}
-        return {**values, "model": {"family": self.model.family, **values["model"]}}
+        values = dataclasses.asdict(self)
+        model = {"family": self.model.family, **values["model"]}
+        plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **values, "model": model}))
+        return plain
 
     def to_json(self) -> str:
         """The content of `config.json`."""
@@ -251,7 +230,7 @@ class RunConfig:
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
         values = {key: value for key, value in model.items() if key != "family"}
-        return cls(model=_built(kind, values, f"{where}: model."), **kept)
+        return cls(model=kind(**_checked(kind, values, f"{where}: model.")), **kept)
 
     @classmethod
     def from_json(cls, text: str, where: str = "config") -> RunConfig:
@@ -263,29 +242,14 @@ class RunConfig:
         return cls.from_dict(values, where)
 
 
-_POSITIVE = [
-    "steps",
-    "batch_size",
-    "segment_length",
-    "accumulation",
-    "pieces",
-    "eval_batch_size",
-    "eval_segment_length",
-    "keep_checkpoints",
-    "log_every",
-    "observe_every",
-]
-_NOT_NEGATIVE = [
-    "seed",
-    "memory_length",
-    "eval_memory_length",
-    "warmup_steps",
-    "clip_norm",
-    "weight_decay",
-    "final_learning_rate",
-    "validate_every",
-    "checkpoint_every",
-]
+_POSITIVE = (
+    "steps", "batch_size", "segment_length", "accumulation", "pieces", "eval_batch_size", "eval_segment_length",
+    "keep_checkpoints", "log_every", "observe_every",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "seed", "memory_length", "eval_memory_length", "warmup_steps", "clip_norm", "weight_decay", "final_learning_rate",
+    "validate_every", "checkpoint_every",
+)  # fmt: skip
 
 
 def default_top_k(num_experts: int) -> tuple[int, ...]:
@@ -315,31 +279,16 @@ def _kinds(cls: Any) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in fields(cls)}
 
 
-def _built(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
-    return cls(**_checked(cls, values, where))
-
-
 def _checked(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values of a JSON object against a dataclass: none unknown, each of its type; newer settings may be missing."""
     kinds = {name: kind for name, kind in _kinds(cls).items() if name != "model" or cls is not RunConfig}
     for key in values:
         if key not in kinds:
             raise RunError(f"{where}{key}: unknown setting: {did_you_mean(key, kinds)}")
-    required = [each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
-    missing = [name for name in required if name in kinds and name not in values]
-    if missing:
-        raise RunError(f"{where}{missing[0]} is missing")
+    for each in fields(cls):
+        if each.default is each.default_factory is MISSING and each.name in kinds and each.name not in values:
+            raise RunError(f"{where}{each.name} is missing")
     return {name: typed_value(value, kinds[name], where + name) for name, value in values.items()}
-
-
-def _plain(instance: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for each in fields(instance):
-        value = getattr(instance, each.name)
-        if dataclasses.is_dataclass(value):
-            value = _plain(value)
-        values[each.name] = list(value) if isinstance(value, tuple) else value
-    return values
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,5 +303,5 @@ def _at_least(name: str, value: float, least: int) -> None:
     largest = most(name, int if whole else float)
     right = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     if not right or not least <= value <= largest:
-        told = f"{'whole ' if whole else ''}numbers from {least} to {upper(largest)}"
-        raise RunError(f"{name}={value!r}: allowed are {told}")
+        kind = "whole numbers" if whole else "numbers"
+        raise RunError(f"{name}={value!r}: allowed are {kind} from {least} to {upper(largest)}")

@@ -187,17 +187,12 @@ class _Training:
             kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
             raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
         self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
-        self.progress.advance(
-            row["step"], {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
-        )
+        speed = self.state.tokens_per_step / self.times.steps[-1]
+        self.progress.advance(row["step"], {**row, "tokens_per_second": speed})
         if row["step"] % self.config.log_every == 0 or row["step"] == self.config.steps:
             seconds, overhead = self.times.take()
-            rate = {
-                "tokens_per_second": self.state.tokens_per_step / seconds,
-                "step_seconds": seconds,
-                "overhead": overhead,
-            }
-            self._write([{**row, **rate}])
+            speed = self.state.tokens_per_step / seconds
+            self._write([{**row, "tokens_per_second": speed, "step_seconds": seconds, "overhead": overhead}])
         if self.monitor:
             self._write(self.monitor.rows())
 
