@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "estimate what training on several GPUs will take",
     "bench": "measure the MoE layer against the dense limit and other libraries",
     "export": "write a run's weights for use elsewhere",
+    "generate": "continue prompts with a run's language model, at any k",
 }
 USAGE = """usage: pointsman COMMAND [options]
 

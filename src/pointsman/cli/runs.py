@@ -24,6 +24,11 @@ def add_run_flags(flags: Parser) -> None:
         "multilingual:PATH, for images cifar10-10k (default: the preset's)",
     )
     flags.add_argument(
+        "--tokenizer",
+        metavar="pieces:V|PATH",
+        help="subwords: V pieces learned on the data, or a Hugging Face tokenizer (default: the data's own unit)",
+    )
+    flags.add_argument(
         "--preset", metavar="NAME", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …"
     )
     flags.add_argument(
@@ -86,6 +91,8 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
         changes["eval_top_k"] = values.top_k
     if values.eval_tokens is not None:
         changes["eval_tokens"] = values.eval_tokens
+    if values.tokenizer is not None:
+        changes["tokenizer"] = values.tokenizer
     if values.imports:
         changes["imports"] = tuple(values.imports)
     if values.tensorboard:

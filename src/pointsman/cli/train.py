@@ -15,13 +15,20 @@ EPILOG = """examples:
   pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper
   pointsman train hyperrouter-enwik8-small --out runs/paper
   pointsman train --router hyperrouter --data enwik8 --out runs/hyper --resume
+  pointsman train --from models/olmoe --data notes.txt --preset tiny-decoder --router smoe+similarity
 """
 
 
 def parser() -> Parser:
     flags = Parser("train", "Train one model.", EPILOG)
     flags.add_argument("recipe", nargs="?", metavar="RECIPE", help="a paper's settings, e.g. hyperrouter-enwik8-small")
-    flags.add_argument("--router", metavar="SPEC", help="router spec (default: smoe, or the recipe's)")
+    flags.add_argument("--router", metavar="SPEC", help="router spec (default: smoe, the recipe's, or the folder's)")
+    flags.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="HF_FOLDER",
+        help="continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE)",
+    )
     flags.add_argument("--seed", type=whole(0), metavar="S", help="default: 0")
     flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")
     flags.add_argument("--resume", action="store_true", help="continue from the last valid checkpoint")
@@ -39,6 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.lab.training.trainer import train
 
     use_recorded_imports(values, [values.router] if values.router else [])
+    if values.recipe and values.start_from:
+        raise RunError("pointsman train: --from brings its own model; leave the recipe out")
     if values.recipe:
         from pointsman.lab.recipes import recipe
         from pointsman.routers.registry import BASELINES, list_mixers, list_routers
@@ -51,6 +60,12 @@ def run(arguments: Sequence[str]) -> int:
         overriding = {"data": values.data, "steps": values.steps}
         config = config.with_overrides({key: value for key, value in overriding.items() if value is not None})
         config = changed(config, values)
+    elif values.start_from:
+        from pointsman.lab.recipes import preset
+        from pointsman.lab.training.start import start_config
+
+        base = preset(values.preset or "tiny-decoder", data=values.data, steps=values.steps, seed=values.seed or 0)
+        config = changed(start_config(base, values.start_from, values.router), values)
     else:
         config = run_config(values, "smoe" if values.router is None else values.router, values.seed or 0)
     if values.checkpoint_every:

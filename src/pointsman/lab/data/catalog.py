@@ -14,11 +14,12 @@ from typing import Literal, get_args
 
 from pointsman._errors import RunError, did_you_mean
 
-Level = Literal["byte", "char", "word"]
+Level = Literal["byte", "char", "word", "subword"]
+"""What a token is. Subwords are what a tokenizer makes, not a choice of `--data`."""
 Newlines = Literal["keep", "drop"]
 SPLITS = ("train", "valid", "test")
 
-_OPTIONS: Mapping[str, tuple[str, ...]] = {"newlines": get_args(Newlines), "level": get_args(Level)}
+_OPTIONS: Mapping[str, tuple[str, ...]] = {"newlines": get_args(Newlines), "level": ("byte", "char", "word")}
 _OPTION_START = re.compile(r":(?=[A-Za-z_]\w*(?:=|:|$))")  # not the colon of C:\text, nor one inside a path
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, parse_d
 from pointsman.lab.data.download import DataProgress, download
 from pointsman.lab.data.reading import Reader, check_md5, reading
 from pointsman.lab.data.sources import Source, local_source
+from pointsman.lab.data.subwords import PIECES, learn_pieces, number_of_pieces, open_tokenizer
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary, count_words
 
 
@@ -58,10 +59,19 @@ class Corpus:
         return self._arrays[name]
 
 
-def open_corpus(spec: str, *, vocabulary: Vocabulary | None = None, progress: DataProgress | None = None) -> Corpus:
+LEARN_FROM = 10_000_000
+"""Characters at the start of the training split that `pieces:V` learns from."""
+SENTENCE = 1000  # characters; SentencePiece skips sentences above 4192 bytes
+
+
+def open_corpus(
+    spec: str, *, vocabulary: Vocabulary | None = None, tokenizer: str = "", progress: DataProgress | None = None
+) -> Corpus:
     """`load_corpus` with the folder that POINTSMAN_DATA names."""
     folder = os.environ.get("POINTSMAN_DATA")
-    return load_corpus(spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, progress=progress)
+    return load_corpus(
+        spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, tokenizer=tokenizer, progress=progress
+    )
 
 
 def load_corpus(
@@ -70,6 +80,7 @@ def load_corpus(
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
     vocabulary: Vocabulary | None = None,
+    tokenizer: str = "",
     progress: DataProgress | None = None,
 ) -> Corpus:
     """Loads the corpus `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
@@ -83,21 +94,24 @@ def load_corpus(
         data_dir: the folder with the user's corpora.
         cache_dir: the folder for tokens and downloads.
         vocabulary: that of a trained run, to evaluate or fine-tune it; default: built from the training split.
+        tokenizer: without a vocabulary: `pieces:V`, or the path of a tokenizer (`subwords`); "": the corpus's level.
         progress: called as progress(what, done, total).
 
     Raises:
         RunError: one line, for every error of the user's.
     """
     wanted = parse_data(spec)
-    if vocabulary and wanted.level and wanted.level != vocabulary.level:
-        raise RunError(
-            f"data {spec!r} asks for level={wanted.level}, but the run's vocabulary is {vocabulary.level}-level"
-        )
+    if vocabulary is None and tokenizer:
+        vocabulary = open_tokenizer(tokenizer)
+    pieces = number_of_pieces(tokenizer) if vocabulary is None and tokenizer.startswith(PIECES) else None
+    level: Level | None = vocabulary.level if vocabulary else "subword" if pieces else None
+    if level and wanted.level and wanted.level != level:
+        raise RunError(f"data {spec!r} asks for level={wanted.level}, but the run's vocabulary is {level}-level")
     if data_dir is not None and not data_dir.is_dir():
         raise RunError(f"the data folder {data_dir} is not a folder")
     cache = cache_dir or user_cache_folder()
-    source = _find(wanted, data_dir, cache, vocabulary.level if vocabulary else None, progress)
-    build = _Build(source, wanted, vocabulary, progress)
+    source = _find(wanted, data_dir, cache, level, progress)
+    build = _Build(source, wanted, vocabulary, progress, pieces)
     tokens = cached(build.key, cache, build)
     label = str(DataSpec(source.name, wanted.newlines, wanted.level))
     return Corpus(
@@ -122,9 +136,15 @@ class _Build:
     """Tokenizes a source in bounded memory: builds the vocabulary in a first pass, writes the ids in a second."""
 
     def __init__(
-        self, source: Source, wanted: DataSpec, vocabulary: Vocabulary | None, progress: DataProgress | None
+        self,
+        source: Source,
+        wanted: DataSpec,
+        vocabulary: Vocabulary | None,
+        progress: DataProgress | None,
+        pieces: int | None = None,
     ) -> None:
         self.source = source
+        self.pieces = pieces
         self.level = source.level
         self.keep_newlines = wanted.newlines == "keep"
         self.vocabulary = vocabulary
@@ -144,7 +164,8 @@ class _Build:
             for split, spans in self.source.parts.items()
         }
         vocabulary = self.vocabulary.digest if self.vocabulary else None
-        text = json.dumps([FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary], sort_keys=True)
+        what = [FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary]
+        text = json.dumps([*what, self.pieces] if self.pieces else what, sort_keys=True)
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.source.name)
         return f"{name[:40].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
@@ -174,6 +195,8 @@ class _Build:
         if self.level != "byte" and "train" not in self.source.parts:
             reason = f"a {self.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
             raise RunError(f"{self.source.no_part('train')}; {reason}")
+        if self.pieces:
+            return learn_pieces(self._sentences(), self.pieces)
         seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
         characters: set[str] = set()
         words: Counter[str] = Counter()
@@ -203,12 +226,27 @@ class _Build:
             raise RunError(f"{self.source.name} contains only newlines, and newlines=drop drops them")
         return Vocabulary.of_bytes(values.get("train", []), [value for part in values.values() for value in part])
 
+    def _sentences(self) -> Iterator[str]:
+        """The lines of the training split's start, with their ends; long ones in parts."""
+        done = 0
+        with Reader() as reader:
+            for span in self.source.parts["train"]:
+                for block in reader.blocks(span, self.level):
+                    text = self._prepared(block)
+                    assert isinstance(text, str)
+                    for line in text.splitlines(keepends=True):
+                        yield from (line[start : start + SENTENCE] for start in range(0, len(line), SENTENCE))
+                    done += len(text)
+                    self._report("learning pieces from", done, LEARN_FROM)
+                    if done >= LEARN_FROM:
+                        return
+
     def _prepared(self, block: bytes | str) -> bytes | str:
         if self.keep_newlines:
             return block
         if isinstance(block, bytes):
             return block.replace(b"\n", b"")
-        return block.replace("\n", " " if self.level == "word" else "")
+        return block.replace("\n", "" if self.level == "char" else " ")
 
     def _report(self, what: str, done: int, total: int) -> None:
         if self.progress:
@@ -217,7 +255,7 @@ class _Build:
 
 def _describe(label: str, source: Source, wanted: DataSpec, tokens: Tokens) -> str:
     parts = ", ".join(f"{split} {len(ids):,}" for split, ids in tokens.arrays.items())
-    unit = {"byte": "bytes", "char": "characters", "word": "words"}[source.level]
+    unit = {"byte": "bytes", "char": "characters", "word": "words", "subword": "subwords"}[source.level]
     end = {"keep": "<eos> for each newline" if source.level == "word" else "newlines kept", "drop": "newlines dropped"}
     known = CORPORA.get(source.name)
     note = source.note if known is None or known.files or source.name == "stdlib" else "the published parts"

@@ -185,6 +185,8 @@ def align(path: Path, position: int, size: int, level: Level) -> int:
 def _last_boundary(block: bytes, level: Level) -> int:
     if level == "word":
         return max(block.rfind(b" "), block.rfind(b"\n")) + 1
+    if level == "subword" and b"\n" in block:
+        return block.rfind(b"\n") + 1
     for back in range(1, min(_LONGEST_CHARACTER, len(block)) + 1):
         byte = block[-back]
         if byte & 0xC0 == 0x80:  # a continuation: the character begins earlier

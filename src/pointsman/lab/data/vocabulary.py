@@ -15,7 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from pointsman.lab.data.catalog import Level
 
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
+LEVELS = ("byte", "char", "word")
 _CODE_POINTS = 0x110000
 _WHITE_SPACE = b" \t\n\r\v\f"
 
@@ -83,8 +84,8 @@ class Vocabulary:
     """
 
     def __init__(self, level: Level, symbols: Sequence[int] | Sequence[str]) -> None:
-        if level not in get_args(Level):
-            raise ValueError(f"vocabulary level is {level!r}; allowed: {', '.join(get_args(Level))}")
+        if level not in LEVELS:
+            raise ValueError(f"vocabulary level is {level!r}; allowed: {', '.join(LEVELS)}")
         kind = int if level == "byte" else str
         if not symbols or len(set(symbols)) != len(symbols) or not all(isinstance(symbol, kind) for symbol in symbols):
             raise ValueError(f"a {level}-level vocabulary needs distinct symbols of type {kind.__name__}")
@@ -140,6 +141,11 @@ class Vocabulary:
     def unknown_id(self) -> int | None:
         """The id of `<unk>`; None at byte level, which has none."""
         return None if self.level == "byte" else self._index[UNKNOWN]
+
+    @property
+    def end_id(self) -> int | None:
+        """The id that ends a text; None: none does."""
+        return None
 
     @property
     def end_of_line_id(self) -> int | None:
@@ -207,13 +213,17 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
-        """The vocabulary from the text of `to_json`.
+        """The vocabulary from the text of `to_json`; of subwords, a `Subwords`.
 
         Raises:
             RunError: the text is not a vocabulary.
         """
         try:
             data = json.loads(text)
+            if data["level"] == "subword":
+                from pointsman.lab.data.subwords import Subwords  # one of these itself
+
+                return Subwords(data["tokenizer"], data["files"])
             return cls(data["level"], data["symbols"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"not a vocabulary: {error}") from None

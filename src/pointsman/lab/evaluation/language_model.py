@@ -62,13 +62,15 @@ class MarkedText:
 def quality(level: Level, nats: float) -> tuple[str, float | None]:
     """Name and value of the figure that a level is judged by: bits per character nats / ln 2, or perplexity e^nats.
 
-    At byte level a character is a byte, as everywhere in the enwik8 literature. None if it is no finite number.
+    At byte level a character is a byte, as everywhere in the enwik8 literature; of words and subwords it is the
+    perplexity of a token, which compares between runs with the same vocabulary. None if it is no finite number.
     """
+    words = level in ("word", "subword")
     try:
-        value = math.exp(nats) if level == "word" else nats / math.log(2)
+        value = math.exp(nats) if words else nats / math.log(2)
     except OverflowError:
         value = math.inf
-    return "perplexity" if level == "word" else "bits_per_character", value if math.isfinite(value) else None
+    return "perplexity" if words else "bits_per_character", value if math.isfinite(value) else None
 
 
 def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:

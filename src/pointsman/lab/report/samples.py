@@ -159,6 +159,8 @@ def changes(step: int, seen: Seen, before: Seen) -> dict[str, Any]:
 
 def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
     """Each token as text. A character of several bytes stands at its first byte, the others are '·'."""
+    if vocabulary.level == "subword":
+        return [vocabulary.decode([index]) for index in ids]
     symbols = [vocabulary.symbols[int(index)] for index in ids]
     if vocabulary.level != "byte":
         return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]

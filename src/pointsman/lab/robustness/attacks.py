@@ -83,6 +83,8 @@ def attack_texts(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack
     Raises:
         RunError: character noise with a vocabulary of fewer than two lower-case letters.
     """
+    if vocabulary.level == "subword":
+        raise RunError("attacks need a run on bytes, characters or words: this one's tokens are subwords")
     if vocabulary.level == "word":
         return _attack_word_ids(rows, vocabulary, attack)
     spans = [_spans(row, vocabulary, attack.kind) for row in rows]

@@ -48,6 +48,8 @@ class RunConfig:
             `seed` the run's, its `top_k` the first k of `train_top_k`.
         data: a corpus or a set of images, as `--data` names it.
         augment: what is done to training images (`data.images.augment`): "crop=4+flip".
+        tokenizer: `pieces:V`, or the path of a tokenizer (`data.subwords`); "": the corpus's bytes, characters, words.
+        start_from: folder of a model of transformers whose weights the training starts from; "": none.
         steps: optimizer steps.
         seed: of initial weights, dropout and routing noise.
         batch_size: sequences a step; `accumulation` micro-batches share them.
@@ -87,6 +89,8 @@ class RunConfig:
     model: ModelConfig
     data: str = "stdlib"
     augment: str = ""
+    tokenizer: str = ""
+    start_from: str = ""
     steps: int = 1000
     seed: int = 0
     batch_size: int = 22

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pointsman._errors import RunError
 from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
+from pointsman.lab.data.subwords import has_tokenizer
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
 from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
@@ -32,15 +35,38 @@ class LanguageModelling(Task):
     def open(
         cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: Vocabulary | None = None
     ) -> LanguageModelling:
-        """The task of `config.data`, in the vocabulary of a trained run if one is given."""
-        return cls(open_corpus(config.data, vocabulary=vocabulary, progress=progress))
+        """The task of `config.data`, in the vocabulary of a trained run if one is given.
+
+        Otherwise with the tokenizer of the settings, or of the model that training starts from.
+        """
+        tokenizer = config.tokenizer
+        if not tokenizer and config.start_from and has_tokenizer(Path(config.start_from)):
+            tokenizer = config.start_from
+        return cls(open_corpus(config.data, vocabulary=vocabulary, tokenizer=tokenizer, progress=progress))
+
+    def prepared(self, config: RunConfig) -> RunConfig:
+        if not config.start_from:
+            return super().prepared(config)
+        model: Any = config.model
+        if self.vocabulary.size > model.vocab_size:
+            raise RunError(
+                f"the tokenizer does not fit: it has {self.vocabulary.size:,} ids, the model in {config.start_from} "
+                f"{model.vocab_size:,}"
+            )
+        return config
 
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
         EvalStream(self.corpus.split(config.eval_split), config.eval_batch_size, config.eval_segment_length)
 
     def build_model(self, config: RunConfig) -> Any:
-        return build_model(config.model)
+        if not config.start_from:
+            return build_model(config.model)
+        from pointsman.lab.training.start import started
+
+        model, note = started(config)
+        self.notes = (note,)
+        return model
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return BatchStream(self.corpus.split("train"), config.batch_size, config.segment_length, device)

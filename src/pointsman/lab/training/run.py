@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pointsman._errors import RunError
+from pointsman.control import named_routers
 from pointsman.lab.data import Corpus, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import evaluate
@@ -48,6 +49,28 @@ class Run:
     vocabulary: Any
     kernels: Kernels
     finetuning: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context(self) -> int:
+        """The longest text that the model is meant for: the setting of a decoder, else what it has been run with."""
+        config = self.config
+        meant = getattr(config.model, "context_length", None)
+        trained = config.segment_length + config.memory_length
+        return int(meant or max(trained, config.eval_segment_length + config.eval_memory_length))
+
+    @property
+    def last_top_k(self) -> int:
+        """k of the last step of training."""
+        return self.config.top_k_schedule(max(self.config.steps - 1, 0))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the model has a router."""
+        return any(True for _ in named_routers(self.model))
+
+    def autocast(self) -> torch.autocast:
+        """The precision that the settings ask for, on the model's device."""
+        return autocast(self.config, next(self.model.parameters()).device)
 
     def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
         """The run's data, or others, in the run's vocabulary.
@@ -88,7 +111,7 @@ class Run:
                 split=split,
                 top_k=self.config.eval_top_k if top_k is None else top_k,
                 protocol=eval_protocol(self.config, budget),
-                precision=autocast(self.config, next(self.model.parameters()).device),
+                precision=self.autocast(),
                 progress=progress,
                 stop=stop,
             )

@@ -68,6 +68,7 @@ class Task(ABC):
         fingerprint: of the data; a checkpoint of other data is refused.
         files: name -> JSON of further files of the run directory.
         fixed_shapes: whether all batches, and all full memories, have the same shapes.
+        notes: what the user should know of the model that `build_model` made.
     """
 
     vocabulary: Symbols
@@ -75,6 +76,7 @@ class Task(ABC):
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     fixed_shapes = False
+    notes: Sequence[str] = ()
 
     def prepared(self, config: RunConfig) -> RunConfig:
         """The settings with what follows from the data."""

@@ -38,4 +38,6 @@ def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vo
     name = config.model.family
     if name not in TASKS:
         raise RunError(f"models of the family {name!r} are not pre-trained by `train`: allowed are {', '.join(TASKS)}")
+    if config.tokenizer and TASKS[name] != LanguageModelling.open:
+        raise RunError(f"tokenizer={config.tokenizer!r}: models of the family {name!r} bring their own pieces")
     return TASKS[name](config, progress, vocabulary)

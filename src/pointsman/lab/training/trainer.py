@@ -109,6 +109,8 @@ def _trained(
     config, task = state.config, state.task
     directory.claim(config, resume=resume)
     checkpoint = _restored(state, watch, directory, progress) if resume else None
+    for note in task.notes if checkpoint is None else ():
+        progress.note(note)
     record = directory.read_json(EVALUATION)
     if record is not None and state.step == config.steps and task.is_current(record, config):
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")

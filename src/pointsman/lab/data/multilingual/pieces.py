@@ -37,7 +37,7 @@ class Pieces:
     level = "piece"
 
     def __init__(self, model: bytes) -> None:
-        processor = _library().SentencePieceProcessor()
+        processor = sentencepiece_library().SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(model)
         except (RuntimeError, TypeError) as error:
@@ -143,20 +143,34 @@ def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.999
     """
     if size < 16:
         raise RunError(f"{size} pieces: at least 16 are needed")
+    return Pieces(
+        train_model(
+            sentences, size, coverage=coverage, normalization_rule_name="nmt_nfkc", bos_id=START, pad_id=PAD,
+            eos_id=END, unk_id=UNKNOWN, user_defined_symbols=[MASK],
+        )
+    )  # fmt: skip
+
+
+def train_model(sentences: Iterable[str], size: int, *, coverage: float, **options: Any) -> bytes:
+    """Trains a unigram model; the content of a SentencePiece model file. `options` are SentencePiece's.
+
+    Raises:
+        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
+    """
     model = io.BytesIO()
     try:
-        _library().SentencePieceTrainer.train(
+        sentencepiece_library().SentencePieceTrainer.train(
             sentence_iterator=iter(sentences), model_writer=model, vocab_size=size, model_type="unigram",
-            normalization_rule_name="nmt_nfkc", character_coverage=coverage, num_threads=1, minloglevel=2,
-            bos_id=START, pad_id=PAD, eos_id=END, unk_id=UNKNOWN, user_defined_symbols=[MASK],
+            character_coverage=coverage, num_threads=1, minloglevel=2, **options,
         )  # fmt: skip
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2].strip() or str(error)
         raise RunError(f"{size} pieces cannot be trained on this text: {reason}") from None
-    return Pieces(model.getvalue())
+    return model.getvalue()
 
 
-def _library() -> Any:
+def sentencepiece_library() -> Any:
+    """The module `sentencepiece`; RunError if it is not installed."""
     try:
         import sentencepiece
     except ImportError:
