@@ -12,6 +12,7 @@ EPILOG = """examples:
   pointsman routers
   pointsman routers hyperrouter
   pointsman routers --cost --preset small
+  pointsman routers smoe:bias=false --cost --preset qwen3-30b-a3b
 """
 
 
@@ -22,7 +23,7 @@ def parser() -> Parser:
     )
     flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
     flags.add_argument(
-        "--vocabulary", type=whole(1), default=204, metavar="V", help="tokens, with --cost (default: 204)"
+        "--vocabulary", type=whole(1), metavar="V", help="tokens, with --cost (default: the shape's own, or 204)"
     )
     flags.add_argument(
         "--preset", default="small", metavar="NAME", help="the model's shape, with --cost (default: small)"
@@ -117,13 +118,15 @@ def _default(value: Any) -> str:
 def cost(values: argparse.Namespace) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.lab.models.cost import cost_table
+    from pointsman.lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
     from pointsman.lab.recipes import preset
     from pointsman.routers.registry import BASELINES, list_routers
 
     changed = preset(values.preset).with_overrides(overrides(values.set))
-    config = changed.with_vocabulary(values.vocabulary).model
-    others = [name for name in list_routers() if name != "smoe"]
-    specs = [values.name] if values.name else ["smoe", *others, *BASELINES]
+    vocabulary = values.vocabulary or PUBLISHED_VOCABULARIES.get(values.preset, 204)
+    config = changed.with_vocabulary(vocabulary).model
+    own = PUBLISHED_ROUTERS.get(values.preset, "smoe")
+    specs = [values.name] if values.name else [own, *(name for name in list_routers() if name != own), *BASELINES]
     rows = cost_table(config, specs)
     ks = sorted({k for row in rows for k in row.flops})
     parameters = [["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]]
@@ -137,7 +140,7 @@ def cost(values: argparse.Namespace) -> str:
     parts = [["component of the backbone", "parameters"]]
     for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
         parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
-    head = f"preset {values.preset}, vocabulary {values.vocabulary}, {config.num_experts} experts"
+    head = f"preset {values.preset}, vocabulary {vocabulary}, {config.num_experts} experts"
     tables = ["parameters\n" + aligned(parameters), aligned(parts), FLOPS_TITLE + "\n" + aligned(flops)]
     return "\n\n".join([head, *tables])
 

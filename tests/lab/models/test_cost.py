@@ -5,6 +5,7 @@ import torch
 
 from pointsman.lab.models import TransformerXL, TransformerXLConfig, preset_config
 from pointsman.lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
+from pointsman.lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
 
 SMALL = preset_config("small", 204)
 
@@ -73,3 +74,36 @@ def test_flops_equal_what_a_forward_multiplies():
     protocol = Protocol(batch=2, length=3, memory=5)
     attention = 2 * 8 * 16 * 24 + 8 * 16 * 8 + 6 * 8 * 16
     assert inference_flops(model, 3, protocol) == 2 * (attention + 6 * (3 * 2 * 16 * 12 + 16 * 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changes", "total", "active"),
+    [
+        ("olmoe-1b-7b", "olmoe", {"intermediate_size": 1024}, 6_919_161_856, 1.3e9),
+        (
+            "qwen3-30b-a3b", "qwen3_moe",
+            {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+             "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+             "vocab_size": 151_936}, 30_532_122_624, 3.3e9,
+        ),
+        ("deepseek-like", "deepseek_v3", {}, None, None),
+    ],
+)  # fmt: skip
+def test_published_shapes_have_the_published_parameters(name, kind, changes, total, active):
+    """Of transformers' model with the published configuration; DeepSeek's without attention, which is another one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = preset_config(name, PUBLISHED_VOCABULARIES[name], router=PUBLISHED_ROUTERS[name])
+    row = cost_row(config, [8]).parameters
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+    counted = {key: value.numel() for key, value in theirs.named_parameters()}
+    attention = sum(value for key, value in counted.items() if ".self_attn." in key)
+    norms = sum(value for key, value in counted.items() if ".self_attn." in key and "norm" in key)
+    if total is None:
+        assert row.trainable - row.attention == sum(counted.values()) - attention
+        return
+    assert row.trainable == sum(counted.values()) == total
+    assert row.attention == attention - norms
+    idle = row.experts * (config.num_experts - config.top_k) // config.num_experts
+    assert row.trainable - idle == pytest.approx(active, rel=0.02)

@@ -81,6 +81,21 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "family": "encoder", "num_experts": 64, "top_k": 2, "moe_layers": "every:2:1", "experts": "ffn",
         "positions": "t5",
     },
+    "olmoe-1b-7b": {
+        "family": "decoder", "num_layers": 16, "dim": 2048, "num_heads": 16, "head_dim": 128, "hidden_dim": 1024,
+        "num_experts": 64, "top_k": 8, "qk_norm": "all", "tied": False, "context_length": 4096,
+    },
+    "qwen3-30b-a3b": {
+        "family": "decoder", "num_layers": 48, "dim": 2048, "num_heads": 32, "kv_heads": 4, "head_dim": 128,
+        "hidden_dim": 768, "num_experts": 128, "top_k": 8, "qk_norm": "head", "tied": False, "norm_eps": 1e-6,
+        "rope_theta": 1e6, "context_length": 40960,
+    },
+    "deepseek-like": {
+        "family": "decoder", "num_layers": 61, "dim": 7168, "num_heads": 128, "kv_heads": 8, "head_dim": 128,
+        "hidden_dim": 18432, "expert_hidden_dim": 2048, "num_experts": 256, "top_k": 8, "shared_experts": 1,
+        "moe_layers": "last:58", "tied": False, "norm_eps": 1e-6, "rope_scaling": "yarn", "rope_factor": 40.0,
+        "rope_length": 4096, "context_length": 163840,
+    },
     "small": {"num_layers": 4},
     "medium": {"num_layers": 8},
     "large": {"num_layers": 12},
@@ -111,10 +126,20 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Shapes by name, with "family" where it is not the Transformer-XL.
 
 `tiny-mlm` is `xmoe-base` for two CPU cores; `xmoe-base` has the sizes that X-MoE gives (4.1), `xmoe-torchscale` those
-of its released recipe (without deepnorm). `tiny-decoder` has experts of about as many weights as `tiny`. `small`,
-`medium`, `large` are HyperRouter's (the paper's text), `mutual-*` Mutual-Inform's, `vmoe-SIZE-LAYOUT` V-MoE's
-(image size and classes become those of the data).
+of its released recipe (without deepnorm). `tiny-decoder` has experts of about as many weights as `tiny`.
+`olmoe-1b-7b` and `qwen3-30b-a3b` are the published shapes, `deepseek-like` is DeepSeek-V3 with grouped-query attention
+in the place of its latent attention. `small`, `medium`, `large` are HyperRouter's (the paper's text), `mutual-*`
+Mutual-Inform's, `vmoe-SIZE-LAYOUT` V-MoE's (image size and classes become those of the data).
 """
+
+PUBLISHED_ROUTERS: Mapping[str, str] = {
+    "olmoe-1b-7b": "smoe:bias=false:renormalize=false",
+    "qwen3-30b-a3b": "smoe:bias=false",
+    "deepseek-like": "loss-free:groups=8:kept=4:scale=2.5",
+}
+"""The published router of a shape."""
+PUBLISHED_VOCABULARIES: Mapping[str, int] = {"olmoe-1b-7b": 50_304, "qwen3-30b-a3b": 151_936, "deepseek-like": 129_280}
+"""The published number of tokens of a shape."""
 
 
 def preset_config(preset: str, vocab_size: int, **changes: Any) -> Any:

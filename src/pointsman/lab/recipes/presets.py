@@ -30,6 +30,13 @@ _TINY = {
     "valid_tokens": 20_000, "validate_every": 400, "checkpoint_every": 400,
 }  # fmt: skip
 
+_LARGE = {
+    "steps": 1000, "batch_size": 64, "accumulation": 64, "segment_length": 4096, "memory_length": 0,
+    "learning_rate": 4e-4, "warmup_steps": 100, "clip_norm": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.1,
+    "decay": "decoupled", "train_top_k": "8", "precision": "bfloat16", "eval_top_k": (8,), "eval_batch_size": 1,
+    "eval_segment_length": 4096, "eval_memory_length": 0, "valid_tokens": 100_000,
+}  # fmt: skip
+
 _MASKED = {
     "memory_length": 0, "eval_memory_length": 0, "train_top_k": "1", "betas": (0.9, 0.98), "lr_schedule": "linear",
     "weight_decay": 0.01, "decay": "decoupled", "decay_on": "matrices",
@@ -62,6 +69,9 @@ _VMOE = {
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _TINY,
     "tiny-decoder": _TINY,
+    "olmoe-1b-7b": _LARGE,
+    "qwen3-30b-a3b": _LARGE,
+    "deepseek-like": _LARGE,
     "tiny-mlm": _TINY_MASKED,
     "xmoe-base": _XMOE,
     "xmoe-torchscale": {**_XMOE, "train_top_k": "2", "mask_token_share": 1.0, "random_share": 0.0},
@@ -83,6 +93,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Training settings by preset.
 
 - `tiny`, `tiny-decoder`: chosen here for two CPU cores (docs/training.md says how).
+- `olmoe-1b-7b`, `qwen3-30b-a3b`, `deepseek-like`: shapes for costs and plans, or for `train --from`. Their training
+  settings are placeholders of ours, not the published ones.
 - `tiny-mlm`: masked language modelling in four languages, chosen here for two CPU cores; 30 % of the pieces are masked
   in training and 15 % in evaluation. Its checkpoints stay, for curves of the routing along training.
 - `xmoe-base`: X-MoE (Chi et al. 2022): steps, batch and betas as in its text; learning rate, warm-up, schedule, eps and
