@@ -29,7 +29,11 @@ from pointsman.lab.models.rotary import Rotary, Scaling, rotated
 from pointsman.lab.models.stack import Sublayer
 from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.linear import linear
+from pointsman.ops.norm import rms_norm
 from pointsman.routing import AttentionTrace, RouterState
+
+FEW_LOGITS = 2**22
+"""Up to so many logits are kept for backward; more are computed in parts, twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,11 @@ class RootMeanSquareNorm(nn.RMSNorm):
     """x / sqrt(mean x^2 + eps) * weight, with a role."""
 
     role = "norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,5 +247,7 @@ class DecoderEmbedding(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
+        if hidden.dtype in (torch.float32, torch.float64) and len(hidden) * len(self.weight) <= FEW_LOGITS:
+            return F.cross_entropy(self.logits(hidden).to(hidden.dtype), targets, reduction="none")
         zero: Tensor = self.zero  # type: ignore[assignment]
         return linear_cross_entropy(hidden, self.output_weight, zero, targets)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
+from pointsman.ops.linear import transformed
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 SCALINGS = ("none", "linear", "llama3", "yarn")
@@ -111,5 +113,34 @@ class Rotary:
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pairs (i, i + D / 2) of heads [B, H, S, D] by their position's angles (cos, sin [at least S, D])."""
     length = heads.shape[2]
-    first, second = heads.chunk(2, -1)
-    return heads * cos[:length] + torch.cat([-second, first], -1) * sin[:length]
+    cos, sin = cos[:length], sin[:length]
+    if torch.compiler.is_compiling() or transformed():
+        first, second = heads.chunk(2, -1)
+        return heads * cos + torch.cat([-second, first], -1) * sin
+    if not (torch.is_grad_enabled() and heads.requires_grad):
+        return _turned(heads, cos, sin, 1)
+    output: Tensor = _Turn.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    output = heads * cos
+    half = heads.shape[-1] // 2
+    output[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-sign)
+    output[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=sign)
+    return output
+
+
+class _Turn(torch.autograd.Function):
+    """Backward turns the gradient the other way: a rotation's transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.angles = cos, sin
+        return _turned(heads, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.angles
+        return _turned(gradient, cos, sin, -1), None, None

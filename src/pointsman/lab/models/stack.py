@@ -176,7 +176,8 @@ class Stack(nn.Module, Generic[Config]):
             else:
                 hidden, new, handed, seen = layer(*arguments)
             if before is not None:
-                kept.append(newest(torch.cat([before, new.detach()], 1), memory_length))
+                joined = torch.cat([before, new.detach()], 1)
+                kept.append(joined if joined.shape[1] <= memory_length else newest(joined, memory_length))
             context = keep(name, handed)
             if inserted is not None:
                 hidden, handed = inserted.mix(hidden, context, seen, past("inserted"))
