@@ -83,8 +83,11 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path, errors: str = "strict") -> str:
-    """The same as UTF-8 text."""
-    return read_bytes(file).decode("utf-8", errors)
+    """The same as UTF-8 text; RunError where it is none."""
+    try:
+        return read_bytes(file).decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise RunError(f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,})") from None
 
 
 def write_synced(file: Path, content: bytes) -> None:

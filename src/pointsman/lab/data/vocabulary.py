@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
+from pointsman._files import parse_json
 from pointsman.lab.data.catalog import Level
 
 UNKNOWN = "<unk>"
@@ -51,7 +52,7 @@ def read_vocabulary(text: str) -> Any:
         RunError: the text is none of them.
     """
     try:
-        level = json.loads(text)["level"]
+        level = parse_json(text)["level"]
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"not a vocabulary: {error}") from None
     if level == "piece":
@@ -219,7 +220,7 @@ class Vocabulary:
             RunError: the text is not a vocabulary.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data["level"] == "subword":
                 from pointsman.lab.data.subwords import Subwords  # one of these itself
 

@@ -62,7 +62,7 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
     target = folder / f"step-{step}"
     with disk_errors(target, f"checkpoint step-{step} was not written"):
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
         aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder))
         try:
             manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": {}}
@@ -79,14 +79,15 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
         for later in [other for other in steps_of(folder) if other > step]:
             passed_over = folder / f"passed-over-step-{later}"
             shutil.rmtree(passed_over, ignore_errors=True)
             (folder / f"step-{later}").rename(passed_over)
         if keep:
-            for old in steps_of(folder)[keep:]:
-                shutil.rmtree(folder / f"step-{old}", ignore_errors=True)
+            for old in steps_of(folder)[keep:]:  # renamed first: a kill must leave no part of one called step-N
+                (folder / f"step-{old}").rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / "old")
+            remove_leftovers(folder)
     return target
 
 
@@ -194,7 +195,8 @@ def _json(path: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for entry in folder.iterdir():
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed writers left in a `checkpoints` folder; for the process that holds the run."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.name.startswith(_TEMPORARY):
             shutil.rmtree(entry, ignore_errors=True)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, find, read_json, read_text, within, write_whole
+from pointsman._files import disk_errors, find, parse_json, read_json, read_text, within, write_whole
 from pointsman.lab.runs.metrics import read_metrics
 from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, VOCABULARY
 
@@ -96,7 +96,7 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
         return
     for number, line in enumerate(read_text(file).splitlines(), 1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             entry = None
         if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):

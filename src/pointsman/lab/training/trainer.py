@@ -15,7 +15,7 @@ from pointsman._errors import Stopped
 from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus
 from pointsman.lab.progress import Progress, Quiet, Stop
-from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint
+from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, remove_leftovers
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.metrics import MetricsFile
@@ -229,6 +229,7 @@ class _Training:
             split = task.reported_split(config)
             results = task.evaluate(model, config, split, config.eval_top_k, self._context(final=True))
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
+        self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
         self.directory.write_json(EVALUATION, record)
         return record
 
@@ -284,6 +285,7 @@ def _restored(
             return "it was trained on other data (the files have changed)"
         return state.misfit(checkpoint_tensors(checkpoint, "model"))
 
+    remove_leftovers(directory.checkpoints)
     found = last_checkpoint(directory.checkpoints, progress.note, foreign)
     if found is None:
         progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
