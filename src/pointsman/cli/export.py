@@ -57,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
             safetensors.torch.save_model(saved.model, str(aside), metadata=metadata)
         except safetensors.SafetensorError as error:
             raise RunError(f"{out}: the weights were not written: {error}") from None
-    write_whole(out / "config.json", config.to_json())
     write_whole(out / "vocabulary.json", saved.vocabulary.to_json())
+    write_whole(out / "config.json", config.to_json())  # last: without the others it would be somebody else's
     print(out)
     return 0
 
