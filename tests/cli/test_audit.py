@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pointsman.cli.main import main
 
@@ -75,6 +76,7 @@ def test_conversations(saved: Path, tmp_path: Path) -> None:
     [
         (["nowhere/model"], "nowhere/model"),
         (["TRUNCATED"], "no model that transformers can load"),
+        (["LACKING"], "the saved model lacks 1 weights of OlmoeForCausalLM: model.layers.0.mlp.gate.weight"),
         (["BAD"], "this is a file"),
         ([None, "--top-k", "9"], "from 1 to 8"),
         ([None, "--data", "no-such-data"], "no-such-data"),
@@ -97,7 +99,11 @@ def test_bad_input(
     shutil.copytree(saved, tmp_path / "truncated")
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    places = {None: saved, "BAD": bad, "CHAT": chat, "TRUNCATED": weights.parent}
+    shutil.copytree(saved, tmp_path / "lacking")
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["model.layers.0.mlp.gate.weight"]
+    save_file(tensors, tmp_path / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    places = {"LACKING": tmp_path / "lacking", None: saved, "BAD": bad, "CHAT": chat, "TRUNCATED": weights.parent}
     places |= {"LATIN": latin, "RUN": tmp_path / "run"}
     given = [str(places.get(word, word)) for word in changes]
     out = [] if "--out" in given else ["--out", str(tmp_path / "out")]

@@ -12,8 +12,17 @@ from pointsman._errors import RunError
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """A causal language model; RunError if it cannot be loaded."""
-    return _load(name, "model", lambda: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)).to(device)
+    """A causal language model; RunError if it cannot be loaded, or lacks weights, which would be drawn at random."""
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+
+    model, info = _load(name, "model", load)
+    if missing := sorted(info["missing_keys"]):
+        raise RunError(
+            f"{name}: the saved model lacks {len(missing)} weights of {type(model).__name__}: {missing[0]}, …"
+        )
+    return model.to(device)
 
 
 def load_tokenizer(name: str) -> Any:
