@@ -6,12 +6,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test test-slow check bench results docs wheel clean
+.PHONY: help quickstart test test-slow campaign check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
+	@echo "make campaign     random programs against the promises of docs/reliability.md (three minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
 	@echo "make results      make tables, pages and claims of docs/results from their records"
@@ -35,6 +36,9 @@ test: $(DEV)
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+
+campaign: $(DEV)
+	$(BIN)/python tests/campaigns
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
