@@ -40,7 +40,7 @@ SHAPES: dict[str, Any] = {
     },
     "audit.json": dict,
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}},
-    "state.json": {"config": dict, "data": str, "kernels": dict, "environment": dict},
+    "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},
 }  # fmt: skip
 """File name, in which "*" stands for anything, -> shape."""
 

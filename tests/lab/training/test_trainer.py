@@ -203,6 +203,12 @@ def test_a_loaded_run_gives_the_same_figures(
         load_run(result.out, step=4)
     with pytest.raises(ValueError, match="no run directory"):
         load_run(result.out.parent)
+    file = result.out / "vocabulary.json"
+    vocabulary = json.loads(file.read_text())
+    vocabulary["symbols"][:2] = vocabulary["symbols"][1::-1]
+    file.write_text(json.dumps(vocabulary))
+    with pytest.raises(ValueError, match=r"vocabulary\.json is damaged: it is not the vocabulary of step-8"):
+        load_run(result.out)
 
 
 def test_a_finished_run_says_so_and_stays(settings: Settings, run: Callable[..., TrainResult]) -> None:

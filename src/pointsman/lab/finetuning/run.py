@@ -21,7 +21,7 @@ from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import EVALUATION, FINETUNE
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.progress import Monitor
-from pointsman.lab.training.run import Run, load_run, model_of
+from pointsman.lab.training.run import Run, load_run, model_of, vocabulary_of
 from pointsman.lab.training.trainer import TrainResult, train
 from pointsman.ops.kernels import Kernels
 
@@ -152,7 +152,7 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
     checkpoint = whole_checkpoint(directory.checkpoints, note)
     model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
     model, kernels = model_of(checkpoint, config, device, model)
-    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), kernels, about)
+    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels, about)
 
 
 def is_finetuned(path: Path | str) -> bool:

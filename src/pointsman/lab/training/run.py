@@ -19,6 +19,7 @@ from pointsman.lab.models.families import build_model
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.paths import VOCABULARY
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
@@ -136,7 +137,19 @@ def load_run(
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
     model, kernels = model_of(checkpoint, config, device)
-    return Run(directory.path, config, checkpoint.step, model, directory.vocabulary(), kernels)
+    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels)
+
+
+def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
+    """What the token ids of a checkpoint stand for.
+
+    Raises:
+        RunError: vocabulary.json is damaged, also where it holds another vocabulary than the checkpoint's.
+    """
+    vocabulary = directory.vocabulary()
+    if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:
+        raise RunError(f"{directory.path / VOCABULARY} is damaged: it is not the vocabulary of step-{checkpoint.step}")
+    return vocabulary
 
 
 def model_of(

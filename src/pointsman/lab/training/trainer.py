@@ -251,6 +251,7 @@ class _Training:
         description = {
             "config": self.config.to_dict(),
             "data": self.state.task.fingerprint,
+            "vocabulary": self.state.task.vocabulary.digest,
             "kernels": self.here["kernels"],
             "environment": dict(self.here),
         }
