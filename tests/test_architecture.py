@@ -12,8 +12,8 @@ import pytest
 import pointsman
 
 LIBRARY = (
-    "_errors", "_shapes", "_files", "_values", "_grid", "routing", "auxiliary", "ops", "experts", "routers", "layer",
-    "control", "parallel", "diagnostics", "hf", "testing",
+    "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "experts", "routers",
+    "layer", "control", "parallel", "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
     "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",

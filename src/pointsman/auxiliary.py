@@ -1,6 +1,7 @@
 """Auxiliary losses: pure functions, masked for padding. Perfect balance is 1.0 in every balance loss.
 
 Shapes: N tokens, B sequences, T tokens a sequence, E experts, k chosen experts.
+Where `ranks` share a batch, means and counts are those of the whole batch; gradients are those of the own tokens.
 """
 
 from __future__ import annotations
@@ -8,13 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pointsman.ranks import ALONE, Ranks
 
-def token_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+
+def token_mean(values: Tensor, mask: Tensor | None, ranks: Ranks = ALONE) -> Tensor:
     """Mean over tokens of `values` [N, ...]; `mask` [N] leaves padding out. Zero where no token is real."""
-    if mask is None:
+    if mask is None and ranks.count == 1:
         return values.mean(0) if len(values) else values.sum(0)
-    real = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # also where padding is NaN
-    return real.sum(0) / mask.sum().clamp_min(1)
+    if mask is None:
+        count = torch.full((), len(values), device=values.device)
+    else:
+        count = mask.sum()
+        values = values.masked_fill(~mask.reshape(-1, *(1,) * (values.dim() - 1)), 0)  # also where padding is NaN
+    return ranks.whole(values.sum(0)) / ranks.total(count)[0].clamp_min(1)
 
 
 def assignment_counts(experts: Tensor, num_experts: int) -> Tensor:
@@ -26,7 +33,12 @@ def assignment_counts(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def balance(
-    probs: Tensor, experts: Tensor, mask: Tensor | None = None, *, earlier_counts: Tensor | None = None
+    probs: Tensor,
+    experts: Tensor,
+    mask: Tensor | None = None,
+    *,
+    earlier_counts: Tensor | None = None,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """L = E sum_i f_i P_i: f_i the share of the assignments, P_i the mean probability (Switch Transformer, Eq. 4).
 
@@ -37,15 +49,17 @@ def balance(
         experts: [N, k], the chosen experts.
         mask: [N] bool, True for a real token.
         earlier_counts: [E], assignments of earlier micro-batches that f counts, too.
+        ranks: who shares the batch.
     """
     counts = assignment_counts(experts, probs.shape[-1])
     if earlier_counts is not None:
         counts = counts + earlier_counts
+    (counts,) = ranks.total(counts)
     shares = counts.to(probs.dtype) / counts.sum().clamp_min(1)
-    return probs.shape[-1] * (shares * token_mean(probs, mask)).sum()
+    return probs.shape[-1] * (shares * token_mean(probs, mask, ranks)).sum()
 
 
-def sequence_balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None) -> Tensor:
+def sequence_balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None, *, ranks: Ranks = ALONE) -> Tensor:
     """The balance loss of each sequence, and their mean (DeepSeek-V3, Eq. 17-20, divided by its factor).
 
     Args:
@@ -57,11 +71,11 @@ def sequence_balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None)
     shares = counts.to(probs.dtype) / counts.sum(-1, keepdim=True).clamp_min(1)
     if mask is None:
         means = probs.sum(1) / max(probs.shape[1], 1)
-        return token_mean(probs.shape[-1] * (shares * means).sum(-1), None)
+        return token_mean(probs.shape[-1] * (shares * means).sum(-1), None, ranks)
     means = probs.masked_fill(~mask[..., None], 0).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
-    return token_mean(probs.shape[-1] * (shares * means).sum(-1), mask.any(1))
+    return token_mean(probs.shape[-1] * (shares * means).sum(-1), mask.any(1), ranks)
 
 
-def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, mask: Tensor | None = None, ranks: Ranks = ALONE) -> Tensor:
     """Mean over tokens of (log sum_i exp z_i)^2 (ST-MoE): keeps the logits [N, E] small."""
-    return token_mean(torch.logsumexp(logits, -1).square(), mask)
+    return token_mean(torch.logsumexp(logits, -1).square(), mask, ranks)

@@ -158,9 +158,12 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
 
     Args:
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
-            of all routers, in the same order and with the same shapes in every process.
+            of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
+            which `parallel.parallelize` sets.
     """
     routers = [router for _, router in named_routers(model)]
+    if reduce is None and routers and routers[0].ranks.count > 1:
+        reduce = routers[0].ranks.add_up
     with torch.no_grad():
         if reduce is not None:
             reduce([tensor for router in routers for tensor in router.gathered()])

@@ -12,7 +12,8 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
-from pointsman.routing import Routing, one_expert_each
+from pointsman.ops.exchange import Exchange, local_part
+from pointsman.routing import Pairs, Routing, one_expert_each
 
 
 class Experts(nn.Module):
@@ -34,9 +35,11 @@ class Experts(nn.Module):
 
     Attributes:
         starts_at_zero: whether W_out starts at 0, also where a model draws the initial weights.
+        exchange: how rows get to the experts of other ranks; None: all experts are here.
     """
 
     starts_at_zero = False
+    exchange: Exchange | None = None
     role = "experts"
 
     def __init__(
@@ -80,8 +83,15 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim]: the weighted sum of each token's experts."""
+        if self.exchange is None:
+            return self.run(hidden, routing)
+        return self.exchange(self.run, hidden, routing).to(hidden.dtype)
+
+    def run(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """The same with the experts that lie on this rank."""
         dropout = self.dropout if self.training else 0.0
-        return apply_experts(hidden, routing, self.expert_parameters, self.activation, dropout)
+        here = ExpertParameters(*map(local_part, self.expert_parameters))  # type: ignore[arg-type]
+        return apply_experts(hidden, routing, here, self.activation, dropout)
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""
@@ -99,7 +109,8 @@ class ExpertNorm(nn.Module):
     def forward(self, rows: Tensor, expert: Tensor) -> Tensor:
         """rows [P, dim] of the experts `expert` [P]."""
         normed = F.layer_norm(rows, rows.shape[-1:])
-        weight, bias = (tensor.to(rows.dtype).index_select(0, expert) for tensor in (self.weight, self.bias))
+        here = (local_part(self.weight), local_part(self.bias))
+        weight, bias = (tensor.to(rows.dtype).index_select(0, expert) for tensor in here if tensor is not None)
         return torch.addcmul(bias, normed, weight)
 
 
@@ -113,6 +124,7 @@ class BaseExperts(nn.Module):
 
     role = "experts"
     sublayers_each = 3
+    exchange: Exchange | None = None
 
     def __init__(
         self,
@@ -146,14 +158,25 @@ class BaseExperts(nn.Module):
 
     def forward(self, hidden: Tensor, routing: Routing) -> Tensor:
         """hidden [tokens, dim] -> [tokens, dim], the input contained."""
+        if self.exchange is None:
+            pairs, change = self.changes(hidden, routing)
+            return hidden.index_add(0, pairs.token, change.to(hidden.dtype))
+
+        def run(rows: Tensor, among: Routing) -> Tensor:
+            pairs, change = self.changes(rows, among)
+            return change.new_zeros(rows.shape).index_add(0, pairs.token, change)
+
+        return hidden + self.exchange(run, hidden, routing).to(hidden.dtype)
+
+    def changes(self, hidden: Tensor, routing: Routing) -> tuple[Pairs, Tensor]:
+        """The pairs of the experts that lie on this rank, and weight * (E(h) - h) of each."""
         pairs = routing.pairs
-        each = one_expert_each(pairs.expert, self.num_experts, pairs.weight.dtype)
+        each = one_expert_each(pairs.expert, routing.num_experts, pairs.weight.dtype)
         given = hidden.index_select(0, pairs.token)
         rows = given
         for norm, sublayer in zip(self.norms, self.sublayers, strict=True):
             rows = rows + sublayer(norm(rows, pairs.expert), each)
-        change = (rows - given) * pairs.weight.to(rows.dtype)[:, None]
-        return hidden.index_add(0, pairs.token, change.to(hidden.dtype))
+        return pairs, (rows - given) * pairs.weight.to(rows.dtype)[:, None]
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} x {self.sublayers_each} sublayers"

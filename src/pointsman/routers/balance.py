@@ -48,9 +48,11 @@ class Balance(Stage):
         if self.scope == "sequence":
             shape = given.batch, given.length
             mask = None if given.mask is None else given.mask.view(shape)
-            return auxiliary.sequence_balance(_by_sequence(probs, shape), _by_sequence(experts, shape), mask)
+            return auxiliary.sequence_balance(
+                _by_sequence(probs, shape), _by_sequence(experts, shape), mask, ranks=given.ranks
+            )
         earlier = self.sums.get("counts") if self.training else None
-        return auxiliary.balance(probs, experts, given.mask, earlier_counts=earlier)
+        return auxiliary.balance(probs, experts, given.mask, earlier_counts=earlier, ranks=given.ranks)
 
     def statistics(self, given: LossInput) -> Tensors:
         """What `gather` is to sum."""

@@ -33,10 +33,10 @@ class Assigned(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         choice = scores.choice.detach()
         if self.training:
-            mask = context.padding_mask
+            mask, own = context.padding_mask, slice(None)
             if self.group == "batch":
-                choice, mask = choice.flatten(0, 1)[None], None if mask is None else mask.reshape(1, -1)
-            experts = balanced_assignment(choice, mask, k).flatten(0, 1)
+                choice, mask, own = self.whole_batch(choice, mask)
+            experts = balanced_assignment(choice, mask, k).flatten(0, 1)[own]
         else:
             experts = top_k(choice.flatten(0, 1), k)
         weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0))

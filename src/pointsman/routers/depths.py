@@ -7,7 +7,6 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.auxiliary import token_mean
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.expert_choice import as_selection, best_tokens
@@ -49,7 +48,7 @@ def will_be_taken(given: LossInput) -> Tensor:
     taken = logits.new_zeros(len(logits), num_experts + 1)
     taken.scatter_(1, experts.remainder(num_experts + 1), 1.0)  # -1 is the last column
     each = F.binary_cross_entropy_with_logits(logits, taken[:, :-1], reduction="none")
-    return token_mean(each, given.mask).mean()
+    return given.token_mean(each).mean()
 
 
 @register_router("depths", paper="Raposo et al. 2024, arXiv 2404.02258", renormalize=False)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
-from pointsman.auxiliary import token_mean
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
@@ -90,7 +89,7 @@ class AboveZero(Selector):
 def code_entropy(given: LossInput) -> Tensor:
     """The mean over tokens of sum_j -sum_e r_j(e) ln(r_j(e) + 1e-6): makes each selector choose one expert."""
     chosen = given.extra["selectors"].flatten(0, 1)
-    return token_mean(-(chosen * torch.log(chosen + EPS)).sum((-1, -2)), given.mask)
+    return given.token_mean(-(chosen * torch.log(chosen + EPS)).sum((-1, -2)))
 
 
 def unused_codes(given: LossInput) -> Tensor:
@@ -99,7 +98,7 @@ def unused_codes(given: LossInput) -> Tensor:
     The number of selectors at best.
     """
     chosen = given.extra["selectors"].flatten(0, 1)
-    return token_mean((1 / chosen.sum(-1).clamp_min(EPS)).sum(-1), given.mask)
+    return given.token_mean((1 / chosen.sum(-1).clamp_min(EPS)).sum(-1))
 
 
 @register_router(

@@ -48,7 +48,7 @@ class ThresholdScorer(Scorer):
         apart = weight @ weight.T - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
         length: Tensor = torch.linalg.vector_norm(weight, dim=-1).mean()
         distance: Tensor = torch.linalg.vector_norm(apart)
-        return length + distance
+        return given.ranks.once(length + distance)
 
 
 class Active(Selector):

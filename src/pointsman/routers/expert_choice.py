@@ -71,9 +71,14 @@ class ExpertsChoose(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs, mask = scores.probs, context.padding_mask
         choice = probs  # tokens are compared: logits of different tokens cannot be
+        own = slice(0, probs.shape[0] * probs.shape[1])
         if self.group == "batch":
-            choice, mask = choice.flatten(0, 1)[None], None if mask is None else mask.reshape(1, -1)
-        return as_selection(*best_tokens(choice, mask, k / probs.shape[-1]), probs.flatten(0, 1))
+            choice, mask, own = self.whole_batch(choice.detach(), mask)
+        token, expert, member = best_tokens(choice, mask, k / probs.shape[-1])
+        if self.ranks.count > 1 and self.group == "batch":  # this rank's tokens among all
+            here = (token >= own.start) & (token < own.stop)
+            token, expert, member = token[here] - own.start, expert[here], member[own]
+        return as_selection(token, expert, member, probs.flatten(0, 1))
 
     def extra_repr(self) -> str:
         return f"group={self.group}"

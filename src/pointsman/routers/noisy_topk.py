@@ -51,7 +51,7 @@ def importance_loss(given: LossInput) -> Tensor:
     """CV^2 of each expert's sum of weights (Eq. 6, 7)."""
     chosen = given.experts.clamp_min(0).reshape(-1)  # where there is none the weight is 0
     sums = given.logits.new_zeros(given.logits.shape[-1])
-    return squared_variation(sums.index_add(0, chosen, given.weights.reshape(-1)))
+    return squared_variation(given.ranks.whole(sums.index_add(0, chosen, given.weights.reshape(-1))))
 
 
 def load_loss(given: LossInput) -> Tensor:
@@ -70,7 +70,7 @@ def load_loss(given: LossInput) -> Tensor:
     chance = torch.special.ndtr((clean - threshold) / std.clamp_min(torch.finfo(std.dtype).tiny))
     if given.mask is not None:
         chance = chance.masked_fill(~given.mask[:, None], 0)
-    return squared_variation(chance.sum(0))
+    return squared_variation(given.ranks.whole(chance.sum(0)))
 
 
 @register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.auxiliary import token_mean
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
@@ -65,9 +64,9 @@ class Positive(Selector):
     def loss(self, given: LossInput) -> Tensor:
         """lambda (1/N) sum_n sum_e f_e R_ne; the gradient goes through R, not through f."""
         gates = given.unmixed
-        mean = token_mean(gates, given.mask)
+        mean = given.token_mean(gates)
         if self.balanced:
-            mean = mean * token_mean((gates.detach() > 0).to(gates.dtype), given.mask) * self.num_experts / self.top_k
+            mean = mean * given.token_mean((gates.detach() > 0).to(gates.dtype)) * self.num_experts / self.top_k
         return self.penalty * mean.sum()
 
     def step_end(self) -> None:

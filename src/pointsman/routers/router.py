@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.balance import Balance
 from pointsman.routers.select import within_capacity
 from pointsman.routers.stages import (
@@ -47,6 +48,7 @@ class Router(nn.Module):
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
+        ranks: who shares the batch; set by `parallel.parallelize`.
         lr_scale: factor of the learning rate for the router's parameters, for training loops that read it.
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
@@ -62,6 +64,7 @@ class Router(nn.Module):
     training_causal: bool
     training_batch_invariant: bool
     training_stochastic: bool
+    ranks: Ranks = ALONE
 
     def __init__(
         self,
@@ -174,6 +177,7 @@ class Router(nn.Module):
             batch=batch,
             length=length,
             context=context,
+            ranks=self.ranks,
         )
         losses, statistics = self._losses(given)
         for name, one in (("score", scored.statistics), ("mix", mixed), ("select", selection.statistics)):
@@ -212,7 +216,9 @@ class Router(nn.Module):
     def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The weighted losses by name, and the statistics of the balance loss."""
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
-        values = {name: loss.weight * loss.function(given) for name, loss in every.items() if loss.weight}
+        values = {
+            name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in every.items() if loss.weight
+        }
         counted = self.balancing.statistics(given) if self.balance else {}
         return values, {f"balancing.{key}": value for key, value in counted.items()}
 
@@ -232,8 +238,12 @@ class Router(nn.Module):
             self._frozen = False  # one without parameters, too
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name, parameter in self.named_parameters():  # one number, with or without a dimension (`parallelize`)
+            saved = state_dict.get(prefix + name)
+            if saved is not None and saved.numel() == parameter.numel() == 1 and saved.dim() != parameter.dim():
+                state_dict[prefix + name] = saved.reshape(parameter.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._moved_since_step_end = None  # loading is no step
 
     def gather(self, statistics: Tensors) -> None:
@@ -285,7 +295,7 @@ class Router(nn.Module):
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
                 "gradient from the output; use renormalize=false or a larger k"
             )
-        if self.needs_step_end:
+        if self.needs_step_end and self.ranks.count == 1:  # shards are not the tensors of the forward
             version = self._parameter_version()
             if self._moved_since_step_end is not None and version != self._moved_since_step_end:
                 self._warn(
@@ -309,7 +319,7 @@ def _in_training(part: Stage, flag: str) -> bool:
 
 
 def _z_loss(given: LossInput) -> Tensor:
-    return auxiliary.z_loss(given.logits, given.mask)
+    return auxiliary.z_loss(given.logits, given.mask, given.ranks)
 
 
 def check_top_k(top_k: int, num_experts: int) -> int:

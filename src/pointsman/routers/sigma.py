@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from pointsman.auxiliary import token_mean
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
@@ -49,7 +48,7 @@ class DroppedTopK(Selector):
 
 def negative_entropy(given: LossInput) -> Tensor:
     """sum_e q_e ln q_e + ln E, q the mean of softmax(z) over the batch's real tokens; 0 where q is uniform."""
-    q = token_mean(torch.softmax(given.logits, -1), given.mask)
+    q = given.token_mean(torch.softmax(given.logits, -1))
     negative: Tensor = torch.special.xlogy(q, q).sum()
     return negative + math.log(q.shape[-1])
 

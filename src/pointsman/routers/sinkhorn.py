@@ -60,11 +60,11 @@ class Sinkhorn(Selector):
             with torch.no_grad():
                 # a mixer hands on probabilities; their logarithms are what it made of the logits
                 logits = choice if choice is scores.logits else choice.clamp_min(torch.finfo(choice.dtype).tiny).log()
-                mask = context.padding_mask
+                mask, own = context.padding_mask, slice(None)
                 if self.group == "batch":
-                    logits, mask = logits.flatten(0, 1)[None], None if mask is None else mask.reshape(1, -1)
+                    logits, mask, own = self.whole_batch(logits, mask)
                 logits = logits / self.temperature
-                choice = logits + column_potentials(logits, mask, self.iterations)
+                choice = (logits + column_potentials(logits, mask, self.iterations)).flatten(0, 1)[own]
         experts = top_k(choice.reshape(-1, choice.shape[-1]), k)
         weights = scores.probs.flatten(0, 1).gather(-1, experts)
         if self.renormalize:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pointsman import auxiliary
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import Pairs, RouterState, RoutingContext, Slots
 
 Tensors = Mapping[str, Tensor]
@@ -94,6 +96,7 @@ class LossInput:
         mask: [N] bool, True for a real token; None where all are real.
         batch, length: B and T.
         context: what the router was given.
+        ranks: who shares the batch.
     """
 
     logits: Tensor
@@ -107,6 +110,11 @@ class LossInput:
     batch: int
     length: int
     context: RoutingContext
+    ranks: Ranks = ALONE
+
+    def token_mean(self, values: Tensor) -> Tensor:
+        """Mean over all real tokens of the batch of `values` [N, ...]."""
+        return auxiliary.token_mean(values, self.mask, self.ranks)
 
 
 class Loss(NamedTuple):
@@ -132,6 +140,7 @@ class Stage(nn.Module):
         training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
         needs: fields of `RoutingContext` that must be there.
         needs_step_end: whether training without `step_end` is a mistake.
+        ranks: who shares the batch; set by `parallel.parallelize`.
         sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
     """
 
@@ -143,6 +152,7 @@ class Stage(nn.Module):
     training_stochastic: bool | None = None
     needs: frozenset[str] = frozenset()
     needs_step_end: bool = False
+    ranks: Ranks = ALONE
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,6 +261,14 @@ class Selector(Stage):
 
     ragged: bool = False
     needs_moe: bool = False
+
+    def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
+        """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
+        rows among them."""
+        flat = rows.flatten(0, 1)
+        own = slice(self.ranks.rank * len(flat), (self.ranks.rank + 1) * len(flat))
+        every = None if mask is None else self.ranks.gather_rows(mask.reshape(-1))[None]
+        return self.ranks.gather_rows(flat)[None], every, own
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor] | Selection:
         raise NotImplementedError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.auxiliary import token_mean
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
@@ -45,7 +44,7 @@ class TopP(Selector):
 def mean_entropy(given: LossInput) -> Tensor:
     """The mean over tokens of H(p_n), in nats: it keeps p sharp; without it the chosen sets grow."""
     entropy = -torch.special.xlogy(given.unmixed, given.unmixed).sum(-1, keepdim=True)
-    return token_mean(entropy, given.mask).sum()
+    return given.token_mean(entropy).sum()
 
 
 @register_router(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.auxiliary import token_mean
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.stages import Loss, LossInput, Scored, Stages
 from pointsman.routers.topk import LinearScorer
@@ -34,7 +33,7 @@ class NoisyScorer(LinearScorer):
         clean = given.extra["clean"].flatten(0, 1)
         if not self.training:
             return clean.new_zeros(())
-        return _variation(token_mean(torch.softmax(clean, -1), given.mask))
+        return _variation(given.token_mean(torch.softmax(clean, -1)))
 
     def load(self, given: LossInput) -> Tensor:
         """(std / mean)^2 of the load mean_t P(e is chosen under a new draw of its noise); 0 at balance. Training only.
@@ -46,7 +45,7 @@ class NoisyScorer(LinearScorer):
             return clean.new_zeros(())
         threshold = given.logits.topk(given.experts.shape[-1], dim=-1).values[:, -1:]
         chosen = 1 - torch.special.ndtr((threshold - clean) / self.noise)
-        return _variation(token_mean(chosen, given.mask))
+        return _variation(given.token_mean(chosen))
 
 
 def _variation(loads: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pointsman.layer import MoE
 from pointsman.ops.attention import traced_attention
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
+from pointsman.ops.views import no_view
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
 
@@ -211,7 +212,7 @@ class FeedForwardLayer(nn.Module):
             assert self.feed_forward is not None
             inner = self.feed_forward(inner)
         if norm is None:
-            return inner, handed
+            return no_view(inner), handed
         hidden = hidden + F.dropout(inner, self.feed_forward_dropout, self.training)
         return hidden if self.pre_norm else norm(hidden), handed
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pointsman.lab.models.memory import Memory, Output
 from pointsman.lab.models.stack import Config, Stack
+from pointsman.ops.views import no_view
 
 
 class LanguageModel(Stack[Config]):
@@ -53,7 +54,7 @@ class LanguageModel(Stack[Config]):
         """
         hidden, remembered = self.encode(tokens, memory, memory_length=memory_length, padding_mask=padding_mask)
         if targets is None:
-            return Output(None, self.embedding.logits(self._drop(hidden)), hidden, remembered)
+            return Output(None, no_view(self.embedding.logits(self._drop(hidden))), hidden, remembered)
         return Output(self._loss(hidden, targets, padding_mask, reduction), None, hidden, remembered)
 
     def _loss(self, hidden: Tensor, targets: Tensor, padding_mask: Tensor | None, reduction: str) -> Tensor:

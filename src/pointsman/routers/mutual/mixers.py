@@ -157,7 +157,7 @@ class AttentionInform(TokenMixer):
     def statistics(self, context: RoutingContext, visible: Visible) -> Mapping[str, Tensor]:
         if self.heads != "lowest-entropy" or not self.training or not torch.is_grad_enabled():
             return {}
-        sums, counts = head_entropies(_trace(context), visible, sample=True)
+        sums, counts = head_entropies(_trace(context), visible, sample=True, ranks=self.ranks)
         return {"head_entropy": sums.sum(0), "head_tokens": counts.sum()}
 
     @torch.no_grad()

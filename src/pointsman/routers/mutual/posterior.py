@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_scores, inform, inform_biased
 from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import AttentionTrace
@@ -237,22 +238,27 @@ def _one(trace: AttentionTrace, index: int) -> AttentionTrace:
     return replace(trace, query=query, key=key, bias=bias)
 
 
-def head_entropies(trace: AttentionTrace, visible: Visible, sample: bool) -> tuple[Tensor, Tensor]:
+def head_entropies(
+    trace: AttentionTrace, visible: Visible, sample: bool, ranks: Ranks = ALONE
+) -> tuple[Tensor, Tensor]:
     """Entropy of each head's attention in nats, summed over real tokens, [B, H], and their number, [B].
 
     Without gradients, by blocks of rows. Of `visible` all but the entropies counts: these are the attention's own.
 
     Args:
         sample: of more than 16 tokens a sequence take four blocks of four, evenly spread; of many sequences about four.
+        ranks: who shares the batch: the sample is one of all its sequences.
     """
     visible = visible._replace(entropy=None)
-    if sample and (step := len(trace.query) // SAMPLED_SEQUENCES) > 1:
+    batch, heads, length, _ = trace.query.shape
+    if sample and (step := batch * ranks.count // SAMPLED_SEQUENCES) > 1:
         found = [
             head_entropies(_one(trace, index), visible.of(slice(index, index + 1)), sample)
-            for index in range(0, len(trace.query), step)
+            for index in range(-ranks.rank * batch % step, batch, step)
         ]
+        if not found:  # all of the sample are other ranks' sequences
+            return trace.query.new_zeros(0, heads), trace.query.new_zeros(0)
         return torch.cat([entropies for entropies, _ in found]), torch.cat([tokens for _, tokens in found])
-    batch, heads, length, _ = trace.query.shape
     if sample and length > SAMPLED_BLOCKS * SAMPLED_ROWS:
         ends = [length * (block + 1) // SAMPLED_BLOCKS for block in range(SAMPLED_BLOCKS)]
         blocks = [(end - SAMPLED_ROWS, end) for end in ends]

@@ -1,0 +1,95 @@
+"""Rows to the ranks that hold their experts, and back: expert parallelism in plain torch.
+
+A token goes once to each rank that holds at least one of its experts, with the ids and weights of these. The weighted
+sum of their outputs comes back, once from each rank. So D rows a token travel, D the ranks that its experts lie on, not
+k. Every collective is called by every rank, also by one without rows, and those of rows and weights differentiate.
+
+Shapes: N tokens here, R rows received, E experts, E' = E / ranks of them here, k chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.routing import Routing
+
+Run = Callable[[Tensor, Routing], Tensor]
+
+
+@dataclass
+class Exchange:
+    """The exchange of one layer.
+
+    Args:
+        group: the process group of the ranks that the experts are divided over, in the order of their experts.
+        num_experts: E, divisible by their number.
+
+    Attributes:
+        sent: rows that the last call sent to other ranks, and to this one.
+    """
+
+    group: Any
+    num_experts: int
+    sent: int = 0
+
+    @property
+    def local(self) -> int:
+        """E', the experts of each rank."""
+        return self.num_experts // int(self.group.size())
+
+    def __call__(self, run: Run, hidden: Tensor, routing: Routing) -> Tensor:
+        """The weighted sums of the experts' outputs, [N, dim].
+
+        Args:
+            run: (rows [R, dim], a routing among this rank's experts) -> [R, dim], the weighted sums.
+            hidden: [N, dim].
+            routing: of these tokens, among all experts.
+        """
+        pairs = routing.flat
+        if pairs is None:
+            return self._exchange(run, hidden, routing.experts, routing.weights)
+        rows = hidden.index_select(0, pairs.token)
+        each = self._exchange(run, rows, pairs.expert[:, None], pairs.weight[:, None])
+        return each.new_zeros(hidden.shape).index_add(0, pairs.token, each)
+
+    def _exchange(self, run: Run, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        from torch.distributed import all_to_all_single
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        ranks, local = int(self.group.size()), self.local
+        home = torch.where(experts >= 0, experts // local, ranks)
+        goes = torch.zeros(len(hidden), ranks + 1, dtype=torch.bool, device=hidden.device).scatter_(1, home, True)
+        rank, token = goes[:, :ranks].t().nonzero(as_tuple=True)  # by rank, then by token
+        counts = goes[:, :ranks].sum(0)
+        expected = torch.empty_like(counts)
+        all_to_all_single(expected, counts, group=self.group)
+        send, receive = counts.tolist(), expected.tolist()  # the one wait for a GPU
+        self.sent = sum(send)
+        here = home.index_select(0, token) == rank[:, None]
+        ids = torch.where(here, experts.index_select(0, token) - rank[:, None] * local, -1)
+        shares = torch.where(here, weights.index_select(0, token), 0)
+        taken = ids.new_empty(sum(receive), ids.shape[1])
+        all_to_all_single(taken, ids.contiguous(), receive, send, group=self.group)
+
+        def there(rows: Tensor) -> Tensor:
+            arrived: Tensor = all_to_all_single_autograd(rows.contiguous(), receive, send, self.group)
+            return arrived
+
+        rows, weight = there(hidden.index_select(0, token)), there(shares)
+        one = weight.new_zeros(1, 1).expand(len(taken), local)
+        result = run(rows, Routing(taken, weight, one, one))
+        back: Tensor = all_to_all_single_autograd(result.contiguous(), send, receive, self.group)
+        return back.new_zeros(len(hidden), back.shape[1]).index_add(0, token, back)
+
+
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a tensor that is divided over ranks; others as they are."""
+    if tensor is None or type(tensor).__name__ != "DTensor":
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part

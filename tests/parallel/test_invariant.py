@@ -1,0 +1,101 @@
+"""W ranks with a W-th of the batch each equal one process with the whole batch."""
+
+from pathlib import Path
+
+import pytest
+from tests.parallel.ranks import on_ranks
+
+from pointsman import build_router, list_routers
+
+BOUND = 1e-10
+FEW = [
+    "smoe:balance=0.05:z_loss=0.01",
+    "smoe:balance=0.05:balance_scope=step:balance_on=scores",
+    "xmoe+similarity",
+    "hyperrouter+attention",
+    "loss-free",
+    "base",
+]
+OPTIONS = [
+    "smoe:balance=0.05:balance_scope=sequence",
+    "smoe:capacity=1.0",
+    "smoe:renormalize=false",
+    "smoe+similarity:source=attention",
+    "smoe+similarity:learned=true",
+    "smoe+attention:heads=all",
+    "xmoe:routing_dim=full:normalize=false",
+    "expert-choice:group=batch",
+    "base:group=sequence",
+    "loss-free:nulls=1:kind=constant",
+    "loss-free:update=quantile",
+]
+
+
+def repeatable() -> list[str]:
+    """The registry without routers that draw a number a token: their draws are another rank's on another W."""
+    routers = [build_router(name, dim=8, num_experts=4, top_k=2, vocab_size=64) for name in list_routers()]
+    return [router.spec for router in routers if not router.training_stochastic or router.spec == "thor"]
+
+
+def check(found: list[dict[str, list[float]]]) -> None:
+    for rank in found:
+        wrong = {spec: worst for spec, worst in rank.items() if not max(worst) < BOUND}
+        assert not wrong
+
+
+@pytest.mark.parametrize("layout", ["", "experts=2"])
+def test_two_ranks(layout: str, tmp_path: Path) -> None:
+    check(on_ranks("invariant", 2, tmp_path, specs=FEW, layout=layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "replicas=2", "experts=2"])
+def test_every_router(layout: str, tmp_path: Path) -> None:
+    mixed = [f"{router}+{mixer}" for router in ("smoe", "xmoe", "thor") for mixer in ("similarity", "attention")]
+    check(on_ranks("invariant", 2, tmp_path, specs=[*repeatable(), *mixed, *OPTIONS], layout=layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "experts=2", "experts=4", "replicas=2", "experts=2,replicas=2"])
+def test_four_ranks(layout: str, tmp_path: Path) -> None:
+    check(on_ranks("invariant", 4, tmp_path, specs=FEW, layout=layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"experts": "base"}, {"checkpointing": True}], ids=["base", "checkpointing"])
+def test_base_experts_and_activation_checkpointing(changes: dict[str, object], tmp_path: Path) -> None:
+    specs = ["smoe:balance=0.05", "loss-free"]
+    check(on_ranks("invariant", 2, tmp_path, specs=specs, layout="experts=2", **changes))
+
+
+@pytest.mark.slow
+def test_a_wrong_factor_is_found(tmp_path: Path) -> None:
+    """With SGD: Adam hides a factor that is the same in every step."""
+    right, wrong = (
+        on_ranks("invariant", 2, tmp_path, specs=["smoe:balance=0.05"], layout="experts=2", sgd=True, factor=factor)
+        for factor in (1.0, 2.0)
+    )
+    check(right)
+    assert all(worst[1] > 1e-4 for rank in wrong for worst in rank.values())
+
+
+@pytest.mark.slow
+def test_every_parameter_has_a_gradient_on_every_rank(tmp_path: Path) -> None:
+    """Gradients that one rank lacks would be added to another parameter's."""
+    specs = [name for name in repeatable() if name not in ("default", "recurrent")]
+    assert on_ranks("every_gradient", 2, tmp_path, specs=specs) == [[], []]
+
+
+def test_somebody_elses_model(tmp_path: Path) -> None:
+    assert max(on_ranks("own_model", 2, tmp_path, layout="experts=2")) < BOUND
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    for world, weights, experts in on_ranks("refused", 2, tmp_path):
+        assert world == "layout shards is of 4 ranks; there are 2"
+        assert weights.startswith("ranks differ in the initial weights: rank 0 has")
+        assert experts == "layer '0': experts=2 does not divide the 3 experts of a layer; 1, 3 do"
+
+
+def test_recording_on_a_sharded_model(tmp_path: Path) -> None:
+    assert on_ranks("recorded", 2, tmp_path) == [True, True]
