@@ -70,7 +70,7 @@ def must(*words: str) -> str:
 
 def make_files(folder: Path) -> None:
     """Texts, tasks and settings, good and bad. From here on no run asks git for its commit, which takes long."""
-    environment._commit = lambda: None
+    environment.commit = lambda: None
     random = Random(0)
     letters = ["".join(random.choices("abcdefgh", k=random.randint(1, 5))) for _ in range(30)]
     (folder / "text.txt").write_text("".join(random.choice(letters) + random.choice(" \n") for _ in range(400)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_type_hints
 
 from torch import nn
@@ -69,7 +70,7 @@ class Entry:
     starts_at: Callable[[LayerSpec], int] | None = None
     fixed_k: bool = False
 
-    @property
+    @cached_property
     def options(self) -> dict[str, inspect.Parameter]:
         """Its own options by name, with annotation and default."""
         hints = get_type_hints(self.build)
