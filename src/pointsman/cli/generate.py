@@ -96,7 +96,7 @@ class Writer:
         self.console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.colours = layer is not None and self.console.color_system is not None
         self.ids, self.prompts, self.end_id, self.layer = ids, prompts, end_id, layer
-        self.streams = [TextStream(vocabulary) for _ in ids]
+        self.streams = [TextStream(vocabulary, one if layer is None else ()) for one in ids]
         self.texts = [""] * len(ids)
         self.ended = [False] * len(ids)
         self.shares: Counter[int] = Counter()

@@ -5,7 +5,7 @@ Shapes: B prompts, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,12 +151,16 @@ def sparse_layer(model: Any, name: str | None) -> str:
 
 
 class TextStream:
-    """Turns ids into text as they come: a character appears when its last id is there."""
+    """Turns ids into text as they come: a character appears when its last id is there.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    Args:
+        before: ids whose text is known already, so that what follows joins it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, before: Iterable[int] = ()) -> None:
         self._vocabulary = vocabulary
-        self._ids: list[int] = []
-        self._shown = ""
+        self._ids = [int(one) for one in before][-HELD:]
+        self._shown = vocabulary.decode(self._ids)
         self._held = 0
 
     def push(self, token: int) -> str:

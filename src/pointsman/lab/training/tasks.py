@@ -38,6 +38,7 @@ def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vo
     name = config.model.family
     if name not in TASKS:
         raise RunError(f"models of the family {name!r} are not pre-trained by `train`: allowed are {', '.join(TASKS)}")
-    if config.tokenizer and TASKS[name] != LanguageModelling.open:
-        raise RunError(f"tokenizer={config.tokenizer!r}: models of the family {name!r} bring their own pieces")
+    for setting in ("tokenizer", "start_from") if TASKS[name] != LanguageModelling.open else ():
+        if value := getattr(config, setting):
+            raise RunError(f"{setting}={value!r} has no effect on models of the family {name!r}")
     return TASKS[name](config, progress, vocabulary)
