@@ -63,7 +63,7 @@ def case(spec: str) -> Case:
     return Case(spec, dim=24, num_experts=6)
 
 
-@pytest.mark.parametrize("spec", map(spec_param, SPECS))
+@pytest.mark.parametrize("spec", [spec_param(spec) for spec in SPECS])
 @pytest.mark.parametrize(
     "check",
     [pytest.param(check, marks=[pytest.mark.slow] if check is checks.compiles else []) for check in CHECKS],
