@@ -178,11 +178,16 @@ def disk_errors(place: Path, consequence: str) -> Iterator[None]:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`; what is nested too deeply is a ValueError, too."""
+    """`json.loads`; a ValueError also for what is nested too deeply, and for half a surrogate pair in a text."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair, which is no character") from None
+    return value
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,7 @@ def main() -> int:
     os.environ.pop("POINTSMAN_DATA", None)
     import frame  # all that follows imports torch, which reads the environment
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     held = True
     for name in values.names or CAMPAIGNS:
         with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as made:

@@ -88,11 +88,8 @@ class CommandLines(Campaign):
         self.fixtures = folder
         _tiny_stdlib(folder)
         sys.modules["umap"] = None  # type: ignore[assignment] - compiles for half a minute
+        fixtures.make_all(folder)
         with fixtures.inside(folder):
-            fixtures.make_files(folder)
-            fixtures.make_run(folder)
-            fixtures.make_comparison(folder)
-            fixtures.make_huggingface(folder)
             (folder / "bad.toml").write_text("steps = \n")
             (folder / "deep.json").write_text("[" * 100_000)
             (folder / "list.json").write_text("[1, 2]")

@@ -72,17 +72,13 @@ MINE = "not ours: must stay"
 
 
 class Damage(Campaign):
-    name, unit, usual, limit = "damage", "damaged files", 250, 60.0
+    name, unit, usual, limit = "damage", "damaged files", 120, 60.0
 
     def prepare(self, folder: Path) -> None:
         self.fixtures = folder
         sys.modules["umap"] = None  # type: ignore[assignment] - compiles for half a minute
-        with fixtures.inside(folder):
-            fixtures.make_files(folder)
-            fixtures.make_run(folder)
-            fixtures.make_comparison(folder)
-            fixtures.make_huggingface(folder)
-            shutil.copytree(folder / "hf", folder / "good")
+        fixtures.make_all(folder)
+        shutil.copytree(folder / "hf", folder / "good")
         self.files = {
             what: sorted(
                 file.relative_to(folder).as_posix()

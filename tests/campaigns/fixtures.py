@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,6 +85,21 @@ def make_files(folder: Path) -> None:
     (folder / "binary.bin").write_bytes(random.randbytes(500))
     (folder / "letters").mkdir()
     (folder / "letters" / "letter.txt").write_text("not ours")
+
+
+_MADE: list[Path] = []
+
+
+def make_all(folder: Path) -> None:
+    """All of it, for a campaign whose folder is the working one; made once in a process."""
+    if not _MADE:
+        kept = Path(tempfile.mkdtemp(prefix="campaign-fixtures-"))
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        with inside(kept):
+            for make in (make_files, make_run, make_comparison, make_huggingface):
+                make(kept)
+        _MADE.append(kept)
+    shutil.copytree(_MADE[0], folder, dirs_exist_ok=True)
 
 
 def make_run(folder: Path) -> None:

@@ -150,7 +150,13 @@ def run(campaign: Campaign, *, seed: int, count: int, jobs: int, folder: Path, f
             number += 1
         if not running:
             break
-        ready = {key.fd for key, _ in selector.select(0.5)}
+        try:
+            ready = {key.fd for key, _ in selector.select(0.5)}
+        except KeyboardInterrupt:
+            print("interrupted: the counts so far")
+            for _, left in running.values():
+                left.late()
+            break
         for fd, (of, child) in list(running.items()):
             late = time.monotonic() > child.ends
             if fd not in ready and not late:

@@ -171,6 +171,7 @@ class Fault:
         self.how, self.operation, self.seconds, self.size, self.part = how, operation, seconds, size, part
         self.count = 0
         self.dirty: set[int] = set()
+        self.synced: dict[int, int] = {}
 
     def install(self, told: Told, folder: Path) -> None:
         """Puts itself between Python and the disk."""
@@ -195,7 +196,9 @@ class Fault:
             if name != "open" or arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 self.tick(f"{name} {arguments[0]}")
             if name == "fsync":
-                self.dirty.discard(os.fstat(arguments[0]).st_ino)
+                status = os.fstat(arguments[0])
+                self.dirty.discard(status.st_ino)
+                self.synced[status.st_ino] = status.st_size
             return real(*arguments, **options)
 
         return call
@@ -237,7 +240,8 @@ class Fault:
                 place = os.path.join(folder, name)
                 status = os.lstat(place)
                 if status.st_ino in self.dirty:
-                    os.truncate(place, int(status.st_size * self.part))
+                    kept = min(self.synced.get(status.st_ino, 0), status.st_size)
+                    os.truncate(place, kept + int((status.st_size - kept) * self.part))
 
 
 CHANGES = ("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "fsync", "chmod")

@@ -35,7 +35,7 @@ OBJECTS = 300
 
 
 class Resources(Campaign):
-    name, unit, usual, limit = "resources", "steps", 6_000, 600.0
+    name, unit, usual, limit = "resources", "steps", 4_000, 600.0
 
     def prepare(self, folder: Path) -> None:
         self.fixtures = folder

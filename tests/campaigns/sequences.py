@@ -117,7 +117,7 @@ def build(shape: dict[str, Any]) -> Stack:
 
 
 class Sequences(Campaign):
-    name, unit, usual, limit = "sequences", "operations", 2_000, 120.0
+    name, unit, usual, limit = "sequences", "operations", 1_500, 120.0
 
     def prepare(self, folder: Path) -> None:
         check(draw(Random(0)))  # imports what is imported late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._files import parse_json
-from pointsman._values import is_utf8
 from pointsman.cli.options import Parser, choose_device, k_list, refuse_runs, token_budget, whole
 
 EPILOG = """examples:
@@ -107,13 +105,11 @@ def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
                 continue
             try:
                 row = parse_json(line)
-            except ValueError:
-                raise RunError(f"{path}, line {number}: not JSON") from None
+            except ValueError as error:
+                raise RunError(f"{path}, line {number}: not JSON: {error}") from None
             found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
             if not isinstance(found, (str, list)):
                 raise RunError(f'{path}, line {number}: needs "text" or "messages", found {_names(row)}')
-            if isinstance(row, dict) and not is_utf8(json.dumps(row, ensure_ascii=False)):
-                raise RunError(f"{path}, line {number}: half a surrogate pair, which is no character")
             yield found
 
 

@@ -22,7 +22,9 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("content", [b"\x82\xff", b"[" * 100_000, b'{"a":' * 100_000, b"\x00", b"1"])
+@pytest.mark.parametrize(
+    "content", [b"\x82\xff", b"[" * 100_000, b'{"a":' * 100_000, b"\x00", b"1", b'{"a": "\\ud800"}']
+)
 def test_what_is_no_json_is_refused_by_name(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RunError) as caught:
