@@ -145,7 +145,9 @@ TOKENS = BYTES.encode_compact(TEXT)[0]
 def test_rate_zero_is_the_clean_evaluation(budget: int | None) -> None:
     model, protocol = model_of(), EvalProtocol(4, 32, 32, budget)
     clean = evaluate(model, TOKENS, "byte", split="test", top_k=[1, 4], protocol=protocol)
-    none = evaluate_attack(model, TOKENS, BYTES, Attack("word", 0.0), split="test", top_k=[1, 4], protocol=protocol)
+    attack = Attack("word", 0.0)
+    _, attacked = attack_part(TOKENS, BYTES, protocol, attack)
+    none = evaluate_attack(model, attacked, "byte", attack, split="test", top_k=[1, 4], protocol=protocol)
     for one, other in zip(clean, none, strict=True):
         assert other["nats"] == pytest.approx(one["nats"], rel=1e-6)
         assert other["tokens"] == other["unmarked"]["tokens"] == one["tokens"]
@@ -191,7 +193,7 @@ def test_texts_of_a_task_are_attacked_but_not_their_end_marks() -> None:
     assert (len(clean), attacked.chosen, encoded.truncated) == (2, 4, 0)
     model = Classifier(model_of().config, 2)
     [result] = evaluate_task_attack(
-        model, examples, BYTES, Attack("word", 1.0), split="test", top_k=[2], max_length=12, batch_size=2
+        model, encoded, attacked, Attack("word", 1.0), split="test", top_k=[2], batch_size=2
     )
     assert (result["metric"], result["examples"], result["attack"]["chosen"]) == ("accuracy", 2, 4)
 

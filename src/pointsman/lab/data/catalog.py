@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -103,6 +104,12 @@ def parse_data(text: str) -> DataSpec:
             raise RunError(f"data {text!r}: {key} is given twice")
         values[key] = value
     return DataSpec(name, **values)  # type: ignore[arg-type]  # the values were checked against the literals
+
+
+def data_folder() -> Path | None:
+    """The user's data folder, which POINTSMAN_DATA names."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    return Path(folder) if folder else None
 
 
 def list_corpora() -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import user_cache_folder
 from pointsman.lab.data.cache import FORMAT, Built, Tokens, Write, cached
-from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, parse_data
+from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
 from pointsman.lab.data.download import DataProgress, download
 from pointsman.lab.data.reading import Reader, check_md5, reading
 from pointsman.lab.data.sources import Source, local_source
@@ -68,10 +67,7 @@ def open_corpus(
     spec: str, *, vocabulary: Vocabulary | None = None, tokenizer: str = "", progress: DataProgress | None = None
 ) -> Corpus:
     """`load_corpus` with the folder that POINTSMAN_DATA names."""
-    folder = os.environ.get("POINTSMAN_DATA")
-    return load_corpus(
-        spec, data_dir=Path(folder) if folder else None, vocabulary=vocabulary, tokenizer=tokenizer, progress=progress
-    )
+    return load_corpus(spec, data_dir=data_folder(), vocabulary=vocabulary, tokenizer=tokenizer, progress=progress)
 
 
 def load_corpus(
@@ -153,16 +149,16 @@ class _Build:
     @property
     def key(self) -> str:
         """The cache key: depends on the files, the options, the vocabulary and the format."""
-        files = {}
-        for spans in self.source.parts.values():
+        files: dict[str, tuple[int, int]] = {}
+        stretches: dict[str, list[tuple[str, int, int]]] = {}
+        for split, spans in self.source.parts.items():
+            stretches[split] = []
             for span in spans:
+                path = str(span.path.resolve())
                 with reading(span.path):
                     status = span.path.stat()
-                files[str(span.path.resolve())] = (status.st_size, status.st_mtime_ns)
-        stretches = {
-            split: [(str(span.path.resolve()), span.start, span.stop) for span in spans]
-            for split, spans in self.source.parts.items()
-        }
+                files[path] = (status.st_size, status.st_mtime_ns)
+                stretches[split].append((path, span.start, span.stop))
         vocabulary = self.vocabulary.digest if self.vocabulary else None
         what = [FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary]
         text = json.dumps([*what, self.pieces] if self.pieces else what, sort_keys=True)

@@ -64,24 +64,18 @@ class Classification(Task):
     def build_model(self, config: RunConfig) -> Classifier:
         """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
         settings = self.settings
-        model = Classifier(
-            config.model,
-            len(self.data.classes),
-            pooling=settings.pooling,
-            dropout=settings.head_dropout,
-            seed=config.seed,
-        )
+        head = {"pooling": settings.pooling, "dropout": settings.head_dropout, "seed": config.seed}
+        model = Classifier(config.model, len(self.data.classes), **head)
         if self.weights is not None:
             try:
                 model.backbone.load_state_dict(self.weights)
             except RuntimeError as error:
                 raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
         set_balance(model, settings.balance)
-        if settings.freeze:
-            try:
-                freeze(model, *settings.freeze)
-            except ValueError as error:
-                raise RunError(str(error)) from None
+        try:
+            freeze(model, *settings.freeze)
+        except ValueError as error:
+            raise RunError(str(error)) from None
         return model
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
@@ -100,17 +94,10 @@ class Classification(Task):
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
         return evaluate_task(
-            model,
-            self.scored(split, config),
-            split=split,
-            top_k=top_k,
-            batch_size=config.eval_batch_size,
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
+            model, self.scored(split, config), split=split, top_k=top_k, batch_size=config.eval_batch_size,
+            routing=context.final, precision=context.precision, progress=context.progress, phase=context.phase,
             stop=context.stop,
-        )
+        )  # fmt: skip
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
         """How far the routing moved from the pre-trained model's."""

@@ -46,8 +46,5 @@ def change_from(weights: Mapping[str, Tensor], model: Classifier, encoded: Encod
                 model.backbone.encode(batch.tokens.clamp_min(0), padding_mask=mask)
             for name, fluctuation in layers.items():
                 fluctuation.update(one[name], two[name], mask.reshape(-1))
-    return {
-        "top_k": top_k,
-        "examples": len(part),
-        "layers": {name: fluctuation.result() for name, fluctuation in layers.items()},
-    }
+    results = {name: fluctuation.result() for name, fluctuation in layers.items()}
+    return {"top_k": top_k, "examples": len(part), "layers": results}

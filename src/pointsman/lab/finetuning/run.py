@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from pointsman._errors import RunError
+from pointsman.lab.data.catalog import data_folder
 from pointsman.lab.data.tasks import LabelledTexts, find_task, load_task
 from pointsman.lab.finetuning.classification import Classification
 from pointsman.lab.finetuning.settings import Finetuning
@@ -30,7 +30,7 @@ FORMAT = 1
 
 def open_task(spec: str) -> LabelledTexts:
     """`load_task` with the folder that POINTSMAN_DATA names."""
-    return load_task(spec, data_dir=_data_folder())
+    return load_task(spec, data_dir=data_folder())
 
 
 def check_task(spec: str) -> None:
@@ -39,12 +39,7 @@ def check_task(spec: str) -> None:
     Raises:
         RunError: no such task, file or folder.
     """
-    find_task(spec, data_dir=_data_folder())
-
-
-def _data_folder() -> Path | None:
-    folder = os.environ.get("POINTSMAN_DATA")
-    return Path(folder) if folder else None
+    find_task(spec, data_dir=data_folder())
 
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
@@ -106,7 +101,7 @@ def finetune(
         "fingerprint": data.fingerprint,
         "pretrained": None if settings.from_scratch else _identity(pretrained.path, pretrained.step),
     }
-    _claim(directory, about)
+    _check_same(directory, about)
     begun = directory.exists
     task.files = {FINETUNE: about}
     record = directory.read_json(EVALUATION)
@@ -166,14 +161,13 @@ def _identity(run: Path, step: int) -> dict[str, Any]:
     return {"checkpoint": folder.name, "sha256": checksums(folder)["model.safetensors"]}
 
 
-def _claim(directory: RunDirectory, about: dict[str, Any]) -> None:
-    before = directory.read_json(FINETUNE)
-    if before is None:
-        return
+def _check_same(directory: RunDirectory, about: dict[str, Any]) -> None:
+    """RunError if the directory holds a fine-tuning of other weights or settings."""
+    before = directory.read_json(FINETUNE) or about
     differing = [key for key in about | before if about.get(key) != before.get(key)]
-    if "pretrained" in differing and len(differing) == 1:
+    if differing == ["pretrained"]:
         raise RunError(
-            f"{directory.path} was fine-tuned from other weights (pre-training has gone on): choose another --out"
+            f"{directory.path} was fine-tuned from other weights: pre-training went on; choose another --out"
         )
     if differing:
         told = "; ".join(f"{key} is {before.get(key)!r} there, {about.get(key)!r} here" for key in differing)

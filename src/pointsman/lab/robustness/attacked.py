@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream, Vocabulary
+from pointsman.lab.data.catalog import Level
 from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray
@@ -21,7 +21,6 @@ from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, ev
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack, Attacked, attack_texts
 from pointsman.routing import Routing
 
@@ -38,38 +37,16 @@ def attack_part(
 
 
 def evaluate_attack(
-    model: TransformerXL,
-    tokens: IdArray,
-    vocabulary: Vocabulary,
-    attack: Attack,
-    *,
-    split: str,
-    top_k: Sequence[int],
-    protocol: EvalProtocol,
-    precision: AbstractContextManager[Any] | None = None,
-    watch: Progress | None = None,
-    stop: Stop | None = None,
+    model: TransformerXL, attacked: Attacked, level: Level, attack: Attack, **how: Any
 ) -> list[dict[str, Any]]:
-    """Evaluates a language model on the attacked texts of the clean evaluation, at every k; arguments as of `evaluate`.
+    """Evaluates a language model on attacked texts (`attack_part`), at every k; `how`: arguments of `evaluate`.
 
     Returns:
         The results of `evaluate`, with "unmarked" (without attacked tokens as targets) and "attack": {"kind", "rate",
         "seed", "word", "chosen", "candidates"}.
     """
-    _, attacked = attack_part(tokens, vocabulary, protocol, attack)
-    results = evaluate(
-        model,
-        MarkedText(attacked.rows, attacked.marks),
-        vocabulary.level,
-        split=split,
-        top_k=top_k,
-        protocol=protocol,
-        precision=precision,
-        progress=watch,
-        stop=stop,
-        phase=f"attack {attack.kind} {attack.rate:g}",
-    )
-    return [{**result, "attack": _described(attack, attacked)} for result in results]
+    text = MarkedText(attacked.rows, attacked.marks)
+    return _described(attack, attacked, evaluate(model, text, level, phase=_phase(attack), **how))
 
 
 def attack_examples(
@@ -85,33 +62,23 @@ def attack_examples(
 
 
 def evaluate_task_attack(
-    model: Classifier,
-    examples: Examples,
-    vocabulary: Vocabulary,
-    attack: Attack,
-    *,
-    split: str,
-    top_k: Sequence[int],
-    max_length: int,
-    batch_size: int = 32,
-    precision: AbstractContextManager[Any] | None = None,
-    watch: Progress | None = None,
-    stop: Stop | None = None,
+    model: Classifier, encoded: Encoded, attacked: Attacked, attack: Attack, **how: Any
 ) -> list[dict[str, Any]]:
-    """Evaluates a classifier on attacked texts, at every k: the results of `evaluate_task`, each with "attack"."""
-    encoded, _, attacked = attack_examples(examples, vocabulary, max_length, attack)
-    results = evaluate_task(
-        model,
-        encoded,
-        split=split,
-        top_k=top_k,
-        batch_size=batch_size,
-        precision=precision,
-        progress=watch,
-        stop=stop,
-        phase=f"attack {attack.kind} {attack.rate:g}",
-    )
-    return [{**result, "attack": _described(attack, attacked)} for result in results]
+    """Evaluates a classifier on attacked texts (`attack_examples`), at every k; `how`: arguments of `evaluate_task`.
+
+    Returns:
+        The results of `evaluate_task`, each with "attack" as of `evaluate_attack`.
+    """
+    return _described(attack, attacked, evaluate_task(model, encoded, phase=_phase(attack), **how))
+
+
+def _phase(attack: Attack) -> str:
+    return f"attack {attack.kind} {attack.rate:g}"
+
+
+def _described(attack: Attack, attacked: Attacked, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    about = {**attack.to_dict(), "chosen": attacked.chosen, "candidates": attacked.candidates}
+    return [{**result, "attack": dict(about)} for result in results]
 
 
 @torch.no_grad()
@@ -145,11 +112,8 @@ def change_under_attack(
                 one, two = _routings(model, before), _routings(model, after)
                 for name, fluctuation in layers.items():
                     fluctuation.update(_rows(one[name], sources[places]), _rows(two[name], places))
-    return {
-        "top_k": top_k,
-        "texts": texts,
-        "layers": {name: fluctuation.result() for name, fluctuation in layers.items()},
-    }
+    results = {name: fluctuation.result() for name, fluctuation in layers.items()}
+    return {"top_k": top_k, "texts": texts, "layers": results}
 
 
 def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
@@ -163,7 +127,3 @@ def _routings(model: TransformerXL, row: IdArray) -> dict[str, Routing]:
 def _rows(routing: Routing, places: Any) -> Routing:
     index = torch.as_tensor(places, device=routing.experts.device)
     return map_routing(routing, lambda tensor: tensor[index])
-
-
-def _described(attack: Attack, attacked: Attacked) -> dict[str, Any]:
-    return {**attack.to_dict(), "chosen": attacked.chosen, "candidates": attacked.candidates}

@@ -117,18 +117,14 @@ def _pick(counts: Sequence[int], attack: Attack) -> list[Mask]:
 
 def _swapped(row: IdArray, spans: NDArray[np.int64], new: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
     """The text with these spans replaced, and the source of each token."""
-    pieces: list[IdArray] = []
-    sources: list[NDArray[np.int64]] = []
+    places = np.arange(len(row), dtype=np.int64)
     put = np.full(len(new), -1, dtype=np.int64)
-    done = 0
+    pieces, sources, done = [], [], 0
     for start, stop in spans.tolist():
         pieces += [row[done:start], new]
-        sources += [np.arange(done, start), put]
+        sources += [places[done:start], put]
         done = stop
-    return (
-        np.concatenate([*pieces, row[done:]]).astype(row.dtype),
-        np.concatenate([*sources, np.arange(done, len(row))]).astype(np.int64),
-    )
+    return np.concatenate([*pieces, row[done:]]).astype(row.dtype), np.concatenate([*sources, places[done:]])
 
 
 def _substituted(

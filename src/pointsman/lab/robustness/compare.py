@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,36 +60,28 @@ def comparison_under_attack(
     name = f"attacks-{attacks[0].kind}"
     for place, path in enumerate(paths, 1):
         progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
-        asked: dict[str, Any] = {"attacks": [attack.to_dict() for attack in attacks]}
-        if variant is not None:
-            tuned = load_finetuned(path, device=device, note=progress.note)
-            asked |= {
-                "top_k": list(top_k or tuned.config.eval_top_k),
-                "budget": tuned.config.eval_tokens if budget == "run" else budget,
-                "fingerprint": tuned.finetuning.get("fingerprint"),
-                "checkpoint": f"step-{tuned.step}",
-            }
-            if _asked(path / f"{name}.json") != asked:
-                found = finetuned_under_attack(tuned, attacks, top_k=top_k, budget=budget, watch=progress, stop=stop)
-                write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
-            continue
-        run = load_run(path, device=device, note=progress.note)
-        corpus = run.corpus(data)
-        if place == 1:
-            name += f"-{slug(corpus.name)}-{split}"
-        asked |= {
-            "data": data or run.config.data,
-            "split": split,
+        load = load_run if variant is None else load_finetuned
+        run = load(path, device=device, note=progress.note)
+        asked: dict[str, Any] = {
+            "attacks": [attack.to_dict() for attack in attacks],
             "top_k": list(top_k or run.config.eval_top_k),
-            "protocol": eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget).to_dict(),
-            "fingerprint": corpus.fingerprint,
             "checkpoint": f"step-{run.step}",
         }
-        if _asked(path / f"{name}.json") != asked:
-            found = run_under_attack(
-                run, attacks, data=data, split=split, top_k=top_k, budget=budget, watch=progress, stop=stop
-            )
-            write_whole(path / f"{name}.json", json.dumps({**found, "asked": asked}, indent=2) + "\n")
+        tokens = run.config.eval_tokens if budget == "run" else budget
+        attacked: Callable[..., dict[str, Any]] = finetuned_under_attack
+        if variant is not None:
+            asked |= {"budget": tokens, "fingerprint": run.finetuning.get("fingerprint")}
+        else:
+            corpus = run.corpus(data)
+            if place == 1:
+                name += f"-{slug(corpus.name)}-{split}"
+            asked |= {"data": data or run.config.data, "split": split, "fingerprint": corpus.fingerprint}
+            asked["protocol"] = eval_protocol(run.config, tokens).to_dict()
+            attacked = partial(run_under_attack, data=data, split=split)
+        file = path / f"{name}.json"
+        if (read_whole_json(file) or {}).get("asked") != asked:
+            found = attacked(run, attacks, top_k=top_k, budget=budget, watch=progress, stop=stop)
+            write_whole(file, json.dumps({**found, "asked": asked}, indent=2) + "\n")
     return name
 
 
@@ -101,8 +94,3 @@ def _finetuned(runs: Sequence[Path], variant: str) -> list[Path]:
             raise RunError(f"task {variant!r}: no run was fine-tuned yet; `pointsman compare --task` does it")
         raise RunError(f"task {variant!r}: no run was fine-tuned on it: {did_you_mean(variant, known)}")
     return found
-
-
-def _asked(file: Path) -> Any:
-    """The settings with which this file was written; None if the file is missing or damaged."""
-    return (read_whole_json(file) or {}).get("asked")

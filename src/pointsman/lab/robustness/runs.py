@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 from pointsman.control import named_routers
 from pointsman.lab.data.task_streams import encode_examples
+from pointsman.lab.data.vocabulary import IdArray
+from pointsman.lab.evaluation.language_model import evaluate
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.finetuning.classification import Classification
 from pointsman.lab.finetuning.run import task_data
 from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacked import (
     attack_examples,
@@ -20,7 +23,7 @@ from pointsman.lab.robustness.attacked import (
     evaluate_attack,
     evaluate_task_attack,
 )
-from pointsman.lab.robustness.attacks import Attack
+from pointsman.lab.robustness.attacks import Attack, Attacked
 from pointsman.lab.robustness.text_attack import recipe_attack
 from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.language_modelling import eval_protocol
@@ -63,27 +66,17 @@ def run_under_attack(
     tokens = corpus.split(split)
     protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
-    device = next(run.model.parameters()).device
+    how = {"split": split, "top_k": values, "protocol": protocol, "progress": watch, "stop": stop}
+    how["precision"] = autocast(run.config, next(run.model.parameters()).device)
+    level, routing = run.vocabulary.level, []
     with using(run.kernels):
-        results = run.evaluate(tokens, split=split, top_k=values, budget=protocol.tokens, progress=watch, stop=stop)
-        routing = []
+        results = evaluate(run.model, tokens, level, **how)  # type: ignore[arg-type]
         for attack in attacks:
-            results += evaluate_attack(
-                run.model, tokens, run.vocabulary, attack, split=split, top_k=values, protocol=protocol,
-                precision=autocast(run.config, device), watch=watch, stop=stop,
-            )  # fmt: skip
-            if any(True for _ in named_routers(run.model)):
-                clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
-                change = change_under_attack(run.model, clean, attacked, top_k=_routing_k(run.config.model.num_experts))
-                routing.append({"attack": attack.to_dict(), **change})
-    return {
-        "format": FORMAT,
-        "name": slug(corpus.name),
-        "checkpoint": f"step-{run.step}",
-        "protocol": {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint},
-        "results": results,
-        "routing": routing,
-    }
+            clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
+            results += evaluate_attack(run.model, attacked, level, attack, **how)
+            routing += _routing(run, run.model, clean, attacked, attack)
+    about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
+    return _record(run, corpus.name, about, results, routing)
 
 
 def finetuned_under_attack(
@@ -115,23 +108,16 @@ def finetuned_under_attack(
     every = encode_examples(task.splits[task.reported], run.vocabulary, length)
     tokens = config.eval_tokens if budget == "run" else budget
     places = every.within(tokens)
-    encoded, examples = every.take(places), task.splits[task.reported].take(places)
+    examples = task.splits[task.reported].take(places)
+    how = {"split": task.reported, "top_k": values, "precision": precision, "progress": watch, "stop": stop}
+    how["batch_size"] = config.eval_batch_size
+    routing = []
     with using(run.kernels):
-        results = evaluate_task(
-            run.model, encoded, split=task.reported, top_k=values, batch_size=config.eval_batch_size,
-            precision=precision, progress=watch, stop=stop,
-        )  # fmt: skip
-        routing = []
+        results = evaluate_task(run.model, every.take(places), **how)
         for attack in attacks:
-            results += evaluate_task_attack(
-                run.model, examples, run.vocabulary, attack, split=task.reported, top_k=values, max_length=length,
-                batch_size=config.eval_batch_size, precision=precision, watch=watch, stop=stop,
-            )  # fmt: skip
-            if any(True for _ in named_routers(run.model)):
-                _, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
-                top = _routing_k(config.model.num_experts)
-                change = change_under_attack(run.model.backbone, clean, attacked, top_k=top)
-                routing.append({"attack": attack.to_dict(), **change})
+            encoded, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
+            results += evaluate_task_attack(run.model, encoded, attacked, attack, **how)
+            routing += _routing(run, run.model.backbone, clean, attacked, attack)
         if recipe is not None:
             results += recipe_attack(
                 run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
@@ -141,15 +127,19 @@ def finetuned_under_attack(
         pooling=run.finetuning["pooling"], from_scratch=run.finetuning["from_scratch"],
     )  # fmt: skip
     protocol = Classification(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
-    return {
-        "format": FORMAT,
-        "name": slug(task.name),
-        "checkpoint": f"step-{run.step}",
-        "protocol": {**protocol, "data": task.description},
-        "results": results,
-        "routing": routing,
-    }
+    return _record(run, task.name, {**protocol, "data": task.description}, results, routing)
 
 
-def _routing_k(num_experts: int) -> int:
-    return min(ROUTING_TOP_K, num_experts)
+def _routing(
+    run: Run, model: TransformerXL, clean: Sequence[IdArray], attacked: Attacked, attack: Attack
+) -> list[dict[str, Any]]:
+    """The change of the routing under this attack; [] for a model without routers."""
+    if not any(True for _ in named_routers(model)):
+        return []
+    top_k = min(ROUTING_TOP_K, run.config.model.num_experts)
+    return [{"attack": attack.to_dict(), **change_under_attack(model, clean, attacked, top_k=top_k)}]
+
+
+def _record(run: Run, name: str, protocol: dict[str, Any], results: list[Any], routing: list[Any]) -> dict[str, Any]:
+    found = {"protocol": protocol, "results": results, "routing": routing}
+    return {"format": FORMAT, "name": slug(name), "checkpoint": f"step-{run.step}", **found}

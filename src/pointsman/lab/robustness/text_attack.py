@@ -80,23 +80,16 @@ def recipe_attack(
         for k in eval_top_k(model, top_k):
             with set_top_k(model, k) if k else nullcontext():
                 attack = getattr(attack_recipes, name).build(Wrapper(model, vocabulary, max_length))
-                arguments = textattack.AttackArgs(
-                    num_examples=len(pairs), random_seed=seed, disable_stdout=True, silent=True
-                )
+                quiet = {"disable_stdout": True, "silent": True}
+                arguments = textattack.AttackArgs(num_examples=len(pairs), random_seed=seed, **quiet)
                 outcome = textattack.Attacker(attack, textattack.datasets.Dataset(pairs), arguments).attack_dataset()
             kinds = [type(one).__name__ for one in outcome]
             held = kinds.count("FailedAttackResult")
-            results.append(
-                {
-                    "top_k": k or model.config.num_experts,
-                    "metric": "accuracy",
-                    "value": held / len(kinds),
-                    "clean": 1 - kinds.count("SkippedAttackResult") / len(kinds),
-                    "examples": len(kinds),
-                    "recipe": name,
-                    "queries": sum(int(getattr(one, "num_queries", 0)) for one in outcome),
-                }
-            )
+            clean = 1 - kinds.count("SkippedAttackResult") / len(kinds)
+            about = {"examples": len(kinds), "recipe": name}
+            about["queries"] = sum(int(getattr(one, "num_queries", 0)) for one in outcome)
+            judged = {"metric": "accuracy", "value": held / len(kinds), "clean": clean}
+            results.append({"top_k": k or model.config.num_experts, **judged, **about})
     return results
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy as np
 
 from pointsman._errors import RunError
 from pointsman._files import user_cache_folder, write_whole
+from pointsman.lab.data.catalog import data_folder
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.multilingual.blocks import PackedText, learn_pieces, pack_text
 from pointsman.lab.data.multilingual.pieces import Pieces
@@ -46,8 +46,7 @@ def open_blocks(
     Raises:
         RunError: as `read_text`, `learn_pieces` and `pack_text`.
     """
-    folder = os.environ.get("POINTSMAN_DATA")
-    data_dir = Path(folder) if folder else None
+    data_dir = data_folder()
     check_spec(spec, data_dir)
     how = [FORMAT, spec, length, pieces.digest if pieces else [size, exponent], list(_files(spec, data_dir))]
     key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:24]
