@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, did_you_mean
 
 MOST_WHOLE = 2**31 - 1
 MOST_NUMBER = 1e9
@@ -130,6 +131,28 @@ def typed_value(value: Any, kind: Any, where: str) -> Any:
         return convert(value, kind, where)
     except ValueError as error:
         raise RunError(str(error)) from None
+
+
+def typed_fields(cls: Any, values: Mapping[str, Any], where: str, leave: Collection[str] = ()) -> dict[str, Any]:
+    """`values` as the arguments of a dataclass: none unknown, none missing, each of its type.
+
+    Args:
+        where: the beginning of errors.
+        leave: fields that are neither required nor converted.
+
+    Raises:
+        RunError: names the field.
+    """
+    kinds = get_type_hints(cls)
+    for key in values:
+        if key not in kinds:
+            raise RunError(f"{where}{key}: {did_you_mean(key, kinds)}")
+    for each in fields(cls):
+        required = each.default is each.default_factory is MISSING and each.name not in leave
+        if required and each.name not in values:
+            raise RunError(f"{where}{each.name} is missing")
+    typed = {key: typed_value(value, kinds[key], where + key) for key, value in values.items() if key not in leave}
+    return {**values, **typed}
 
 
 def _typed_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:

@@ -62,8 +62,7 @@ def test_mean_spread_and_missing_cells(tmp_path: Path) -> None:
 
 def test_differences_pair_seeds(tmp_path: Path) -> None:
     table = ComparisonTable.read(hand_made(tmp_path / "c"))
-    difference = table.difference("hyper_x|a&b", 1)
-    assert difference.cell.values == {0: pytest.approx(-0.1)}  # seed 1 has no partner
+    assert table.differences()["hyper_x|a&b"][1].values == {0: pytest.approx(-0.1)}  # seed 1 has no partner
     assert table.difference_grid().rows == [["hyper_x|a&b", "-0.100", "-"]]
     flipped = ComparisonTable.read(tmp_path / "c", baseline="hyper_x|a&b")
     assert flipped.difference_grid().rows == [["smoe", "+0.100", "-"]]
@@ -74,7 +73,7 @@ def test_difference_spread_is_that_of_the_pairs_not_of_the_rows(tmp_path: Path) 
     write_comparison(path, routers=("a", "b"), seeds=(0, 1), missing=[(r, s) for r in "ab" for s in (0, 1)])
     for router, seed, value in (("a", 0, 1.0), ("a", 1, 3.0), ("b", 0, 0.5), ("b", 1, 2.5)):
         write_run(path / "runs" / router / f"seed-{seed}", router, seed, values={1: value})
-    cell = ComparisonTable.read(path).difference("b", 1).cell
+    cell = ComparisonTable.read(path).differences()["b"][1]
     assert (cell.mean, cell.std) == (-0.5, 0.0)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.attack_table import attack_tables
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
@@ -38,7 +39,7 @@ from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.paths import COMPARISON
 
 CLAIMS = "claims.toml"
-HEADER = "| claim | where | test | difference | seeds | control | verdict |"
+HEADER = ("claim", "where", "test", "difference", "seeds", "control", "verdict")
 UNITS = {
     "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
     "attack": "loss from clean", "accuracy": "points",
@@ -149,10 +150,9 @@ class Page:
         ]
         lines += self._summary()
         for aspect in dict.fromkeys(one.claim.aspect for one in self.tested):
-            lines += [f"## {aspect[0].upper()}{aspect[1:]}", ""]
-            lines += [HEADER, "|---" * HEADER.count(" | ") + "|---|"]
-            lines += [self._line(one) for one in self.tested if one.claim.aspect == aspect]
-            lines.append("")
+            rows = [self._row(one) for one in self.tested if one.claim.aspect == aspect]
+            table = Grid(HEADER, rows, code=False, labels=len(HEADER)).markdown()
+            lines += [f"## {aspect[0].upper()}{aspect[1:]}", "", table, ""]
         lines += ["## Commands", ""]
         for name, command in self.commands.items():
             rest = f"    --routers ROWS --seeds 5 --out docs/results/{name}"
@@ -175,20 +175,17 @@ class Page:
         ]
         return lines
 
-    def _line(self, one: Tested) -> str:
+    def _row(self, one: Tested) -> list[str]:
         claim = one.claim
+        test = f"`{claim.test}`"
         if claim.measure:
             at = f", k = {claim.k}" if claim.k else ""
-            what = {"attack": f"{claim.rate:.3g} of the words attacked", "accuracy": claim.task}.get(
-                claim.measure, claim.measure
-            )
+            special = {"attack": f"{claim.rate:.3g} of the words attacked", "accuracy": claim.task}
+            what = special.get(claim.measure, claim.measure)
             test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {what}{at}"
-        else:
-            test = f"`{claim.test}`"
-        seeds = str(len(one.difference.values) or "-")
-        figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else "-"
-        cells = (claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**")
-        return "| " + " | ".join(cells) + " |"
+        seeds = str(len(one.difference.values) or NONE)
+        figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else NONE
+        return [claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**"]
 
     def write(self, folder: Path) -> Path:
         """Writes claims.md."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pointsman._grid import NONE, Grid
+from pointsman._grid import Grid
 from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.tables import ComparisonTable
@@ -23,7 +23,8 @@ class Differences(Forms):
     @property
     def comparisons(self) -> int:
         """How many differences have an interval: at least three seeds."""
-        return max(1, sum(len(one.cell.values) >= LEAST_SEEDS for line in self.table.differences() for one in line))
+        cells = [cell for of in self.table.differences().values() for cell in of.values()]
+        return max(1, sum(len(cell.values) >= LEAST_SEEDS for cell in cells))
 
     @property
     def caption(self) -> str:
@@ -37,13 +38,13 @@ class Differences(Forms):
     def grid(self) -> Grid:
         """The differences as text."""
         metric, rows, told = self.table.metric, [], set()
-        for i, line in enumerate(self.table.differences()):
+        for i, (router, of) in enumerate(self.table.differences().items()):
             cells = []
-            for j, one in enumerate(line, 1):
-                paired = Paired([value * metric.scale for value in one.cell.values.values()], self.comparisons)
+            for j, cell in enumerate(of.values(), 1):
+                paired = Paired([value * metric.scale for value in cell.values.values()], self.comparisons)
                 cells.append(paired.text(metric.decimals))
                 told |= {(i, j)} if paired.sign and len(paired.values) >= LEAST_SEEDS else set()
-            rows.append([line[0].router if line else NONE, *cells])
+            rows.append([router, *cells])
         return Grid(["router", *self.table.titles], rows, told, self.caption)
 
     def text(self) -> str:
@@ -54,10 +55,11 @@ class Differences(Forms):
         """One line a router and k, full precision."""
         header = ["router", "baseline", "k", "seeds", "metric", "mean", "std", "half", "corrected half"]
         rows = []
-        for one in (one for line in self.table.differences() for one in line):
-            paired = Paired(list(one.cell.values.values()), self.comparisons)
-            figures = [paired.mean, one.cell.std, paired.half_of(1), paired.half]
-            rows.append([one.router, one.baseline, one.top_k, len(paired.values), self.table.metric.name, *figures])
+        for router, of in self.table.differences().items():
+            for k, cell in of.items():
+                paired = Paired(list(cell.values.values()), self.comparisons)
+                figures = [paired.mean, cell.std, paired.half_of(1), paired.half]
+                rows.append([router, self.table.baseline, k, len(paired.values), self.table.metric.name, *figures])
         return Grid(header, rows).csv()
 
     def markdown(self) -> str:

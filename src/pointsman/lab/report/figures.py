@@ -9,7 +9,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import replacing, within
 from pointsman.lab.report import series
-from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer, short_layer
+from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer
 from pointsman.lab.report.page import page_path
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
@@ -82,7 +82,7 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
         found["loss"] = _lines(curves, look, "step", str(loss["label"]), band=True)
     if entropies := entropy_by_layer(comparison):
         curves = [{"name": one["name"], "points": list(map(_point, one["points"]))} for one in entropies]
-        names = [short_layer(name) for name in layer_names(comparison)]
+        names = [series.short_layer(name) for name in layer_names(comparison)]
         found["entropy-by-layer"] = _lines(curves, look, "", "entropy (nats)", names=names)
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     for router, index in look.items():

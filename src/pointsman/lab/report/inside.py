@@ -6,13 +6,14 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pointsman._values import finite
 from pointsman.lab.report.diagnosed import diagnosis_of, history_of
-from pointsman.lab.report.series import Curve, binned, last_step, over_seeds, significant
+from pointsman.lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.record import RunRecord
 
@@ -69,27 +70,14 @@ def over_training(
     comparison: Comparison, rows: Mapping[tuple[str, int], Rows], name: str, last: float
 ) -> dict[str, Any]:
     """A field of the routing rows against the step, for every layer."""
-    of: dict[str, Any] = {}
-    for layer in layer_names(comparison):
-        series = []
-        for router in comparison.routers:
-            curves = []
-            for run in comparison.of(router):
-                found = rows[run.router, run.seed].get(layer, [])
-                pairs = [(float(row["step"]), value) for row in found if (value := finite(row.get(name))) is not None]
-                if pairs:
-                    curves.append(binned(pairs, last, COLUMNS))
-            if curves:
-                series.append({"name": router, "points": over_seeds(curves)})
-        if series:
-            of[layer] = series
-    return {"choices": [[layer, short_layer(layer)] for layer in of], "of": of}
 
+    def curve(layer: str, run: RunRecord) -> Curve:
+        found = rows[run.router, run.seed].get(layer, [])
+        pairs = [(float(row["step"]), value) for row in found if (value := finite(row.get(name))) is not None]
+        return binned(pairs, last, COLUMNS)
 
-def short_layer(name: str) -> str:
-    """'layers.3.inner' -> 'layer 3', counted as the model counts; other names stay."""
-    numbers = [part for part in name.split(".") if part.isdigit()]
-    return f"layer {numbers[0]}" if len(numbers) == 1 else name
+    of = {layer: per_router(comparison, partial(curve, layer)) for layer in layer_names(comparison)}
+    return by_layer({layer: curves for layer, curves in of.items() if curves})
 
 
 def load_heat(
@@ -121,50 +109,39 @@ def _heat(loads: Mapping[float, Sequence[Any]], last: float) -> dict[str, Any]:
 
 def entropy_by_layer(comparison: Comparison) -> list[dict[str, Any]]:
     """Entropy of the full distribution at the largest k of the final evaluation: layer index -> mean over seeds."""
-    places = {name: index for index, name in enumerate(layer_names(comparison))}
-    series = []
-    for router in comparison.routers:
-        curves: list[Curve] = []
-        for run in comparison.of(router):
-            results = run.results()
-            layers = results[max(results)].get("routers") or {} if results else {}
-            values = {places[name]: finite(layer.get("entropy")) for name, layer in layers.items()}
-            curves.append({float(place): value for place, value in values.items() if value is not None})
-        points = over_seeds([curve for curve in curves if curve])
-        if points:
-            series.append({"name": router, "points": points})
-    return series
+    places = {name: float(index) for index, name in enumerate(layer_names(comparison))}
+
+    def curve(run: RunRecord) -> Curve:
+        results = run.results()
+        layers = results[max(results)].get("routers") or {} if results else {}
+        values = {places[name]: finite(layer.get("entropy")) for name, layer in layers.items()}
+        return {place: value for place, value in values.items() if value is not None}
+
+    return per_router(comparison, curve)
 
 
 def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History]) -> list[dict[str, Any]]:
     """Share of tokens whose first expert changed between the last two checkpoints, for every layer."""
-    places = {name: index for index, name in enumerate(layer_names(comparison))}
-    series = []
+    places = {name: float(index) for index, name in enumerate(layer_names(comparison))}
+    curves = {}
     for router, history in histories.items():
-        layers = history[-1]["layers"]
-        points = [
-            [float(places[name]), significant(value)]
-            for name, layer in layers.items()
-            if name in places and (value := finite(layer.get("top1"))) is not None
-        ]
-        if points:
-            series.append({"name": router, "points": sorted(points)})
-    return series
+        values = {name: finite(layer.get("top1")) for name, layer in history[-1]["layers"].items() if name in places}
+        curves[router] = sorted([places[name], significant(at)] for name, at in values.items() if at is not None)
+    return drawn(curves)
 
 
 def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[str, Any]:
     """Representation collapse at every kept checkpoint, for every layer."""
-    of: dict[str, list[dict[str, Any]]] = {}
-    for layer in layer_names(comparison):
-        for router, history in histories.items():
-            points = [
-                [float(one["step"]), significant(value)]
-                for one in history
-                if (value := finite(one["layers"].get(layer, {}).get("collapse"))) is not None
-            ]
-            if points:
-                of.setdefault(layer, []).append({"name": router, "points": points})
-    return {"choices": [[layer, short_layer(layer)] for layer in of], "of": of}
+
+    def points(layer: str, history: History) -> list[list[float]]:
+        values = {float(one["step"]): finite(one["layers"].get(layer, {}).get("collapse")) for one in history}
+        return [[step, significant(value)] for step, value in values.items() if value is not None]
+
+    of = {
+        layer: drawn({router: points(layer, history) for router, history in histories.items()})
+        for layer in layer_names(comparison)
+    }
+    return by_layer({layer: curves for layer, curves in of.items() if curves})
 
 
 def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
@@ -212,7 +189,8 @@ def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BY
         text = list(sample["tokens"][:tokens])
         if text not in texts:
             texts.append(text)
-        usage = base64.b64encode(zlib.compress(_compact(sample["usage"]), 9)).decode()
+        usage = json.dumps(sample["usage"], separators=(",", ":")).encode()
+        mapped = {**sample["map"], "tokens": [sample["tokens"][i] for i in sample["map"]["indices"]]}
         routers.append(
             {
                 "name": router,
@@ -224,16 +202,11 @@ def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BY
                 "layers": [[name, short_layer(name)] for name in sample["layers"]],
                 "sampled": len(sample["tokens"]),
                 "routing": cuts[router],
-                "usage": usage,
-                "map": {**sample["map"], "tokens": [sample["tokens"][i] for i in sample["map"]["indices"]]}
-                | {"first": _first_at(sample)},
+                "usage": base64.b64encode(zlib.compress(usage, 9)).decode(),
+                "map": {**mapped, "first": _first_at(sample)},
             }
         )
     return {"texts": texts, "routers": routers}
-
-
-def _compact(usage: Mapping[str, Any]) -> bytes:
-    return json.dumps(usage, separators=(",", ":")).encode()
 
 
 def _blocks(sample: Mapping[str, Any]) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:

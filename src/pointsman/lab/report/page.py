@@ -16,7 +16,7 @@ from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import protocol, sections, series
 from pointsman.lab.report.diagnosed import diagnosis_grid
-from pointsman.lab.report.inside import inside, short_layer
+from pointsman.lab.report.inside import inside
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
 
@@ -94,13 +94,11 @@ def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) 
         raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    raw = {
-        name: Markup(text) for name, text in (("css", asset("style.css")), ("javascript", javascript), ("json", json))
-    }
-    return environment.from_string(asset(template)).render(version=version("pointsman"), **raw, **values)
+    blocks = {"trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
+    raw = {"css": asset("style.css"), "javascript": javascript, "json": json}
+    values |= {name: Markup(text) for name, text in raw.items()}
+    return environment.from_string(asset(template)).render(version=version("pointsman"), **values)
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
         "differences": series.differences(table),
         "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
         "validation": series.validation(comparison, metric.scale),
-        "inside": {**found, "layers": [short_layer(name) for name in found["layers"]]},
+        "inside": {**found, "layers": [series.short_layer(name) for name in found["layers"]]},
     }
 
 
@@ -156,28 +154,26 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
 def _differences(table: ComparisonTable) -> Grid:
     """The paired differences of the rows that have any, each with its number of seeds as a hint."""
     grid = table.difference_grid()
-    lines = [
-        (row, line)
-        for row, line in zip(grid.rows, table.differences(), strict=False)
-        if any(one.cell.values for one in line)
-    ]
-    seeds = {(i, j): len(one.cell.values) for i, (_, line) in enumerate(lines) for j, one in enumerate(line, 1)}
+    differences = table.differences()
+    kept = [row for row in grid.rows if any(cell.values for cell in differences[row[0]].values())]
+    cells = [list(differences[row[0]].values()) for row in kept]
+    seeds = {(i, j): len(cell.values) for i, line in enumerate(cells) for j, cell in enumerate(line, 1)}
     hints = {place: f"{count} seed{'' if count == 1 else 's'}" for place, count in seeds.items()}
     header = [f"router − {table.baseline}", *table.titles]
-    return replace(grid, header=header, rows=[row for row, _ in lines], hints=hints)
+    return replace(grid, header=header, rows=kept, hints=hints)
 
 
 def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
     """Paired differences seed by seed, with the confidence interval of their mean; no rows for a single seed."""
     digits, scale = table.metric.decimals, table.metric.scale
     rows = []
-    for one in (one for line in table.differences() for one in line if one.cell.values and len(comparison.seeds) > 1):
-        seeds = [
-            Cell({0: value} if (value := one.cell.values.get(seed)) is not None else {}) for seed in comparison.seeds
-        ]
-        interval = NONE if one.cell.interval is None else f"± {one.cell.interval * scale:.{digits}f}"
-        mean = Cell({0: one.cell.mean or 0.0})
-        rows.append([one.router, str(one.top_k), *(c.shown(table.metric, sign=True) for c in (*seeds, mean)), interval])
+    for router, of in table.differences().items() if len(comparison.seeds) > 1 else ():
+        for k, cell in of.items():
+            if cell.values:
+                each = [Cell({s: cell.values[s]} if s in cell.values else {}) for s in comparison.seeds]
+                shown = [one.shown(table.metric, sign=True) for one in (*each, Cell({0: cell.mean or 0.0}))]
+                interval = NONE if cell.interval is None else f"± {cell.interval * scale:.{digits}f}"
+                rows.append([router, str(k), *shown, interval])
     return Grid(["router", "k", *(f"seed {seed}" for seed in comparison.seeds), "mean", "95 %"], rows)
 
 

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE
-from pointsman._values import finite, typed_value
+from pointsman._values import finite, typed_fields
 from pointsman.lab.report.metrics import METRICS, Metric
 
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
 QUANTITIES = ("value", "entropy", "exact_match", "none", *COUNTED)
-
-Built = TypeVar("Built")
 
 OWN_METRICS = {
     metric.name: metric
@@ -168,9 +166,12 @@ def parse_paper(text: str, where: str) -> Paper:
         values["note"] = values.get("note", "").strip()
         for name, kind in (("columns", Column), ("lines", Line)):
             each = enumerate(values.get(name, ()), 1)
-            values[name] = tuple(_built(kind, one, f"{at}, {name[:-1]} {i}: ") for i, one in each)
-        tables.append(_checked(_built(PublishedTable, values, f"{at}: "), at))
-    return _built(Paper, {**found, "tables": tuple(tables)}, f"{where}: ")
+            of = [typed_fields(kind, one, f"{at}, {name[:-1]} {i}: ", leave=("values",)) for i, one in each]
+            values[name] = tuple(kind(**one) for one in of)
+        table = PublishedTable(**typed_fields(PublishedTable, values, f"{at}: ", leave=("columns", "lines")))
+        _check(table, at)
+        tables.append(table)
+    return Paper(**typed_fields(Paper, {**found, "tables": tuple(tables)}, f"{where}: ", leave=("tables",)))
 
 
 def _shared(value: Any, named: Mapping[str, Any], where: str) -> Any:
@@ -180,26 +181,13 @@ def _shared(value: Any, named: Mapping[str, Any], where: str) -> Any:
     return named[value] if isinstance(value, str) else value
 
 
-def _built(kind: type[Built], values: Mapping[str, Any], where: str) -> Built:
-    """A dataclass from a TOML table: no unknown key, none missing, each value of its type."""
-    types = get_type_hints(kind)
-    for key in values:
-        if key not in types:
-            raise RunError(f"{where}{key}: {did_you_mean(key, types)}")
-    for each in fields(kind):  # type: ignore[arg-type]
-        if each.default is MISSING and each.name not in values:
-            raise RunError(f"{where}{each.name} is missing")
-    made = ("columns", "lines", "tables", "values")
-    return kind(**{k: v if k in made else typed_value(v, types[k], where + k) for k, v in values.items()})
-
-
 def _value(value: Any, where: str) -> float | None:
     if value == NONE or finite(value) is not None:
         return None if value == NONE else value
     raise RunError(f"{where}: value {value!r}: allowed are numbers and {NONE!r}")
 
 
-def _checked(table: PublishedTable, where: str) -> PublishedTable:
+def _check(table: PublishedTable, where: str) -> None:
     for line in table.lines:
         if len(line.values) != len(table.columns):
             raise RunError(f"{where}, {line.label}: {len(line.values)} values for {len(table.columns)} columns")
@@ -210,4 +198,3 @@ def _checked(table: PublishedTable, where: str) -> PublishedTable:
     ):
         if value not in allowed:
             raise RunError(f"{where}: {name} {value!r}: {did_you_mean(value, allowed)}")
-    return table

@@ -144,18 +144,12 @@ def _sweep(table: AttackTable, k: int, counts: Mapping[str, str]) -> Grid:
 
 def _curves(table: AttackTable, k: int, *, unmarked: bool, rise: bool) -> list[dict[str, Any]]:
     """For every router its points (rate in percent, figure), or the rise over the clean figure."""
-    clean, found = table.conditions[0].table, []
-    for row in clean.rows:
-        start = table.cell(row.router, k, 0.0)
-        cells = {0.0: start} | {rate: table.cell(row.router, k, rate, unmarked=unmarked) for rate in table.rates}
-        points = [
-            point
-            for rate, cell in cells.items()
-            if (point := series.cell_point(100 * rate, cell.minus(start) if rise else cell, clean.metric.scale))
-        ]
-        if points:
-            found.append({"name": row.router, "points": points})
-    return found
+    clean, curves = table.conditions[0].table, {}
+    for router in (row.router for row in clean.rows):
+        cells = {100 * rate: table.cell(router, k, rate, unmarked=unmarked) for rate in (0.0, *table.rates)}
+        shown = {rate: cell.minus(cells[0]) if rise else cell for rate, cell in cells.items()}
+        curves[router] = series.cell_points(shown, clean.metric.scale)
+    return series.drawn(curves)
 
 
 def charts(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

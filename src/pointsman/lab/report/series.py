@@ -22,26 +22,35 @@ def significant(value: float, digits: int = 5) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def drawn(curves: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """name -> points as the scripts read them, without curves that have no point."""
+    return [{"name": name, "points": points} for name, points in curves.items() if points]
+
+
+def by_layer(of: Mapping[str, Any]) -> dict[str, Any]:
+    """A chart with a choice of the layer: layer -> its curves."""
+    return {"choices": [[layer, short_layer(layer)] for layer in of], "of": of}
+
+
+def short_layer(name: str) -> str:
+    """'layers.3.inner' -> 'layer 3', counted as the model counts; other names stay."""
+    numbers = [part for part in name.split(".") if part.isdigit()]
+    return f"layer {numbers[0]}" if len(numbers) == 1 else name
+
+
 def quality(table: ComparisonTable) -> list[dict[str, Any]]:
     """For every row its points (k, mean, spread), in printed units."""
-    scale = table.metric.scale
-    series = []
-    for row in table.rows:
-        points = [point for k in table.top_k if (point := cell_point(k, table.quality(row, k), scale))]
-        if points:
-            series.append({"name": row.router, "points": points})
-    return series
+    return drawn({row.router: cell_points(row.quality, table.metric.scale) for row in table.rows})
 
 
 def differences(table: ComparisonTable) -> list[dict[str, Any]]:
     """For every row but the baseline its paired differences, in printed units."""
-    scale = table.metric.scale
-    series = []
-    for line in table.differences():
-        points = [point for one in line if (point := cell_point(one.top_k, one.cell, scale))]
-        if points:
-            series.append({"name": line[0].router, "points": points})
-    return series
+    return drawn({router: cell_points(of, table.metric.scale) for router, of in table.differences().items()})
+
+
+def cell_points(cells: Mapping[Any, Cell], scale: float) -> list[dict[str, float]]:
+    """x -> cell as points, without empty cells."""
+    return [point for x, cell in cells.items() if (point := cell_point(x, cell, scale))]
 
 
 def cell_point(x: float, cell: Cell, scale: float) -> dict[str, float] | None:
@@ -99,7 +108,7 @@ def loss(comparison: Comparison, *, bits: bool) -> dict[str, Any]:
     def curve(run: RunRecord) -> Curve:
         return binned(_pairs(run.metrics("train"), name), last)
 
-    return {"label": "loss (bits)" if bits else "loss (nats)", "series": _per_router(comparison, curve)}
+    return {"label": "loss (bits)" if bits else "loss (nats)", "series": per_router(comparison, curve)}
 
 
 def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
@@ -115,17 +124,13 @@ def validation(comparison: Comparison, scale: float = 1.0) -> dict[str, Any]:
         for k, values in rows.items():
             tables.setdefault(k, {})[key] = binned(values.items(), last)
     ks = sorted(tables)
-    of = {str(k): _per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {})) for k in ks}  # type: ignore[misc]
+    of = {str(k): per_router(comparison, lambda run, k=k: tables[k].get((run.router, run.seed), {})) for k in ks}  # type: ignore[misc]
     return {"choices": [[str(k), str(k)] for k in ks], "first": str(ks[-1]) if ks else None, "of": of}
 
 
-def _per_router(comparison: Comparison, curve: Callable[[RunRecord], Curve]) -> list[dict[str, Any]]:
-    series = []
-    for router in comparison.routers:
-        curves = [found for run in comparison.of(router) if (found := curve(run))]
-        if curves:
-            series.append({"name": router, "points": over_seeds(curves)})
-    return series
+def per_router(comparison: Comparison, curve: Callable[[RunRecord], Curve]) -> list[dict[str, Any]]:
+    """For every router its runs' curves over seeds."""
+    return drawn({name: over_seeds([curve(run) for run in comparison.of(name)]) for name in comparison.routers})
 
 
 def _pairs(rows: Iterable[Mapping[str, Any]], name: str) -> Iterable[tuple[float, float]]:

@@ -84,16 +84,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A router minus the baseline at one k, seed by seed (negative = smaller than the baseline)."""
-
-    router: str
-    baseline: str
-    top_k: int
-    cell: Cell
-
-
-@dataclass(frozen=True)
 class ComparisonTable(Forms):
     """Routers x k, with what they cost.
 
@@ -123,14 +113,11 @@ class ComparisonTable(Forms):
         """The table of a comparison; errors as `read` raises them."""
         if baseline is not None and baseline not in comparison.routers:
             raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")
-        names = {
-            str(row.get("metric", "loss")) for run in comparison.runs.values() for row in run.results(split).values()
-        }
+        results = [row for run in comparison.runs.values() for row in run.results(split).values()]
+        names = {str(row.get("metric", "loss")) for row in results}
         if len(names) > 1:
             raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
-        shown = {
-            str(row.get("split", split)) for run in comparison.runs.values() for row in run.results(split).values()
-        }
+        shown = {str(row.get("split", split)) for row in results}
         split = shown.pop() if len(shown) == 1 else split
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
@@ -141,16 +128,15 @@ class ComparisonTable(Forms):
         """One cell; empty where the row has none."""
         return row.quality.get(top_k, Cell({}))
 
-    def difference(self, router: str, top_k: int) -> Difference:
-        """`router` minus the baseline at this k, over the seeds that both have."""
-        cells = {row.router: self.quality(row, top_k) for row in self.rows}
-        return Difference(router, self.baseline, top_k, cells[router].minus(cells[self.baseline]))
-
-    def differences(self) -> list[list[Difference]]:
-        """For every other row, the difference at every k."""
-        return [
-            [self.difference(row.router, k) for k in self.top_k] for row in self.rows if row.router != self.baseline
-        ]
+    def differences(self) -> dict[str, dict[int, Cell]]:
+        """Every other router -> k -> it minus the baseline, over the seeds that both have (negative: smaller)."""
+        base = next((row for row in self.rows if row.router == self.baseline), None)
+        if base is None:
+            return {}
+        others = [row for row in self.rows if row is not base]
+        return {
+            row.router: {k: self.quality(row, k).minus(self.quality(base, k)) for k in self.top_k} for row in others
+        }
 
     def best(self, top_k: int) -> set[str]:
         """The row with the best mean at this k, if it is told apart from every other row.
@@ -201,10 +187,9 @@ class ComparisonTable(Forms):
 
     def difference_grid(self) -> Grid:
         """Paired differences as text; no rows where nothing can be paired."""
+        differences = self.differences() if self.top_k else {}
         rows = [
-            [line[0].router, *(one.cell.shown(self.metric, sign=True) for one in line)]
-            for line in self.differences()
-            if line
+            [name, *(cell.shown(self.metric, sign=True) for cell in of.values())] for name, of in differences.items()
         ]
         return Grid(["router", *self.titles], rows, caption=self.difference_caption)
 
@@ -281,15 +266,14 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
             if (value := finite(result.get("value"))) is not None:
                 quality.setdefault(k, {})[run.seed] = value
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
+    seconds = {run.seed: finite(run.evaluation.get("step_seconds")) for run in done}
     has_router = router.split(":")[0] not in ("dense", "dense-dropout", "plain")
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},
         entropy=_at_largest_k(done, split, "entropy"),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
-        step_seconds=Cell(
-            {run.seed: value for run in done if (value := finite(run.evaluation.get("step_seconds"))) is not None}
-        ),
+        step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],

@@ -6,13 +6,13 @@ import dataclasses
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json
-from pointsman._values import most, typed_value, upper
+from pointsman._values import most, typed_fields, typed_value, upper
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.families import OLDEST, family
 from pointsman.lab.training.k_schedule import Shape, TopKSchedule, build_schedule
@@ -227,14 +227,14 @@ class RunConfig:
         model = values.get("model")
         if not isinstance(model, Mapping):
             raise RunError(f"{where}: model is missing")
-        kept = _checked(cls, own, f"{where}: ")
+        kept = typed_fields(cls, own, f"{where}: ", leave=("model",))
         import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
         try:
             kind = family(model.get("family", OLDEST)).config
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
         values = {key: value for key, value in model.items() if key != "family"}
-        return cls(model=kind(**_checked(kind, values, f"{where}: model.")), **kept)
+        return cls(model=kind(**typed_fields(kind, values, f"{where}: model.")), **kept)
 
     @classmethod
     def from_json(cls, text: str, where: str = "config") -> RunConfig:
@@ -281,18 +281,6 @@ def _kinds(cls: Any) -> dict[str, Any]:
     """The fields of a dataclass with their types."""
     hints = get_type_hints(cls)
     return {each.name: hints[each.name] for each in fields(cls)}
-
-
-def _checked(cls: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values of a JSON object against a dataclass: none unknown, each of its type; newer settings may be missing."""
-    kinds = {name: kind for name, kind in _kinds(cls).items() if name != "model" or cls is not RunConfig}
-    for key in values:
-        if key not in kinds:
-            raise RunError(f"{where}{key}: unknown setting: {did_you_mean(key, kinds)}")
-    for each in fields(cls):
-        if each.default is each.default_factory is MISSING and each.name in kinds and each.name not in values:
-            raise RunError(f"{where}{each.name} is missing")
-    return {name: typed_value(value, kinds[name], where + name) for name, value in values.items()}
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
