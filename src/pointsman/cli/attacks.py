@@ -56,17 +56,9 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
             if values.attack not in ("word", "char"):
                 raise RunError(f"--attack {values.attack}: for a comparison allowed are word and char")
             name = comparison_under_attack(
-                values.run,
-                attacks_of(values),
-                variant=values.task,
-                data=values.data,
-                split=values.split,
-                top_k=values.top_k,
-                budget=budget_of(values),
-                device=device,
-                progress=display,
-                stop=stop,
-            )
+                values.run, attacks_of(values), variant=values.task, data=values.data, split=values.split,
+                top_k=values.top_k, budget=budget_of(values), device=device, progress=display, stop=stop,
+            )  # fmt: skip
             wanted = "-".join([name.replace("attacks-", "attack-", 1), *([values.task] if values.task else [])])
             [table] = [one for one in attack_tables(read_comparison(values.run)) if one.name == wanted]
             paths = table.write(values.out or values.run)

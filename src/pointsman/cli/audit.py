@@ -61,16 +61,9 @@ def run(words: Sequence[str]) -> int:
     with Display() as display:
         display.phase("audit", total=total)
         result = audit(
-            model,
-            tokenizer,
-            read_texts(values.data),
-            top_k=values.top_k,
-            against=against,
-            max_tokens=total,
-            length=values.length,
-            batch_size=values.batch_size,
-            progress=lambda done, _: display.advance(done, {}),
-        )
+            model, tokenizer, read_texts(values.data), top_k=values.top_k, against=against, max_tokens=total,
+            length=values.length, batch_size=values.batch_size, progress=lambda done, _: display.advance(done, {}),
+        )  # fmt: skip
     print(result.markdown())
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
     print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)

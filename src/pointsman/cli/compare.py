@@ -6,16 +6,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
 from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
-
-if TYPE_CHECKING:
-    pass
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
@@ -37,12 +33,8 @@ def parser() -> Parser:
     flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
     flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
-    flags.add_argument(
-        "--jobs",
-        type=whole(1),
-        metavar="N",
-        help="runs at a time, one thread each (default: as many as cores where the model is small)",
-    )
+    told = "runs at a time, one thread each (default: as many as cores where the model is small)"
+    flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)
     flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
@@ -76,12 +68,8 @@ def run(arguments: Sequence[str]) -> int:
     out = values.out
     use_recorded_imports(values, values.routers)
     base = run_config(values, "smoe")
-    plan = Plan(
-        base,
-        tuple(values.routers),
-        tuple(ordered_seeds(values.seeds)),
-        shlex.join(["pointsman", "compare", *arguments]),
-    )
+    command = shlex.join(["pointsman", "compare", *arguments])
+    plan = Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
     with Display() as display, stop_on_signals() as stop:
         tables = TableUpdates(lambda: write_tables(out))
         jobs = default_jobs(base, device) if values.jobs is None else values.jobs

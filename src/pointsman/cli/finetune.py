@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,17 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman._files import within
-from pointsman.cli.options import (
-    Parser,
-    aligned,
-    choose_device,
-    k_list,
-    number_from,
-    overrides,
-    token_budget,
-    whole,
-    words,
-)
+from pointsman._grid import NONE
+from pointsman.cli import options
+from pointsman.cli.options import Parser, choose_device, k_list, number_from, token_budget, whole, words
 from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 
 if TYPE_CHECKING:
@@ -89,13 +80,8 @@ def add_compare_flags(flags: Parser) -> None:
     flags.add_argument(
         "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
     )
-    flags.add_argument(
-        "--task-seeds",
-        type=whole(1, "seeds"),
-        default=1,
-        metavar="S",
-        help="fine-tunings of each run (default: 1)",
-    )
+    seeds = whole(1, "seeds")
+    flags.add_argument("--task-seeds", type=seeds, default=1, metavar="S", help="fine-tunings of each run (default: 1)")
     add_task_settings(flags)
 
 
@@ -105,7 +91,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     from pointsman.lab.report.task_table import TaskTable
     from pointsman.lab.runs.compact import write_record
 
-    changes: dict[str, Any] = dict(overrides(values.task_set))
+    changes: dict[str, Any] = dict(options.overrides(values.task_set))
     if values.top_k is not None:
         changes["eval_top_k"] = values.top_k
     variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
@@ -125,10 +111,8 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     tables = write_tables()
     write_record(out)
     print("\n".join(table.text() for table in tables))
-    print(
-        f"saved: {', '.join(f'task-{table.name}.txt' for table in tables)} in {out}, also .csv, .md, .tex",
-        file=sys.stderr,
-    )
+    files = ", ".join(f"{table.file}.txt" for table in tables)
+    print(f"saved: {files} in {out}, also .csv, .md, .tex", file=sys.stderr)
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -144,19 +128,12 @@ def settings_of(
 
     return [
         Finetuning(
-            task,
-            steps=steps,
-            epochs=epochs,
-            train_top_k=values.task_top_k,
-            freeze=tuple(values.freeze or ()),
-            balance=balance,
-            pooling=values.pooling,
-            length=values.length,
-            from_scratch=values.from_scratch,
+            task, steps=steps, epochs=epochs, train_top_k=values.task_top_k, freeze=tuple(values.freeze or ()),
+            balance=balance, pooling=values.pooling, length=values.length, from_scratch=values.from_scratch,
             settings=changes,
         )
         for balance in (values.balance or (None,))
-    ]
+    ]  # fmt: skip
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -172,7 +149,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.lab.runs.record import read_run
     from pointsman.lab.training.progress import Interrupted
 
-    changes: dict[str, Any] = dict(overrides(values.set))
+    changes: dict[str, Any] = dict(options.overrides(values.set))
     if values.top_k:
         changes["eval_top_k"] = values.top_k
     if values.eval_tokens is not None:
@@ -203,6 +180,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
     """Accuracy (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
+    from pointsman.lab.report.tables import Cell
     from pointsman.lab.report.task_table import ROUTING_KEYS, routing_of
 
     rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}
@@ -212,11 +190,8 @@ def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
     shown = {"top1": "routing moved: top1", "sets": "sets", "consistency": "consistency over seeds"}
     lines = [[f"accuracy (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
     for name, runs in found.items():
-        cells = []
-        for k in columns:
-            values = [100 * row["value"] for row in rows[name] if row["top_k"] == k]
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.2f}{spread}" if values else "-")
+        values = [Cell(dict(enumerate(row["value"] for row in rows[name] if row["top_k"] == k))) for k in columns]
         figures = [moved[name][key] for key in kept]
-        lines.append([name, *cells, str(len(runs)), *("-" if one is None else f"{one:.3f}" for one in figures)])
-    return aligned(lines)
+        cells = [*(cell.text(2, 100.0) for cell in values), str(len(runs))]
+        lines.append([name, *cells, *(NONE if one is None else f"{one:.3f}" for one in figures)])
+    return options.aligned(lines)

@@ -56,20 +56,10 @@ def listing() -> str:
     def lines(names: Sequence[str], prefix: str = "") -> list[str]:
         return [f"  {prefix + name:<20} {entry(name).summary.splitlines()[0]}" for name in names]
 
-    return "\n".join(
-        [
-            "routers",
-            *lines(list_routers()),
-            "",
-            "mixers, on any router: ROUTER+MIXER",
-            *lines(list_mixers(), "+"),
-            "",
-            "baselines without a router",
-            *(f"  {name:<20} {text}" for name, text in BASELINES.items()),
-            "",
-            "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one",
-        ]
-    )
+    mixers = ["mixers, on any router: ROUTER+MIXER", *lines(list_mixers(), "+")]
+    baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
+    spec = "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one"
+    return "\n".join(["routers", *lines(list_routers()), "", *mixers, "", *baselines, "", spec])
 
 
 def explain_spec(spec: str) -> str:
@@ -84,7 +74,7 @@ def explain_spec(spec: str) -> str:
 
 def explain(name: str) -> str:
     """A router's summary, its paper, and its options with types and defaults."""
-    from pointsman._values import describe
+    from pointsman._values import describe, written
     from pointsman.routers.registry import BASELINES, COMMON, entry, list_mixers
 
     if name in BASELINES:
@@ -95,24 +85,15 @@ def explain(name: str) -> str:
 
     def lines(options: dict[str, Any]) -> list[str]:
         return [
-            f"  {key:<14} {describe(option.annotation)}; default {_default(defaults.get(key, option.default))}"
+            f"  {key:<14} {describe(option.annotation)}; default {written(defaults.get(key, option.default))}"
             for key, option in options.items()
         ]
 
     own = lines(found.options) or ["  none of its own"]
     meanings = COMMON.summary.split("\n\n", 1)[1].splitlines()
     common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
-    return "\n".join(
-        [("+" if mixer else "") + name, "", found.summary, "", f"from: {found.paper}", "", "options", *own, *common]
-    )
-
-
-def _default(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "none"}.get(value, str(value))
-        if not isinstance(value, float)
-        else str(value)
-    )
+    head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}", "", "options"]
+    return "\n".join([*head, *own, *common])
 
 
 def cost(values: argparse.Namespace) -> str:
