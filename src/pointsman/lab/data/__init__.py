@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from pointsman.lab.data.vocabulary import Vocabulary
 
 _HOMES = {
-    "Corpus": "corpus",
-    "load_corpus": "corpus",
-    "open_corpus": "corpus",
-    "IGNORE": "streams",
-    "BatchStream": "streams",
-    "EvalStream": "streams",
+    **dict.fromkeys(("Corpus", "load_corpus", "open_corpus"), "corpus"),
+    **dict.fromkeys(("IGNORE", "BatchStream", "EvalStream"), "streams"),
     "Vocabulary": "vocabulary",
 }
 

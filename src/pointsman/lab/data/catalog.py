@@ -5,6 +5,7 @@ Imports neither torch nor numpy, so that `--help` is fast.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -104,6 +105,11 @@ def parse_data(text: str) -> DataSpec:
             raise RunError(f"data {text!r}: {key} is given twice")
         values[key] = value
     return DataSpec(name, **values)  # type: ignore[arg-type]  # the values were checked against the literals
+
+
+def percent(name: str) -> int:
+    """A number from 0 to 99 by a hash of the name, equal on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
 
 
 def data_folder() -> Path | None:

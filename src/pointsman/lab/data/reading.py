@@ -8,9 +8,9 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
 from pointsman._errors import RunError
@@ -45,9 +45,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def raw(self, span: Span) -> Iterator[bytes]:
@@ -97,26 +95,19 @@ class Reader:
             yield "\n"
 
 
-class reading:  # noqa: N801  used as a statement: `with reading(path):`
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
     """Turns errors of a file into a RunError that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, PermissionError):
-            raise RunError(f"no permission to read {error.filename or self.path}") from None
-        if isinstance(error, FileNotFoundError):
-            raise RunError(f"there is no file {error.filename or self.path}") from None
-        if isinstance(error, EOFError | zlib.error | zipfile.BadZipFile | gzip.BadGzipFile):
-            raise RunError(f"{self.path} is damaged: {error}") from None
-        if isinstance(error, OSError):
-            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from None
+    try:
+        yield
+    except PermissionError as error:
+        raise RunError(f"no permission to read {error.filename or path}") from None
+    except FileNotFoundError as error:
+        raise RunError(f"there is no file {error.filename or path}") from None
+    except (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def open_unpacked(path: Path) -> IO[bytes]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import stat
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, unknown_data
+from pointsman.lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent, unknown_data
 from pointsman.lab.data.reading import Span, align, reading
 
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".7z", ".tar", ".tgz", ".parquet")
@@ -96,13 +96,9 @@ def _whole(name: str, place: Path, level: Level | None) -> Source | None:
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         return None
-    bounds = [0]
-    for size in corpus.sizes:
-        bounds.append(bounds[-1] + size)
-    spans = {
-        split: (Span(path, start, stop, whole_end=split == "test"),)
-        for split, start, stop in zip(SPLITS, bounds, bounds[1:], strict=False)
-    }
+    bounds = [0, *accumulate(corpus.sizes)]
+    pairs = zip(SPLITS, pairwise(bounds), strict=True)
+    spans = {split: (Span(path, start, stop, whole_end=split == "test"),) for split, (start, stop) in pairs}
     note = "split by position " + " / ".join(f"{size:,}" for size in corpus.sizes) + " bytes, md5 checked"
     return Source(name, level or corpus.level, spans, note, checksum=(path, bounds[-1], corpus.md5))
 
@@ -119,13 +115,16 @@ def _in_parts(name: str, folder: Path, level: Level | None) -> Source | None:
 
 
 def _stdlib(level: Level) -> Source:
+    """The standard library: about 5 % of the files each for validation and test."""
     root = Path(sysconfig.get_path("stdlib"))
     version = platform.python_version()
     parts: dict[str, list[Span]] = {split: [] for split in SPLITS}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         if _in_stdlib_corpus(relative):
-            parts[_stdlib_part(relative.as_posix())].append(_whole_span(path, may_be_empty=True))
+            draw = percent(relative.as_posix())
+            split = "test" if draw < 5 else "valid" if draw < 10 else "train"
+            parts[split].append(_whole_span(path, may_be_empty=True))
     count = sum(len(spans) for spans in parts.values())
     if not all(sum(span.size for span in spans) for spans in parts.values()):
         raise RunError(f"this Python {version} comes without the source of its standard library: give --data a file")
@@ -138,12 +137,6 @@ def _in_stdlib_corpus(relative: Path) -> bool:
     if any(folder in _STDLIB_SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders):
         return False
     return not relative.name.startswith(_STDLIB_SKIPPED_PREFIXES)
-
-
-def _stdlib_part(name: str) -> str:
-    """About 5 % of the files each for validation and test, by a hash of the name, equal on every machine."""
-    draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
-    return "test" if draw < 5 else "valid" if draw < 10 else "train"
 
 
 def _file(path: Path, level: Level | None) -> Source:
@@ -220,7 +213,7 @@ def _by_position(files: Sequence[Span], level: Level) -> dict[str, tuple[Span, .
     for span in files:
         inner = [min(max(cut - begin, 0), span.size) for cut in cuts]
         places = [align(span.path, place, span.size, level) for place in inner]
-        for split, start, stop in zip(SPLITS, places, places[1:], strict=False):
+        for split, (start, stop) in zip(SPLITS, pairwise(places), strict=True):
             if stop > start:
                 parts[split].append(Span(span.path, start, stop, whole_end=stop == span.size))
         begin += span.size

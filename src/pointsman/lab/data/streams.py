@@ -176,14 +176,11 @@ class EvalStream:
     @property
     def protocol(self) -> str:
         """The protocol line: which targets are evaluated."""
-        total = len(self._tokens) - 1
+        total, segments = len(self._tokens) - 1, f"segments of {self.segment_length}"
         if self.num_tokens == total:
-            return f"all {total:,} targets in {self.rows} rows, segments of {self.segment_length}"
-        length = self.num_tokens // self.rows
-        return (
-            f"{self.num_tokens:,} of {total:,} targets: {self.rows} evenly spaced stretches of {length:,}, "
-            f"segments of {self.segment_length}"
-        )
+            return f"all {total:,} targets in {self.rows} rows, {segments}"
+        stretches = f"{self.rows} evenly spaced stretches of {self.num_tokens // self.rows:,}"
+        return f"{self.num_tokens:,} of {total:,} targets: {stretches}, {segments}"
 
 
 def _check_positive(batch_size: int, segment_length: int) -> None:

@@ -128,9 +128,8 @@ def _json_rows(file: io.TextIOWrapper, path: Path, columns: Columns) -> Iterator
         names = names or _names([str(key) for key in row], path, columns)
         text, label = (row.get(name) for name in names)
         if not isinstance(text, str) or label is None or isinstance(label, list | dict | float):
-            raise RunError(
-                f"{path}, line {number}: {names[0]!r} must be a text and {names[1]!r} a text or whole number"
-            )
+            needed = f"{names[0]!r} must be a text and {names[1]!r} a text or whole number"
+            raise RunError(f"{path}, line {number}: {needed}")
         yield number, text, str(label)
 
 
@@ -140,9 +139,8 @@ def _fasttext_rows(file: io.TextIOWrapper, path: Path) -> Iterator[tuple[int, st
             continue
         label, *text = line.split(maxsplit=1)
         if not label.startswith(FASTTEXT_LABEL):
-            raise RunError(
-                f"{path}, line {number}: a fastText line begins with {FASTTEXT_LABEL}NAME, found {label[:20]!r}"
-            )
+            found = f"a fastText line begins with {FASTTEXT_LABEL}NAME, found {label[:20]!r}"
+            raise RunError(f"{path}, line {number}: {found}")
         yield number, text[0] if text else "", label.removeprefix(FASTTEXT_LABEL)
 
 

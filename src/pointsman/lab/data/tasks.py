@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.data.catalog import percent
 from pointsman.lab.data.download import hub_rows
 from pointsman.lab.data.task_files import Columns, LabelledText, format_of, read_labelled
 
@@ -40,7 +41,6 @@ class KnownTask:
     """A task with a name.
 
     Attributes:
-        summary: one line for lists.
         folder: the folder inside the data folder.
         files: split -> file. A task without "test" reports "dev".
         columns: of text and label in the files.
@@ -48,7 +48,6 @@ class KnownTask:
         hub: the source of the download if the files are not in the data folder.
     """
 
-    summary: str
     folder: str
     files: Mapping[str, str]
     hub: HubSource
@@ -62,7 +61,6 @@ _TRAIN_TEST = MappingProxyType({"train": "train", "test": "test"})
 TASKS: Mapping[str, KnownTask] = MappingProxyType(
     {
         "sst2": KnownTask(
-            "movie reviews, 2 classes: 6,920 / 872 / 1,821 sentences, test reported",
             "sst2",
             {split: f"sentence/{'dev' if split == 'valid' else split}.tsv" for split in ("train", "valid", "test")},
             HubSource("SetFit/sst2", _HUB_SPLITS),
@@ -70,7 +68,6 @@ TASKS: Mapping[str, KnownTask] = MappingProxyType(
             ("0", "1"),
         ),
         "sst2-glue": KnownTask(
-            "movie reviews, 2 classes: GLUE's 67,349 phrases, 872 dev sentences reported as dev",
             "sst2",
             {"train": "train.tsv", "dev": "dev.tsv"},
             HubSource("nyu-mll/glue", {"train": "train", "dev": "validation"}, "sst2", "sentence"),
@@ -78,21 +75,18 @@ TASKS: Mapping[str, KnownTask] = MappingProxyType(
             ("0", "1"),
         ),
         "sst5": KnownTask(
-            "movie reviews, 5 classes: 8,544 / 1,101 / 2,210 sentences",
             "sst5",
             {split: f"sst_{'dev' if split == 'valid' else split}.txt" for split in ("train", "valid", "test")},
             HubSource("SetFit/sst5", _HUB_SPLITS),
             classes=("1", "2", "3", "4", "5"),
         ),
         "imdb": KnownTask(
-            "long movie reviews, 2 classes: 25,000 / 25,000",
             "imdb",
             {"train": "train.jsonl.gz", "test": "test.jsonl.gz"},
             HubSource("stanfordnlp/imdb", _TRAIN_TEST),
             classes=("0", "1"),
         ),
         "banking77": KnownTask(
-            "questions to a bank, 77 intents: 10,003 / 3,080",
             "banking77",
             {"train": "train.csv", "test": "test.csv"},
             HubSource("mteb/banking77", _TRAIN_TEST, label="label_text"),
@@ -156,9 +150,8 @@ def parse_task(text: str) -> tuple[str, Columns]:
     """
     name, *options = _OPTION.split(text)
     if not name.strip():
-        raise RunError(
-            f"task {text!r} names no task and no file; {did_you_mean('', TASKS)}, or a CSV, TSV or JSONL file"
-        )
+        allowed = f"{did_you_mean('', TASKS)}, or a CSV, TSV or JSONL file"
+        raise RunError(f"task {text!r} names no task and no file; {allowed}")
     values = dict(option.split("=", 1) for option in options)
     return name, Columns(values.get("text"), values.get("label"))
 
@@ -206,9 +199,9 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
 
 
 def _named(name: str, known: KnownTask, data_dir: Path | None) -> LabelledTexts:
-    folder = data_dir / known.folder if data_dir else None
-    if folder and all((folder / file).is_file() for file in known.files.values()):
-        parts = {split: read_labelled(folder / file, known.columns) for split, file in known.files.items()}
+    files = {split: data_dir / known.folder / file for split, file in known.files.items()} if data_dir else {}
+    if files and all(file.is_file() for file in files.values()):
+        parts = {split: read_labelled(file, known.columns) for split, file in files.items()}
         return _task(name, parts, known.classes, "the published files")
     return _task(name, _from_hub(name, known), known.classes, f"from the hub, {known.hub.repository}")
 
@@ -217,13 +210,12 @@ def _from_hub(name: str, known: KnownTask) -> dict[str, list[LabelledText]]:
     hub = known.hub
     parts: dict[str, list[LabelledText]] = {}
     for split, theirs in hub.splits.items():
-        rows = hub_rows(name, hub.repository, hub.config, theirs)
-        found = []
-        for index, row in enumerate(rows):
+        parts[split] = []
+        for index, row in enumerate(hub_rows(name, hub.repository, hub.config, theirs)):
             label = row[hub.label]
             named = known.classes[label] if known.classes and isinstance(label, int) and label >= 0 else str(label)
-            found.append(LabelledText(str(row[hub.text]).strip(), named, f"{hub.repository} {theirs}, row {index}"))
-        parts[split] = found
+            one = LabelledText(str(row[hub.text]).strip(), named, f"{hub.repository} {theirs}, row {index}")
+            parts[split].append(one)
     return parts
 
 
@@ -231,26 +223,20 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         split = _STEMS.get(path.name.split(".")[0].lower())
-        if split is None or format_of(path) is None or not path.is_file():
-            continue
-        if split in files:
-            raise RunError(f"the folder {folder} has two {split} files: {files[split].name} and {path.name}")
-        files[split] = path
+        if split and format_of(path) and path.is_file():
+            if split in files:
+                raise RunError(f"the folder {folder} has two {split} files: {files[split].name} and {path.name}")
+            files[split] = path
     if "train" not in files or len(files) < 2:
         there = ", ".join(path.name for path in files.values()) or "none of them"
-        raise RunError(
-            f"the folder {folder} needs train.* and test.* (or dev.*), as .csv, .tsv, .jsonl or fastText .txt; "
-            f"found {there}"
-        )
+        needed = "train.* and test.* (or dev.*), as .csv, .tsv, .jsonl or fastText .txt"
+        raise RunError(f"the folder {folder} needs {needed}; found {there}")
     parts = {split: read_labelled(path, columns) for split, path in files.items()}
     if "test" not in parts:
         parts["dev"] = parts.pop("valid")
-    declared: tuple[str, ...] = ()
-    for path in (folder / name for name in _CLASS_FILES):
-        if path.is_file():
-            declared = _declared(path)
-    name = folder.resolve().name
-    return _task(name, parts, declared, "its own parts: " + ", ".join(path.name for path in files.values()))
+    declared = [_declared(folder / name) for name in _CLASS_FILES if (folder / name).is_file()]
+    note = "its own parts: " + ", ".join(path.name for path in files.values())
+    return _task(folder.resolve().name, parts, declared[-1] if declared else (), note)
 
 
 def _declared(path: Path) -> tuple[str, ...]:
@@ -260,23 +246,22 @@ def _declared(path: Path) -> tuple[str, ...]:
         raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
         raise RunError(f"{path}: a JSON list of class names is needed")
-    declared = tuple(str(name) for name in names)
-    if len(set(declared)) < len(declared):
-        twice = next(name for name in declared if declared.count(name) > 1)
-        raise RunError(f"{path}: the class {twice!r} is listed twice")
-    return declared
+    declared = Counter(map(str, names))
+    for name, times in declared.items():
+        if times > 1:
+            raise RunError(f"{path}: the class {name!r} is listed twice")
+    return tuple(declared)
 
 
 def _divided(rows: Sequence[LabelledText], path: Path) -> dict[str, list[LabelledText]]:
     parts: dict[str, list[LabelledText]] = {"train": [], "valid": [], "test": []}
     for row in rows:
-        draw = int.from_bytes(hashlib.sha256(row.text.encode()).digest()[:8], "big") % 100
+        draw = percent(row.text)
         parts["test" if draw < 10 else "valid" if draw < 20 else "train"].append(row)
-    empty = [split for split, found in parts.items() if not found]
-    if empty:
-        raise RunError(
-            f"{path} holds {len(rows)} examples: too few to divide (no {empty[0]} split); give a folder of splits"
-        )
+    for split, found in parts.items():
+        if not found:
+            few = f"{len(rows)} examples: too few to divide (no {split} split)"
+            raise RunError(f"{path} holds {few}; give a folder of splits")
     return parts
 
 
@@ -300,13 +285,9 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
         splits[split] = Examples(tuple(row.text for row in rows), tuple(index[row.label] for row in rows))
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in splits.items())
     content = json.dumps([classes, {split: [part.texts, part.labels] for split, part in splits.items()}])
-    return LabelledTexts(
-        name,
-        classes,
-        MappingProxyType(splits),
-        f"{name}: {note}; {len(classes)} classes; examples: {sizes}",
-        hashlib.sha256(content.encode()).hexdigest()[:16],
-    )
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    description = f"{name}: {note}; {len(classes)} classes; examples: {sizes}"
+    return LabelledTexts(name, classes, MappingProxyType(splits), description, fingerprint)
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:
