@@ -6,6 +6,7 @@ through `open_own`: none of them follows a link that leads out, and nothing is t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -19,6 +20,10 @@ from pointsman._errors import RunError
 from pointsman._shapes import check_shape, shape_of
 
 LOCK = ".lock"
+_REFUSED = {
+    errno.ENOSPC: "no space left on the disk", errno.EACCES: "no permission", errno.EROFS: "the disk is read-only",
+    errno.EDQUOT: "disk quota exceeded",
+}  # fmt: skip
 
 
 def user_cache_folder() -> Path:
@@ -167,13 +172,7 @@ def disk_errors(place: Path, consequence: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = {
-            28: "no space left on the disk",
-            13: "no permission",
-            30: "the disk is read-only",
-            122: "disk quota exceeded",
-        }
-        why = reason.get(error.errno or 0, error.strerror or str(error))
+        why = _REFUSED.get(error.errno or 0, error.strerror or str(error))
         raise RunError(f"{place}: {why}; {consequence}; what was saved before is untouched") from error
 
 

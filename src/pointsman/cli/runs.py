@@ -82,19 +82,14 @@ def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunCon
 
 def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
     """`config` with the changes of flags and --set."""
-    changes: dict[str, object] = {}
-    if values.train_top_k is not None:
-        changes["train_top_k"] = values.train_top_k
-    if values.k_schedule is not None:
-        changes["k_schedule"] = values.k_schedule
-    if values.top_k is not None:
-        changes["eval_top_k"] = values.top_k
-    if values.eval_tokens is not None:
-        changes["eval_tokens"] = values.eval_tokens
-    if values.tokenizer is not None:
-        changes["tokenizer"] = values.tokenizer
-    if values.imports:
-        changes["imports"] = tuple(values.imports)
-    if values.tensorboard:
-        changes["tensorboard"] = True
+    given = {
+        "train_top_k": values.train_top_k,
+        "k_schedule": values.k_schedule,
+        "eval_top_k": values.top_k,
+        "eval_tokens": values.eval_tokens,
+        "tokenizer": values.tokenizer,
+        "imports": tuple(values.imports) or None,
+        "tensorboard": values.tensorboard or None,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
     return config.with_overrides({**changes, **overrides(values.set)})

@@ -107,6 +107,7 @@ def _open(path: Path, device: str) -> Run:
 
 def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
     from pointsman.lab.data import EvalStream
+    from pointsman.lab.runs.directory import RunDirectory
 
     run = _open(path, settings.device)
     others = {_label(one, against): _open(one, settings.device) for one in against}
@@ -117,13 +118,8 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
             raise RunError(f"{label} and {path} have different vocabularies")
     corpus = run.corpus(settings.data)
     config = run.config.with_overrides(settings.changes)
-    stream = EvalStream(
-        corpus.split(settings.split),
-        config.eval_batch_size,
-        config.eval_segment_length,
-        settings.device,
-        settings.tokens,
-    )
+    lengths = config.eval_batch_size, config.eval_segment_length
+    stream = EvalStream(corpus.split(settings.split), *lengths, settings.device, settings.tokens)
     own = min(router.top_k for _, router in named_routers(run.model))
     top_k = [k for k in (config.eval_top_k if settings.top_k is None else settings.top_k) if k != own]
     if watch:
@@ -153,7 +149,8 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     }
     found["tokens_text"] = _texts(found, run.vocabulary.decode)
     if others:
-        found["consistency_over_training"] = _over_training([run, *others.values()])
+        rows = [RunDirectory(one.path).metrics("routing") for one in (run, *others.values())]
+        found["consistency_over_training"] = consistency_over_training(rows)
     return found
 
 
@@ -208,12 +205,6 @@ def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
         except CheckpointError:
             continue
     return models
-
-
-def _over_training(runs: Sequence[Run]) -> dict[str, Any]:
-    from pointsman.lab.runs.directory import RunDirectory
-
-    return dict(consistency_over_training([RunDirectory(run.path).metrics("routing") for run in runs]))
 
 
 def _texts(found: Mapping[str, Any], decode: Callable[[list[int]], str]) -> dict[str, str]:

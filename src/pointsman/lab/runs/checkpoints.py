@@ -172,9 +172,8 @@ def _check_file(path: Path, name: str, expected: Any) -> None:
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {size:,} bytes, not {expected['bytes']:,} (cut off?)"
-            )
+            told = f"{name} has {size:,} bytes, not {expected['bytes']:,} (cut off?)"
+            raise CheckpointError(f"checkpoint {path} is damaged: {told}")
         with open(open_own(file), "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:

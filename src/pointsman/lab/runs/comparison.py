@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,15 +37,8 @@ def write_plan(
         command: the command line that asked for the comparison last.
         kernels: of all its runs. data: the fingerprint of their corpus.
     """
-    values = {
-        "format": FORMAT,
-        "settings": dict(settings),
-        "routers": list(routers),
-        "seeds": list(seeds),
-        "command": command,
-        "kernels": dict(kernels),
-        "data": data,
-    }
+    grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
+    values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
     write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
 
 
@@ -115,12 +109,8 @@ class Comparison:
 
     def missing(self) -> list[tuple[str, int]]:
         """(router, seed) of all runs without an evaluation."""
-        return [
-            (router, seed)
-            for router in self.routers
-            for seed in self.seeds
-            if not ((run := self.runs.get((router, seed))) and run.done)
-        ]
+        done = {key for key, run in self.runs.items() if run.done}
+        return [(router, seed) for router in self.routers for seed in self.seeds if (router, seed) not in done]
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -148,23 +138,18 @@ def gather(runs: Sequence[RunRecord]) -> Comparison:
 
     Audits of models of one class get the name of their folder in their label.
     """
-    assert runs
-    runs = [
-        replace(run, router=f"{run.router} ({run.path.resolve().name})")
-        if run.is_audit and sum(run.router == other.router for other in runs) > 1
-        else run
-        for run in runs
-    ]
     named: dict[tuple[str, int], RunRecord] = {}
+    labels = Counter(run.router for run in runs)
     for run in runs:
+        if run.is_audit and labels[run.router] > 1:
+            run = replace(run, router=f"{run.router} ({run.path.resolve().name})")
         if (run.router, run.seed) in named:
             other = named[run.router, run.seed].path
             raise RunError(f"{other} and {run.path}: two runs with router {run.router!r} and seed {run.seed}")
         named[run.router, run.seed] = run
     first = runs[0]
     common = {key: value for key, value in first.config.items() if all(run.config.get(key) == value for run in runs)}
-    routers = list(dict.fromkeys(run.router for run in runs))
-    seeds = sorted({run.seed for run in runs})
+    routers, seeds = list(dict.fromkeys(router for router, _ in named)), sorted({seed for _, seed in named})
     return Comparison(first.path, common, routers, seeds, named, single=len(runs) == 1, planned=False)
 
 

@@ -97,9 +97,8 @@ class RunDirectory:
                     "--resume goes on, another --out starts anew"
                 )
         elif steps_of(self.checkpoints):
-            raise RunError(
-                f"{self.path} has checkpoints but no {CONFIG}: it is damaged or foreign; choose another --out"
-            )
+            foreign = f"has checkpoints but no {CONFIG}: it is damaged or foreign"
+            raise RunError(f"{self.path} {foreign}; choose another --out")
         elif self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunError(f"{self.path} is not empty and holds no run; choose another --out")
 
