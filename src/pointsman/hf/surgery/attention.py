@@ -89,14 +89,9 @@ class Tracer:
         groups = heads // key.shape[1]
         if groups > 1:
             key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-        self.state.attention[id(self.gate)] = AttentionTrace(
-            query=query.float(),
-            key=key.float(),
-            value=value.float(),
-            out_weight=weight.t().reshape(heads, width, -1).float(),
-            output=result.reshape(*result.shape[:2], -1).float(),
-            scale=scale,
-        )
+        out_weight, output = weight.t().reshape(heads, width, -1), result.reshape(*result.shape[:2], -1)
+        tensors = (tensor.float() for tensor in (query, key, value, out_weight, output))
+        self.state.attention[id(self.gate)] = AttentionTrace(*tensors, scale=scale)
 
 
 def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Module]:
@@ -126,10 +121,9 @@ def _projection(attention: Any, where: str) -> nn.Module:
     if projections[0].bias is not None:
         raise ValueError(f"{where} needs an output projection without bias; that of {kind} has one")
     query = getattr(attention, "q_proj", None)
+    wide = isinstance(query, nn.Linear) and query.out_features > projections[0].in_features
     gates = any(hasattr(attention, name) for name in ("gate_proj", "g_proj", "gate", "o_norm"))
-    if gates or (
-        isinstance(query, nn.Linear) and query.out_features > projections[0].in_features and not _latent(attention)
-    ):
+    if gates or (wide and not _latent(attention)):
         raise ValueError(f"{where} needs heads that are projected unchanged; {kind} gates them")
     if not getattr(attention, "is_causal", True):
         raise ValueError(f"{where} needs causal attention; {kind} is not")

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias
@@ -19,7 +19,7 @@ from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, has_ow
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.registry import build_router, parse_spec, split_specs
 from pointsman.routers.router import Router
-from pointsman.routers.stages import Mixer, Sigmoid, Softmax
+from pointsman.routers.stages import Sigmoid, Softmax
 
 CONFIG_KEY = "pointsman"
 FORMAT = 1
@@ -107,40 +107,33 @@ def _check(gate: Gate, spec: str) -> None:
 
 
 def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], heads: int | None) -> Router:
-    owner = gate.module.get_submodule(gate.form.owner)
-    weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
-    top_k = getattr(gate.module, "top_k", 1)
-    router = make_router(spec, gate.form, weight, bias, top_k, start, shared, heads)
+    router = make_router(gate.module, spec, gate.form, start, shared, heads)
     correction = correction_bias(gate) if has_own_rule(spec) and start == "pretrained" else None
     select: Any = router.select
     if correction is not None and hasattr(select, "bias"):
         with torch.no_grad():
             select.bias.copy_(correction.reshape(-1))
-    return router.to(weight.device).train(gate.module.training)
+    return router.to(next(gate.module.parameters()).device).train(gate.module.training)
 
 
 def make_router(
-    spec: str,
-    form: Form,
-    weight: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    start: Start,
-    shared: dict[str, nn.Module],
-    heads: int | None,
+    gate: nn.Module, spec: str, form: Form, start: Start, shared: dict[str, nn.Module], heads: int | None
 ) -> Router:
     """The router of one gate with weight [E, dim] and bias [E]; `shared` as of `build_router`."""
+    owner = gate.get_submodule(form.owner)
+    weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     num_experts, dim = weight.shape
     before = set(map(id, shared.values()))
     parsed = parse_spec(spec)
-    router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, shared=shared).to(weight.device)
+    sizes = {"dim": dim, "num_experts": num_experts, "top_k": int(getattr(gate, "top_k", 1))}
+    router = build_router(spec, **sizes, shared=shared).to(weight.device)
     if router.needs_moe or router.score.below:
         raise ValueError(
             f"replace_routers: {spec!r} needs more than weights of experts; only pointsman's layers give it"
         )
     pretrained = weight.detach().float()
-    has_bias = None if bias is None else bias.detach().to(pretrained)
-    score = adapted(router, pretrained if start == "pretrained" else None, has_bias)
+    bias = None if bias is None else bias.detach().to(pretrained)
+    score = adapted(router, pretrained if start == "pretrained" else None, bias)
     if isinstance(score, HyperDelta) and id(score.hypernetwork) in before:
         score.refer(score.hypernetwork)
     router.score = score
@@ -148,29 +141,16 @@ def make_router(
     if has_own_rule(spec):
         return router
     router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
-    if isinstance(router.mix, Mixer):
-        _count_heads(router.mix, heads)
-        router.mix = StrengthMixer(router.mix, _start_strength(parsed.mixer_options, router.mix))
-        router.select = MixedRule(form)
-    else:
-        router.select = ClassRule(form)
-    router.needs_step_end = any(
-        part is not None and part.needs_step_end for part in (router.score, router.normalize, router.mix)
-    )
+    router.select = ClassRule(form) if router.mix is None else MixedRule(form)
+    mixer: Any = router.mix
+    if mixer is not None:
+        if heads and getattr(mixer, "head_entropy", None) is not None:  # so that checkpoints load
+            mixer.head_entropy = mixer.head_entropy.new_zeros(heads)
+        mixer.strength = 1.0
+        router.mix = StrengthMixer(mixer, float(parsed.mixer_options.get("strength", 0.0)))
+    parts = (router.score, router.normalize, router.mix)
+    router.needs_step_end = any(part is not None and part.needs_step_end for part in parts)
     return router
-
-
-def _start_strength(options: dict[str, str], mixer: Any) -> float:
-    """The strength in the spec, by default 0; the mixer itself gets strength 1."""
-    start = float(options.get("strength", 0.0))
-    mixer.strength = 1.0
-    return start
-
-
-def _count_heads(mixer: Any, heads: int | None) -> None:
-    """Sets the size of the running mean per head, so that checkpoints load."""
-    if heads and getattr(mixer, "head_entropy", None) is not None:
-        mixer.head_entropy = mixer.head_entropy.new_zeros(heads)
 
 
 def _attach(gate: Any, form: Form, router: Router) -> None:
@@ -235,12 +215,9 @@ def restore_routers(model: PreTrainedModel) -> None:
         if getattr(gate, CONFIG_KEY, None) is not None:
             continue
         form = Form(**{**entry["form"], "extras": tuple(entry["form"]["extras"])})
-        owner = gate.get_submodule(form.owner)
-        weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
-        top_k = int(getattr(gate, "top_k", 1))
         heads = getattr(model.config, "num_attention_heads", None)
         with torch.no_grad():
-            router = make_router(entry["router"], form, weight, bias, top_k, entry["start"], shared, heads)
+            router = make_router(gate, entry["router"], form, entry["start"], shared, heads)
         _attach(gate, form, router)
         _inform(model, name, gate, state)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}

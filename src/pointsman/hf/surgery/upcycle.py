@@ -31,14 +31,9 @@ def _mixtral(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
 
 
 def _qwen(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
-    return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": config.intermediate_size,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    sparse = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    sizes = {"num_experts": num_experts, "num_experts_per_tok": top_k}
+    return {**sizes, "moe_intermediate_size": config.intermediate_size, **sparse}
 
 
 def _qwen2(config: Any, num_experts: int, top_k: int) -> dict[str, Any]:
@@ -135,10 +130,10 @@ def _fill(into: dict[str, Tensor], dense: dict[str, Tensor], num_experts: int, n
             left.discard(name)
         elif name.endswith("mlp.experts.gate_up_proj"):
             base = name.removesuffix("experts.gate_up_proj")
-            parts = [dense[f"{base}gate_proj.weight"], dense[f"{base}up_proj.weight"]]
-            left -= {f"{base}gate_proj.weight", f"{base}up_proj.weight"}
-            for half, part in zip(tensor.chunk(2, 1), parts, strict=True):
-                half.copy_(_copies(part, num_experts, noise))
+            sources = f"{base}gate_proj.weight", f"{base}up_proj.weight"
+            left.difference_update(sources)
+            for half, source in zip(tensor.chunk(2, 1), sources, strict=True):
+                half.copy_(_copies(dense[source], num_experts, noise))
         elif name.endswith("mlp.experts.down_proj"):
             source = name.removesuffix("experts.down_proj") + "down_proj.weight"
             tensor.copy_(_copies(dense[source], num_experts, noise))
