@@ -8,6 +8,7 @@ number of the image). Files of the published sets are read as they are (`lab.dat
 Shapes: an image is float64 [side, side, 3] in [0, 1]; what is stored is uint8.
 """
 
+# mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
 import io
@@ -83,8 +84,7 @@ def _disk(radius: float, sigma: float) -> Image:
     weights /= weights.sum()
     for axis in (0, 1):
         disk = ndimage.correlate1d(disk, weights, axis=axis, mode="mirror")
-    kernel: Image = disk / disk.sum()
-    return kernel
+    return disk / disk.sum()
 
 
 def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> Image:
@@ -119,8 +119,7 @@ def snow(image: Image, parameters: tuple[float, ...], draw: Draw) -> Image:
     flakes = _filtered(flakes, _line(int(radius), sigma, draw.uniform(-135, -45)))
     grey = image @ np.array([0.299, 0.587, 0.114])
     whitened = mix * image + (1 - mix) * np.maximum(image, grey[..., None] * 1.5 + 0.5)
-    changed: Image = whitened + flakes + np.rot90(flakes, 2)
-    return changed
+    return whitened + flakes + np.rot90(flakes, 2)
 
 
 def frost(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
@@ -129,8 +128,7 @@ def frost(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
     layer = _plasma(_power_of_two(side), 1.7, draw)[:side, :side]
     crystals = np.clip((layer - 0.45) * 3, 0, 1)
     tint = np.array([0.85, 0.93, 1.0])  # photographs of frost are bluish
-    changed: Image = keep * image + strength * crystals[..., None] * tint
-    return changed
+    return keep * image + strength * crystals[..., None] * tint
 
 
 def fog(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
@@ -138,22 +136,19 @@ def fog(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
     side = image.shape[0]
     most = image.max()
     layer = _plasma(_power_of_two(side), decay, draw)[:side, :side, None]
-    changed: Image = (image + strength * layer) * most / (most + strength)
-    return changed
+    return (image + strength * layer) * most / (most + strength)
 
 
 def brightness(image: Image, change: float, draw: Draw) -> Image:
     """Raises the value of HSV: all channels by the same factor, up to the value 1."""
     value = image.max(axis=2, keepdims=True)
     raised = np.clip(value + change, 0, 1)
-    changed: Image = np.where(value > 0, image * raised / np.maximum(value, 1e-12), raised)
-    return changed
+    return np.where(value > 0, image * raised / np.maximum(value, 1e-12), raised)
 
 
 def contrast(image: Image, factor: float, draw: Draw) -> Image:
     mean = image.mean(axis=(0, 1), keepdims=True)
-    changed: Image = (image - mean) * factor + mean
-    return changed
+    return (image - mean) * factor + mean
 
 
 def elastic_transform(image: Image, parameters: tuple[float, float, float], draw: Draw) -> Image:
@@ -174,17 +169,20 @@ def elastic_transform(image: Image, parameters: tuple[float, float, float], draw
     columns, rows = np.meshgrid(np.arange(side), np.arange(side))
     source = np.stack([columns, rows, np.ones_like(rows)], axis=-1) @ back
     places = [source[..., 1], source[..., 0]]
-    warped = np.stack(
-        [ndimage.map_coordinates(image[..., c], places, order=1, mode="mirror") for c in range(3)], axis=-1
-    )
+    warped = _sampled(image, places, "mirror")
     down, right = (
         alpha * ndimage.gaussian_filter(draw.uniform(-1, 1, (side, side)), sigma, mode="reflect", truncate=3)
         for _ in range(2)
     )
-    places = [rows + down, columns + right]
-    return np.stack(
-        [ndimage.map_coordinates(warped[..., c], places, order=1, mode="reflect") for c in range(3)], axis=-1
-    )
+    return _sampled(warped, [rows + down, columns + right], "reflect")
+
+
+def _sampled(image: Image, places: list[Any], mode: str) -> Image:
+    """The image at these rows and columns, each [side, side], between pixels linearly."""
+    from scipy import ndimage
+
+    channels = np.moveaxis(image, -1, 0)
+    return np.stack([ndimage.map_coordinates(channel, places, order=1, mode=mode) for channel in channels], axis=-1)
 
 
 def pixelate(image: Image, share: float, draw: Draw) -> Image:
@@ -208,15 +206,13 @@ def jpeg_compression(image: Image, quality: int, draw: Draw) -> Image:
 def _blurred(image: Image, sigma: float) -> Image:
     from scipy import ndimage
 
-    blurred: Image = ndimage.gaussian_filter(image, (sigma, sigma, 0), mode="nearest")
-    return blurred
+    return ndimage.gaussian_filter(image, (sigma, sigma, 0), mode="nearest")
 
 
 def _filtered(image: Image, kernel: Image) -> Image:
     from scipy import ndimage
 
-    filtered: Image = ndimage.correlate(image, kernel[..., None], mode="mirror")
-    return filtered
+    return ndimage.correlate(image, kernel[..., None], mode="mirror")
 
 
 def _line(radius: int, sigma: float, angle: float) -> Image:
@@ -227,8 +223,7 @@ def _line(radius: int, sigma: float, angle: float) -> Image:
     rows = np.rint(radius + places * np.sin(np.deg2rad(angle))).astype(int)
     columns = np.rint(radius + places * np.cos(np.deg2rad(angle))).astype(int)
     np.add.at(kernel, (rows, columns), weights)
-    line: Image = kernel / kernel.sum()
-    return line
+    return kernel / kernel.sum()
 
 
 def _zoomed(image: Image, zoom: float) -> Image:
@@ -240,8 +235,7 @@ def _zoomed(image: Image, zoom: float) -> Image:
     start = (side - inner) // 2
     large = ndimage.zoom(image[start : start + inner, start : start + inner], (zoom, zoom, 1), order=1)
     extra = (large.shape[0] - side) // 2
-    cut: Image = large[extra : extra + side, extra : extra + side]
-    return cut
+    return large[extra : extra + side, extra : extra + side]
 
 
 def _power_of_two(side: int) -> int:
@@ -268,8 +262,7 @@ def _plasma(side: int, decay: float, draw: Draw) -> Image:
         heights[half::step, ::step] = displaced(beside)
         step, wobble = half, wobble / decay
     heights -= heights.min()
-    fractal: Image = heights / heights.max()
-    return fractal
+    return heights / heights.max()
 
 
 CORRUPTIONS: Mapping[str, Callable[[Image, Any, Draw], Image]] = MappingProxyType(
