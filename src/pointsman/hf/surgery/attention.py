@@ -89,9 +89,10 @@ class Tracer:
         groups = heads // key.shape[1]
         if groups > 1:
             key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-        out_weight, output = weight.t().reshape(heads, width, -1), result.reshape(*result.shape[:2], -1)
-        tensors = (tensor.float() for tensor in (query, key, value, out_weight, output))
-        self.state.attention[id(self.gate)] = AttentionTrace(*tensors, scale=scale)
+        out_weight = weight.t().reshape(heads, width, -1).float()
+        output = result.reshape(*result.shape[:2], -1).float()
+        trace = AttentionTrace(query.float(), key.float(), value.float(), out_weight, output, scale)
+        self.state.attention[id(self.gate)] = trace
 
 
 def find_attention(model: nn.Module, gate_name: str) -> tuple[nn.Module, nn.Module]:

@@ -64,7 +64,7 @@ class Classification(Task):
     def build_model(self, config: RunConfig) -> Classifier:
         """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
         settings = self.settings
-        head = {"pooling": settings.pooling, "dropout": settings.head_dropout, "seed": config.seed}
+        head: dict[str, Any] = {"pooling": settings.pooling, "dropout": settings.head_dropout, "seed": config.seed}
         model = Classifier(config.model, len(self.data.classes), **head)
         if self.weights is not None:
             try:

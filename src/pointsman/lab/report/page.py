@@ -94,8 +94,8 @@ def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) 
         raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
     from markupsafe import Markup
 
-    blocks = {"trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     raw = {"css": asset("style.css"), "javascript": javascript, "json": json}
     values |= {name: Markup(text) for name, text in raw.items()}
     return environment.from_string(asset(template)).render(version=version("pointsman"), **values)

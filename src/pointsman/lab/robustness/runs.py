@@ -66,11 +66,11 @@ def run_under_attack(
     tokens = corpus.split(split)
     protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
-    how = {"split": split, "top_k": values, "protocol": protocol, "progress": watch, "stop": stop}
+    how: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol, "progress": watch, "stop": stop}
     how["precision"] = autocast(run.config, next(run.model.parameters()).device)
     level, routing = run.vocabulary.level, []
     with using(run.kernels):
-        results = evaluate(run.model, tokens, level, **how)  # type: ignore[arg-type]
+        results = evaluate(run.model, tokens, level, **how)
         for attack in attacks:
             clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
             results += evaluate_attack(run.model, attacked, level, attack, **how)
@@ -109,7 +109,13 @@ def finetuned_under_attack(
     tokens = config.eval_tokens if budget == "run" else budget
     places = every.within(tokens)
     examples = task.splits[task.reported].take(places)
-    how = {"split": task.reported, "top_k": values, "precision": precision, "progress": watch, "stop": stop}
+    how: dict[str, Any] = {
+        "split": task.reported,
+        "top_k": values,
+        "precision": precision,
+        "progress": watch,
+        "stop": stop,
+    }
     how["batch_size"] = config.eval_batch_size
     routing = []
     with using(run.kernels):
