@@ -328,7 +328,7 @@ def test_stdlib_is_the_same_everywhere_and_leaks_nothing(cache: Path) -> None:
         name for name in everything if "/test/" in f"/{name}" or "site-packages" in name or "sysconfigdata" in name
     ]
     assert text_of(loaded, "train") == b"".join((root / name).read_bytes() for name in names["train"])
-    assert sources._stdlib_part("abc.py") == "train"  # the split may never move: results would not compare
+    assert "abc.py" in names["train"]  # the split may never move: results would not compare
 
 
 # --- downloads ------------------------------------------------------------------------------------------------------
