@@ -14,13 +14,14 @@ EPILOG = """peers are measured where they are installed: pip install 'pointsman[
 examples:
   pointsman bench --quick
   pointsman bench --case decode,decode-small
+  pointsman bench --case routers
   pointsman bench --peers 'transformers grouped_mm,transformers eager' --out runs/bench
 
 cases, as tokens x width, hidden units, experts, k: a 11264 x 256, 512, 16, 2 (and fewer tokens, other k); b 4096 x 352,
 352, 16, 2; c 2048 x 768, 3072, 32, 1; decode: 1, 4 and 32 tokens x 1024, 2048, 64, 8; decode-small the same x 256, 512,
-16, 2; on a GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and 2048, twice and four times as many hidden units,
-16 and 64, 2 and 8, in bf16; and steps, training steps of HyperRouter's small Transformer-XL: eager, compiled, as CUDA
-graphs.
+16, 2; routers, the share of each in configuration a; on a GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and
+2048, twice and four times as many hidden units, 16 and 64, 2 and 8, in bf16; and steps, training steps of HyperRouter's
+small Transformer-XL: eager, compiled, as CUDA graphs.
 """
 
 
@@ -38,7 +39,7 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     values = parser().read(arguments)
     from pointsman.lab.benchmark import report
-    from pointsman.lab.benchmark.cases import NAMES, cases, steps
+    from pointsman.lab.benchmark.cases import NAMES, cases, router_cases, steps
     from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, OWN
     from pointsman.lab.benchmark.run import run as measure
 
@@ -55,7 +56,8 @@ def run(arguments: Sequence[str]) -> int:
     for name in values.case or ():
         if name not in NAMES:
             raise RunError(f"pointsman bench: --case {name!r}: {did_you_mean(name, NAMES)}")
-    if not cases(device, values.quick, values.case) and not steps(device, values.quick, values.case):
+    wanted = cases(device, values.quick, values.case) or steps(device, values.quick, values.case)
+    if not wanted and not router_cases(device, values.case):
         raise RunError(
             f"pointsman bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick"
         )

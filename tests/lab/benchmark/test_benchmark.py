@@ -27,7 +27,7 @@ from pointsman.lab.benchmark.run import (
     _warm_up,
     names_for,
     run_case,
-    run_router,
+    run_routers,
     run_steps,
 )
 from pointsman.lab.benchmark.steps import Steps
@@ -84,13 +84,15 @@ def test_a_case_in_processes_of_their_own(tmp_path: Path) -> None:
     for times in result.times.values():
         assert times.error is None
         assert len(times.total) >= 1
-    share = run_router(TINY, rounds=3)
-    assert share > 0
-    benchmark = Benchmark([result], {"float32": share}, {"k": [Point(1, 2.0, 1.5), Point(2, 4.0, 1.4)]})
+    specs = ("smoe", "soft", "recurrent", "hash", "thor")
+    shares = run_routers(TINY, specs, rounds=1)
+    assert all(share > 0 for share in shares.values())
+    benchmark = Benchmark([result], {"float32": shares}, {"k": [Point(1, 2.0, 1.5), Point(2, 4.0, 1.4)]})
     pytest.importorskip("matplotlib")
     page, data, figure = report.write(benchmark, tmp_path)
     text = page.read_text()
     assert "| pointsman |" in text
+    assert f"| recurrent | {shares['recurrent']:.1%} |" in text
     assert "nan" not in text
     assert json.loads(data.read_text())["machine"]["torch"] == torch.__version__
     assert figure.read_text().startswith("<?xml")

@@ -61,7 +61,10 @@ STEPS_TOP_K = (2, 8)
 """Training steps of a whole model on a GPU (`steps.py`), at these k."""
 
 
-NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_GPU)), STEPS]))
+ROUTERS = "routers"
+"""Every router's share of configuration a."""
+
+NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_GPU)), ROUTERS, STEPS]))
 
 
 def cases(device: str, quick: bool, names: Collection[str] | None = None) -> list[Case]:
@@ -73,6 +76,12 @@ def cases(device: str, quick: bool, names: Collection[str] | None = None) -> lis
         both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
         chosen = [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
     return [case for case in chosen if names is None or case.name in names]
+
+
+def router_cases(device: str, names: Collection[str] | None = None) -> list[Case]:
+    """Where routers are measured: configuration a, on a CPU, in both dtypes."""
+    wanted = names is None or ROUTERS in names or A.name in names
+    return [replace(A, dtype=dtype) for dtype in ("float32", "bfloat16")] if wanted and device == "cpu" else []
 
 
 def steps(device: str, quick: bool, names: Collection[str] | None = None) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,8 +58,16 @@ def markdown(benchmark: Benchmark) -> str:
             speed_over = NONE if speed is None else f"{speed:.2f}"
             rows.append([result.case.label, _ratio(result.times["pointsman"], result), peer, speed_over])
         lines += ["## Summary", "", _markdown(["case", "over the limit", "best peer", "speed over it"], rows)]
-    for dtype, share in benchmark.router.items():
-        lines += ["", f"The router takes {share:.1%} of the layer in configuration a, k 2, {dtype}."]
+    if benchmark.routers:
+        lines += [
+            "",
+            "## Routers",
+            "",
+            "Each router's forward and backward with its losses, over those of the whole layer with `smoe` in "
+            "configuration a, k 2.",
+            "",
+            router_table(benchmark.routers),
+        ]
     for result in benchmark.results:
         lines += ["", f"## {result.case.label}", "", *rate(result), table(result)]
     if benchmark.steps:
@@ -81,6 +90,13 @@ def markdown(benchmark: Benchmark) -> str:
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return Grid(header, [row + [NONE] * (len(header) - len(row)) for row in rows], code=False).markdown()
+
+
+def router_table(shares: Mapping[str, Mapping[str, float]]) -> str:
+    """A line for each router, a column for each dtype."""
+    routers = list(next(iter(shares.values())))
+    rows = [[router, *(f"{of_dtype[router]:.1%}" for of_dtype in shares.values())] for router in routers]
+    return _markdown(["router", *shares], rows)
 
 
 def rate(result: Result) -> list[str]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman.lab.benchmark.cases import Case, cases, growth, steps
+from pointsman.lab.benchmark.cases import Case, cases, growth, router_cases, steps
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
 from pointsman.lab.benchmark.process import Process, ask_all
 from pointsman.lab.benchmark.steps import SETTINGS, WAYS, Settings
 from pointsman.ops.kernels import measure_kernels
+from pointsman.routers.registry import list_routers
 
 SECONDS = 3.0  # for one case
 LEAST = 5  # the smallest number of rounds
@@ -23,6 +24,7 @@ WARM_UP = {"float32": 1.0, "bfloat16": 8.0}  # seconds at most; in bf16 torch bu
 ROUNDS = {True: 15, False: 60}  # the largest number of rounds, for training and for decoding (short calls)
 TOO_SLOW = 8  # a peer that takes this many times as long as the best peer gets no rounds
 STEP_ROUNDS = 15
+ROUTER_ROUNDS = 15
 PAUSE = 0.02  # seconds between calls, until the threads of the previous call sleep
 
 
@@ -148,19 +150,22 @@ def _measure_memory(processes: Sequence[Process], times: Mapping[str, Times]) ->
             times[process.name].memory = process.ask("memory", 0).get("memory")
 
 
-def run_router(case: Case, rounds: int = 15) -> float:
-    """Our router's share of a layer's forward and backward, the median over rounds."""
+def run_routers(case: Case, specs: Sequence[str], rounds: int = ROUTER_ROUNDS) -> dict[str, float]:
+    """Each router's forward and backward, over those of the whole layer with the router `smoe`: medians over rounds."""
+    shares: dict[str, list[float]] = {spec: [] for spec in specs}
     with Process("pointsman") as process:
         process.ask(*_building("pointsman", case))
-        shares: list[float] = []
         process.ask("warm", WARM_UP[case.dtype])
-        for turn in range(rounds):
-            router, whole = process.ask("router", 10 * turn), process.ask("measure", 10 * turn)
-            for answer in (router, whole):
-                if "error" in answer:
-                    raise RunError(f"the router's share of {case.name} was not measured: {answer['error']}")
-            shares.append(router["router"] / whole["total"])
-    return statistics.median(shares)
+        for turn in range(-1, rounds):  # the first round builds the routers
+            whole = process.ask("measure", 10 * turn + 10)
+            for spec, found in shares.items():
+                router = process.ask("router", (spec, 10 * turn + 10))
+                for answer in (router, whole):
+                    if "error" in answer:
+                        raise RunError(f"the share of router {spec!r} was not measured: {answer['error']}")
+                if turn >= 0:
+                    found.append(router["router"] / whole["total"])
+    return {spec: statistics.median(found) for spec, found in shares.items()}
 
 
 @dataclass
@@ -212,10 +217,10 @@ def run_growth(announce: Callable[[str], None]) -> dict[str, list[Point]]:
 
 @dataclass
 class Benchmark:
-    """Everything one run measured."""
+    """Everything one run measured; `routers`: dtype -> router -> share of configuration a."""
 
     results: list[Result]
-    router: dict[str, float]
+    routers: dict[str, dict[str, float]]
     growth: dict[str, list[Point]]
     steps: list[StepResult] = field(default_factory=list)
 
@@ -241,14 +246,13 @@ def run(
     for index, case in enumerate(chosen):
         announce(f"{index + 1}/{len(chosen)}  {case.label}")
         results.append(run_case(case, names_for(case, peers), SECONDS))
-    router = {}
-    for case in chosen:
-        if case.train and case.name == "a" and case.k == 2 and case.tokens == 11264:
-            announce(f"router: {case.label}")
-            router[case.dtype] = run_router(case)
+    shares = {}
+    for case in router_cases(device, names):
+        announce(f"routers: {case.label}")
+        shares[case.dtype] = run_routers(case, list_routers(), rounds=5 if quick else ROUTER_ROUNDS)
     training = []
     for k in steps(device, quick, names):
         announce(f"training steps: k {k}")
         training.append(run_steps(k, device))
     grows = not quick and device == "cpu" and names is None
-    return Benchmark(results, router, run_growth(announce) if grows else {}, training)
+    return Benchmark(results, shares, run_growth(announce) if grows else {}, training)

@@ -19,7 +19,11 @@ from pointsman.experts.cpu import memory
 from pointsman.lab.benchmark.cases import Case
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.ops.kernels import Kernels, using
+from pointsman.routers.registry import build_router
+from pointsman.routers.router import Router
+from pointsman.routing import Routing, RoutingContext
 
+VOCABULARY = 256
 AWAKE = 0.02  # seconds of work before a measurement
 WARM, MOST_WARM, BLOCK = 1_000_000_000, 64, 4  # of warm-up: the first seed, the largest number of calls, calls a block
 SHORT, MOST = 0.02, 9  # short calls are repeated for this many seconds, at most this often
@@ -44,6 +48,7 @@ class Worker:
         self.module.to(case.device, dtype)
         self.module.train(case.train)
         self.kernels = kernels
+        self.routers: dict[str, Router] = {}
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
         generator = torch.Generator(self.case.device).manual_seed(seed)
@@ -101,16 +106,41 @@ class Worker:
         end = self._now()
         return {"forward": forward - start, "total": end - start}
 
-    def router(self, seed: int) -> dict[str, float]:
-        """Seconds of our router alone, forward and backward: score, normalise, select."""
+    def router(self, request: tuple[str, int]) -> dict[str, float]:
+        """Seconds of the router `request[0]` alone, forward and backward, losses included; `request[1]` is the seed.
+
+        Tokens are in sequences of 512, or in one shorter one, with token ids and a state of the layer below where the
+        router reads them.
+        """
+        spec, seed = request
         self._awake(seed)
-        router = self.module.router
-        assert isinstance(router, nn.Module)
-        hidden, gradient = self.hidden(seed).requires_grad_(), torch.ones(self.case.tokens, self.case.k)
-        self.module.zero_grad()
+        if spec not in self.routers:
+            router = build_router(
+                spec, dim=self.case.dim, num_experts=self.case.num_experts, top_k=self.case.k, vocab_size=VOCABULARY
+            )
+            self.routers[spec] = router.to(self.case.device, getattr(torch, self.case.dtype))
+        router = self.routers[spec]
+        if not router.fixed_k:
+            router.top_k = self.case.k
+        length = 512 if self.case.tokens % 512 == 0 else self.case.tokens
+        hidden = self.hidden(seed).view(-1, length, self.case.dim).requires_grad_()
+        context = RoutingContext(
+            token_ids=(hidden.detach()[..., 0].float().abs() * 1000).long() % VOCABULARY,
+            below={name: hidden.detach()[..., :1].expand(*hidden.shape[:2], width).contiguous()
+                   for name, width in router.score.below.items()},
+        )  # fmt: skip
+        router.zero_grad()
         with self._chosen():
             start = self._now()
-            router(hidden).weights.backward(gradient)
+            routing: Routing = router(hidden, context)
+            results = [routing.weights, *routing.losses.values()]
+            if routing.slots is not None:
+                results = [routing.slots.dispatch, routing.slots.combine]
+            if routing.means is not None:
+                results.append(routing.means.weights)
+            results = [result for result in results if result.requires_grad]
+            if results:
+                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
             return {"router": self._now() - start}
 
     def memory(self, seed: int) -> dict[str, float]:
