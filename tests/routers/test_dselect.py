@@ -38,7 +38,11 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, experts:
         chosen.append(picked)
         weights.append([w[e] for e in picked])
         if real:
-            entropies.append(-sum(one * torch.log(one + 1e-6) for row in r for one in row))
+            if experts == 2**bits:
+                ones = [step(one) for one in codes.flatten()]
+                entropies.append(-sum(p * torch.log(p + 1e-6) for one in ones for p in (one, 1 - one)))
+            else:
+                entropies.append(-sum(one * torch.log(one + 1e-6) for row in r for one in row))
             penalties.append(sum(1 / sum(row) for row in r))
     losses = {"entropy": 0.25 * torch.stack(entropies).mean()}
     if experts != 2**bits:

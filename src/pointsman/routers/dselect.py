@@ -29,7 +29,8 @@ def smooth_step(t: Tensor, gamma: float) -> Tensor:
 class SelectorScorer(Scorer):
     """r_j(e) = product over the bits of e of S(b) or 1 - S(b), b = W_j h; weight_e = sum_j softmax(G h)_j r_j(e).
 
-    The logits are the weights' logarithms; `extra["selectors"]` is r [B, T, selectors, E]. Bit 0 is the lowest.
+    The logits are the weights' logarithms. Bit 0 is the lowest. `extra`: the bits S [selectors, bits, N], and the
+    products over the lower and the upper half of them, [selectors, codes, N], whose outer product is r.
     """
 
     accepts_half = True
@@ -43,16 +44,23 @@ class SelectorScorer(Scorer):
         self.gate = nn.Parameter(torch.randn(selectors, dim) * INIT_STD)
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        both = linear(hidden, torch.cat([self.codes, self.gate]))
-        codes, gate = both[..., : -self.selectors], both[..., -self.selectors :]
-        ones = smooth_step(codes.view(*codes.shape[:-1], self.selectors, self.bits), self.gamma)
-        chosen = torch.stack([1 - ones[..., 0], ones[..., 0]], -1)
-        for bit in range(1, self.bits):
-            one = ones[..., bit, None]
-            chosen = torch.cat([chosen * (1 - one), chosen * one], -1)
-        chosen = chosen[..., : self.num_experts]
-        weights = (torch.softmax(gate, -1)[..., None] * chosen).sum(-2)
-        return Scored(weights.clamp_min(NONE).log(), {"selectors": chosen})
+        rows = linear(hidden, torch.cat([self.codes, self.gate])).flatten(0, 1).T.contiguous()  # tokens last: long rows
+        count = self.selectors
+        ones = smooth_step(rows[:-count].view(count, self.bits, -1), self.gamma)
+        low, high = (self._codes(part) for part in ones.split([self.bits // 2, self.bits - self.bits // 2], 1))
+        gated = torch.softmax(rows[-count:], 0)[:, None] * low
+        weights = (high[:, :, None] * gated[:, None]).sum(0).flatten(0, 1)[: self.num_experts]
+        logits = weights.clamp_min(NONE).log().T.view(*hidden.shape[:2], self.num_experts)
+        return Scored(logits, {"bits": ones, "low": low, "high": high})
+
+    @staticmethod
+    def _codes(ones: Tensor) -> Tensor:
+        """Of bits [selectors, b, N] the products for each of the 2^b codes, [selectors, 2^b, N]."""
+        codes = torch.ones_like(ones[:, :1]) if not ones.shape[1] else torch.stack([1 - ones[:, 0], ones[:, 0]], 1)
+        for bit in range(1, ones.shape[1]):
+            one = ones[:, bit, None]
+            codes = torch.cat([codes * (1 - one), codes * one], 1)
+        return codes
 
     def extra_repr(self) -> str:
         return f"selectors={self.selectors}, gamma={self.gamma}"
@@ -86,10 +94,26 @@ class AboveZero(Selector):
         return experts, weights
 
 
+def selectors(given: LossInput) -> Tensor:
+    """r [selectors, E, N]."""
+    low, high = given.extra["low"], given.extra["high"]
+    return (high[:, :, None] * low[:, None]).flatten(1, 2)[:, : given.logits.shape[-1]]
+
+
+def bit_entropy(given: LossInput) -> Tensor:
+    """The mean over tokens of sum_j H(r_j), which makes each selector choose one expert.
+
+    Where every code is an expert, H(r_j) is the sum of the entropies of its bits. Logarithms are of values + 1e-6.
+    """
+    ones = given.extra["bits"]
+    both = ones * torch.log(ones + EPS) + (1 - ones) * torch.log(1 - ones + EPS)
+    return given.token_mean(-both.sum((0, 1)))
+
+
 def code_entropy(given: LossInput) -> Tensor:
-    """The mean over tokens of sum_j -sum_e r_j(e) ln(r_j(e) + 1e-6): makes each selector choose one expert."""
-    chosen = given.extra["selectors"].flatten(0, 1)
-    return given.token_mean(-(chosen * torch.log(chosen + EPS)).sum((-1, -2)))
+    """The same where some codes are no expert: sum_j -sum_e r_j(e) ln(r_j(e) + 1e-6)."""
+    chosen = selectors(given)
+    return given.token_mean(-(chosen * torch.log(chosen + EPS)).sum((0, 1)))
 
 
 def unused_codes(given: LossInput) -> Tensor:
@@ -97,8 +121,7 @@ def unused_codes(given: LossInput) -> Tensor:
 
     The number of selectors at best.
     """
-    chosen = given.extra["selectors"].flatten(0, 1)
-    return given.token_mean((1 / chosen.sum(-1).clamp_min(EPS)).sum(-1))
+    return given.token_mean((1 / selectors(given).sum(1).clamp_min(EPS)).sum(0))
 
 
 @register_router(
@@ -130,7 +153,7 @@ def dselect(
         if weight < 0:
             raise ValueError(f"dselect: option {name}={weight}: allowed are numbers from 0")
     scorer = SelectorScorer(layer.dim, layer.num_experts, selectors, gamma)
-    losses = {"entropy": Loss(code_entropy, entropy)}
+    losses = {"entropy": Loss(bit_entropy, entropy)}
     if layer.num_experts != 2**scorer.bits:
-        losses["codes"] = Loss(unused_codes, codes)
+        losses = {"entropy": Loss(code_entropy, entropy), "codes": Loss(unused_codes, codes)}
     return Stages(scorer, Exponential(), select=AboveZero(layer.renormalize), losses=losses)

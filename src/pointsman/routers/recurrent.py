@@ -98,11 +98,11 @@ class DepthScorer(Scorer):
 def recurrent(layer: LayerSpec, *, width: int | None = None, depth: Literal["gru", "average"] = "gru") -> Stages:
     """A state for each token, handed from sparse layer to sparse layer, from which each layer takes its logits.
 
-    width: of the state (none = a quarter of the hidden states', from 8 to 256; the paper's 256 costs at width 256 as
-        much as the experts).
+    width: of the state (none = an eighth of the hidden states', from 8 to 256; the paper's 256 costs as much as the
+        experts where those are small).
     depth: one recurrent unit for all layers (RMoE), or a weighted sum and a small network (ZAYA1).
     """
-    width = min(256, max(8, layer.dim // 4)) if width is None else width
+    width = min(256, max(8, layer.dim // 8)) if width is None else width
     check_whole("recurrent: option width", width)
     cell: Cell | None = None
     if depth == "gru":

@@ -19,7 +19,8 @@ from pointsman.routing import RoutingContext
 def column_potentials(scores: Tensor, mask: Tensor | None, iterations: int) -> Tensor:
     """log v [G, 1, E] of the plan diag(u) exp(scores) diag(v), rows summing to 1/N and columns to 1/E.
 
-    In logarithms, which do not overflow. u scales a row as a whole and is left out: it changes no choice.
+    u scales a row as a whole and is left out: it changes no choice. On a CPU by products, as long as the scores of no
+    row are so far apart that these could overflow; otherwise in logarithms.
 
     Args:
         scores: [G, N, E], divided by the temperature.
@@ -31,6 +32,11 @@ def column_potentials(scores: Tensor, mask: Tensor | None, iterations: int) -> T
     potential = scores.new_zeros(groups, 1, num_experts)
     if tokens == 0:
         return potential
+    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+        from_best = scores - scores.amax(-1, keepdim=True)
+        if float(from_best.min()) > -math.log(torch.finfo(scores.dtype).max) / 4:
+            plan = from_best.exp() if mask is None else from_best.exp() * mask[..., None]
+            return _by_products(plan, real.clamp_min(1)[..., None], iterations)
     for _ in range(iterations):
         rows = -torch.logsumexp(scores + potential, -1, keepdim=True) - real.clamp_min(1).log()[..., None]
         if mask is not None:
@@ -38,6 +44,18 @@ def column_potentials(scores: Tensor, mask: Tensor | None, iterations: int) -> T
         columns = torch.logsumexp(scores + rows, 1, keepdim=True)
         potential = torch.where(columns.isfinite(), -columns - math.log(num_experts), 0)
     return potential
+
+
+def _by_products(plan: Tensor, real: Tensor, iterations: int) -> Tensor:
+    """`column_potentials` of exp(scores) = plan [G, N, E], each row's largest 1, or 0 for padding."""
+    turned = plan.transpose(1, 2).contiguous()
+    columns = plan.new_ones(len(plan), plan.shape[2], 1)
+    shift = math.log(plan.shape[2])
+    for _ in range(iterations):
+        rows = 1 / (real * (plan @ columns)).clamp_min(torch.finfo(plan.dtype).tiny)
+        columns = torch.exp(-torch.log(turned @ rows) - shift)
+        columns = torch.where(columns.isfinite(), columns, 1)
+    return columns.log().transpose(1, 2)
 
 
 class Sinkhorn(Selector):

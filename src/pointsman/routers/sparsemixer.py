@@ -74,9 +74,10 @@ class Drawn(Selector):
         if not self.training:
             return largest, torch.softmax(left.masked_fill(far, -math.inf), -1).gather(-1, largest)
         q = torch.softmax(values.masked_fill(far, -math.inf), -1)
-        # argmax of q / Exponential(1) is a draw from q
-        drawn = (q / torch.empty_like(q).exponential_()).argmax(-1, keepdim=True)
-        luck = torch.rand_like(best)
+        # how many partial sums of q lie below a uniform number: a draw from q; 1 - U is above 0, where a sum of 0 is
+        place, luck = 1 - torch.rand_like(best), torch.rand_like(best)
+        sums = q.cumsum(-1)
+        drawn = (sums < place * sums[:, -1:]).sum(-1, keepdim=True)
         first = drawn == largest
         if self.version == 2:
             factor = torch.where(first | (luck > 0.75), 1.0, 1 / 3)
