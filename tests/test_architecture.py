@@ -13,7 +13,7 @@ import pointsman
 
 LIBRARY = (
     "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "experts", "routers",
-    "layer", "control", "parallel", "diagnostics", "hf", "testing",
+    "layer", "control", "replay", "parallel", "diagnostics", "hf", "testing",
 )  # fmt: skip
 LABORATORY = (
     "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",

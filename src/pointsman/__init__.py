@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         track_steps,
     )
     from pointsman.layer import MoE
+    from pointsman.replay import replay_routing
     from pointsman.routers.registry import build_router, build_routers, list_routers
     from pointsman.routers.router import Router
     from pointsman.routing import AttentionTrace, Routing, RoutingContext
@@ -37,6 +38,7 @@ __all__ = [
     "materialize",
     "pack_experts",
     "record_routing",
+    "replay_routing",
     "set_loss_scale",
     "set_top_k",
     "step_end",
@@ -49,6 +51,7 @@ _HOMES = {
     "routers.router": ("Router",),
     "routers.registry": ("build_router", "build_routers", "list_routers"),
     "layer": ("MoE",),
+    "replay": ("replay_routing",),
 }
 
 

@@ -6,6 +6,7 @@ from pointsman.routers import depths as depths
 from pointsman.routers import dselect as dselect
 from pointsman.routers import dynmoe as dynmoe
 from pointsman.routers import expert_choice as expert_choice
+from pointsman.routers import forced as forced
 from pointsman.routers import gshard as gshard
 from pointsman.routers import hash as hash
 from pointsman.routers import hyper as hyper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,9 @@ class WithMeans(Selector):
         weights = scores.probs.flatten(0, 1).gather(-1, experts)
         # a copy: `step_end` changes the buffer between forward and backward of a graph that is kept
         return Selection(experts, weights, means=self.means.clone())
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return replace(super().replay(scores, experts), means=self.means.clone())
 
     def step_end(self) -> None:
         if "served" not in self.sums:

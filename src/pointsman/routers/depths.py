@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch.nn.functional as F
@@ -29,13 +30,19 @@ class SomeTokens(Selector):
         self.share, self.gate = share, gate
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
-        values = (scores.logits if self.gate == "linear" else scores.probs).flatten(0, 1)
+        values = self._values(scores).flatten(0, 1)
         if self.training:
             each = self.share * k / values.shape[-1]
             return as_selection(*best_tokens(scores.choice, context.padding_mask, each), values)
         experts = top_k(scores.choice.flatten(0, 1), k)
         passed = scores.probs.flatten(0, 1).gather(-1, experts) <= 0.5
         return Selection(experts.masked_fill(passed, -1), values.gather(-1, experts).masked_fill(passed, 0))
+
+    def _values(self, scores: Scores) -> Tensor:
+        return scores.logits if self.gate == "linear" else scores.probs
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return super().replay(replace(scores, probs=self._values(scores)), experts)
 
     def extra_repr(self) -> str:
         return f"share={self.share}, gate={self.gate}"

@@ -47,7 +47,7 @@ class SelectorScorer(Scorer):
         rows = linear(hidden, torch.cat([self.codes, self.gate])).flatten(0, 1).T.contiguous()  # tokens last: long rows
         count = self.selectors
         ones = smooth_step(rows[:-count].view(count, self.bits, -1), self.gamma)
-        low, high = (self._codes(part) for part in ones.split([self.bits // 2, self.bits - self.bits // 2], 1))
+        low, high = (self._codes(part) for part in (ones[:, : self.bits // 2], ones[:, self.bits // 2 :]))
         gated = torch.softmax(rows[-count:], 0)[:, None] * low
         weights = (high[:, :, None] * gated[:, None]).sum(0).flatten(0, 1)[: self.num_experts]
         logits = weights.clamp_min(NONE).log().T.view(*hidden.shape[:2], self.num_experts)

@@ -12,7 +12,18 @@ from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Scores, Selector, Sigmoid, Stages
+from pointsman.routers.stages import (
+    Loss,
+    LossInput,
+    Scored,
+    Scorer,
+    Scores,
+    Selection,
+    Selector,
+    Sigmoid,
+    Stages,
+    equal_weights,
+)
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4
@@ -72,6 +83,9 @@ class Active(Selector):
             active = torch.cat([torch.ones_like(lonely), active[:, 1:]], -1)
         weights = (1 + (above - above.detach())) / active.sum(-1, keepdim=True).clamp_min(1)
         return experts.masked_fill(~active, -1), weights.masked_fill(~active, 0)
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return equal_weights(scores, experts)
 
 
 @register_router(

@@ -12,7 +12,17 @@ from torch import Tensor
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.loss_free import SqrtSoftplus
 from pointsman.routers.select import TINY
-from pointsman.routers.stages import Scored, Scorer, Scores, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.stages import (
+    Scored,
+    Scorer,
+    Scores,
+    Selection,
+    Selector,
+    Sigmoid,
+    Softmax,
+    Stages,
+    equal_weights,
+)
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -104,6 +114,9 @@ class Walk(Selector):
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
         return experts, weights
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return super().replay(scores, experts) if self.gated else equal_weights(scores, experts)
 
 
 @register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426")

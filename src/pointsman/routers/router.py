@@ -54,6 +54,7 @@ class Router(nn.Module):
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
         ragged, needs, objective: the rest of the contract.
         virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
+        replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
         needs_moe: whether only `MoE` can apply its routings (slots, means, weights on inputs).
     """
 
@@ -114,6 +115,7 @@ class Router(nn.Module):
         self.needs_moe = select.needs_moe or weigh == "input"
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
+        self.replayed: Tensor | None = None
         self._frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()
@@ -151,9 +153,7 @@ class Router(nn.Module):
         if self.mix is not None:
             probs, carry, mixed = self.mix(unmixed, hidden, context)
         choice = logits if self.mix is None and self.normalize.increasing else probs
-        selection = self.select(Scores(logits, probs, choice, scored.extra), self.top_k, context)
-        if not isinstance(selection, Selection):
-            selection = Selection(*selection)
+        selection = self._select(Scores(logits, probs, choice, scored.extra), context)
         if "zero" in self.virtual:
             renormalize = bool(getattr(self.select, "renormalize", False))
             selection = weightless(selection, self.num_experts, self.virtual, renormalize)
@@ -185,7 +185,7 @@ class Router(nn.Module):
         experts, virtual_weights = chosen, None
         if self.virtual:
             experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
-        if self.capacity is not None:
+        if self.capacity is not None and self.replayed is None:
             experts = within_capacity(experts, self.num_experts, self.capacity, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
@@ -205,6 +205,17 @@ class Router(nn.Module):
             means=None if selection.means is None else Means(self._of_others(given, experts), selection.means),
             weigh_input=self.weigh == "input",
         )
+
+    def _select(self, scores: Scores, context: RoutingContext) -> Selection:
+        if self.replayed is None:
+            selection = self.select(scores, self.top_k, context)
+            return selection if isinstance(selection, Selection) else Selection(*selection)
+        tokens = scores.logits.shape[:2].numel()
+        if len(self.replayed) != tokens:
+            raise ValueError(
+                f"{self.spec}: the replayed routing is of {len(self.replayed)} tokens, the input of {tokens}"
+            )
+        return self.select.replay(scores, self.replayed.to(scores.logits.device))
 
     def _of_others(self, given: LossInput, experts: Tensor) -> Tensor:
         """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.stages import Scores, Selector
+from pointsman.routers.stages import Scores, Selection, Selector, equal_weights
 from pointsman.routing import RoutingContext
 
 TINY = 1e-9  # keeps a sum of sigmoids away from zero
@@ -52,6 +52,9 @@ class RandomExperts(Selector):
         draws = torch.rand(1 if self.training else tokens, num_experts, device=probs.device)
         experts = draws.topk(k, dim=-1).indices.expand(tokens, k)
         return experts, torch.full((tokens, k), 1 / k, dtype=probs.dtype, device=probs.device)
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return equal_weights(scores, experts)
 
 
 def within_capacity(experts: Tensor, num_experts: int, factor: float, context: RoutingContext, batch: int) -> Tensor:

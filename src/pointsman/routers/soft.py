@@ -57,6 +57,9 @@ class SoftSlots(Selector):
         experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
         return Selection(experts, weights, slots=Slots(dispatch, combine))
 
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        raise ValueError("soft: there is no choice of experts to replay")
+
 
 @register_router("soft", paper="Puigcerver et al. 2023, arXiv 2308.00951", renormalize=False, fixed_k=True)
 def soft(layer: LayerSpec, *, slots: int = 1) -> Stages:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
-from pointsman.routers.stages import Scores, Selector, Stages
+from pointsman.routers.stages import Scores, Selection, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -63,6 +63,9 @@ class Drawn(Selector):
         if self.renormalize:
             weighed = weighed / weighed.sum(-1, keepdim=True).clamp_min(TINY)
         return chosen, weighed
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        raise ValueError("sparsemixer: weights depend on what was drawn before, so that a routing cannot be replayed")
 
     def _round(self, left: Tensor) -> tuple[Tensor, Tensor]:
         values = left.detach()

@@ -273,6 +273,26 @@ class Selector(Stage):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor] | Selection:
         raise NotImplementedError
 
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        """The given experts [N, width] (-1 = none) with the weights that they have here: `replay_routing`.
+
+        Here: the probabilities, renormalised if `renormalize` is true.
+
+        Raises:
+            ValueError: weights are not a function of the experts.
+        """
+        weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
+        if getattr(self, "renormalize", False):
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return Selection(experts, weights)
+
+
+def equal_weights(scores: Scores, experts: Tensor) -> Selection:
+    """The given experts [N, width], each with weight 1 / their number at the token."""
+    chosen = experts >= 0
+    weights = chosen.to(scores.probs.dtype)
+    return Selection(experts, weights / weights.sum(-1, keepdim=True).clamp_min(1))
+
 
 @dataclass
 class Stages:

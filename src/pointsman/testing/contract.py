@@ -34,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     layer.in_place_work_after_the_layer,
     layer.hooks_on_the_experts,
     layer.records,
+    layer.replayed,
     layer.materialized,
     routing.compiles,
 )

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pointsman.control import losses, materialize, record_routing, set_loss_scale, set_top_k, step_end
 from pointsman.layer import MoE
+from pointsman.replay import replay_routing
 from pointsman.routing import Routing, RoutingContext
 from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, route
 
@@ -120,6 +121,29 @@ def records(case: Case) -> None:
         block(hidden, context)
     block(hidden, context)
     expect(seen == [("block", context)], f"the callback saw {len(seen)} forwards instead of 1")
+
+
+def replayed(case: Case) -> None:
+    """A replayed routing has the recorded experts and gives the same output, or is refused."""
+    model, hidden = nn.ModuleDict({"block": case.layer()}).eval(), case.hidden()
+    block = model["block"]
+    assert isinstance(block, MoE)
+    if block.router.capacity is not None:
+        return  # what was dropped is not in the record, and weights are renormalised without it
+    context = context_for(block.router, hidden)
+    torch.manual_seed(3)
+    with record_routing(model) as recorded:
+        output = block(hidden, context)
+    before = recorded["block"]
+    try:
+        with replay_routing(model, {"block": before.experts}), record_routing(model) as recorded:
+            again = block(hidden, context)
+    except ValueError as refusal:
+        expect("replay" in str(refusal), f"a refusal must say what was refused, got {str(refusal)!r}")
+        return
+    expect_equal(recorded["block"].experts, before.experts, "experts")
+    expect_close(recorded["block"].weights, before.weights, "weights")
+    expect_close(again, output, "the output", rtol=1e-4, atol=1e-5)
 
 
 def materialized(case: Case) -> None:

@@ -19,7 +19,7 @@ from pointsman.hf.gates import Form
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.layer import AttachLosses
-from pointsman.routers.stages import Mixer, Scores, Selector
+from pointsman.routers.stages import Mixer, Scores, Selection, Selector
 from pointsman.routing import RouterState, Routing, RoutingContext
 
 SMALLEST = 1e-30  # probabilities are at least this: ratios stay finite in float32
@@ -65,6 +65,9 @@ class ClassRule(Selector):
         experts, weights = output[self.form.indices], output[self.form.weights]
         self.output = output
         return experts.reshape(-1, experts.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        raise ValueError(f"{type(self).__name__}: the model class weighs its own choice, which cannot be replayed")
 
 
 class MixedRule(ClassRule):

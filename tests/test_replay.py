@@ -1,0 +1,95 @@
+"""replay_routing: gradients, what is refused, and what is restored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pointsman import MoE, record_routing, replay_routing, step_end
+
+
+def layer(router: str = "smoe", **options: object) -> MoE:
+    torch.manual_seed(0)
+    return MoE(8, 4, 6, router=router, **options).double()  # type: ignore[arg-type]
+
+
+HIDDEN = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_experts_are_those_given_and_weights_of_now() -> None:
+    moe = layer()
+    experts = torch.tensor([[5, 0], [1, -1]] * 5)
+    with replay_routing(moe, {"": experts}):
+        output, routing = moe.forward_with_routing(HIDDEN)
+    assert torch.equal(routing.experts, experts)
+    probs = routing.probs
+    wanted = probs[0, [5, 0]] / probs[0, [5, 0]].sum()
+    torch.testing.assert_close(routing.weights[0], wanted)
+    assert routing.weights[1].tolist() == [1.0, 0.0]
+    output.sum().backward()
+    assert moe.router.score.weight.grad is not None
+    _, free = moe.forward_with_routing(HIDDEN)
+    assert not torch.equal(free.experts, experts)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_record_replayed_gives_the_same_gradients(checkpointed: bool) -> None:
+    model = nn.ModuleDict({"a": layer("loss-free"), "b": layer("smoe:capacity=0.5:renormalize=false")})
+    found = []
+    with record_routing(model) as records:
+        model["b"](model["a"](HIDDEN))
+    for replays in (False, True):
+        model.zero_grad()
+        with replay_routing(model, records if replays else {}):
+            if checkpointed:
+                output = checkpoint(lambda h: model["b"](model["a"](h)), HIDDEN, use_reentrant=False)
+            else:
+                output = model["b"](model["a"](HIDDEN))
+            output.square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_counts_of_the_choice_are_not_gathered() -> None:
+    moe = layer("loss-free")
+    with record_routing(moe) as records:
+        moe(HIDDEN)
+    with replay_routing(moe, records):
+        moe(HIDDEN).sum().backward()
+    step_end(moe)
+    assert not moe.router.select.bias.any()
+
+
+def test_what_is_refused() -> None:
+    model = nn.ModuleDict({"block": layer()})
+    good = torch.zeros(10, 1, dtype=torch.int64)
+    for experts, message in (
+        ({"blok": good}, "no layer 'blok'.*block"),
+        ({"block": good.float()}, r"int64 \[tokens, k\], got torch.float32"),
+        ({"block": good[0]}, r"got torch.int64 \[1\]"),
+        ({"block": [[0]]}, "got list"),
+        ({"block": good + 6}, "allowed experts are 0 to 5, and -1"),
+        ({"block": good.expand(10, 2)}, "a token has an expert twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replay_routing(model, experts)  # type: ignore[arg-type]
+    with replay_routing(model, {"block": good[:4]}), pytest.raises(ValueError, match="of 4 tokens, the input of 10"):
+        model["block"](HIDDEN)
+    with pytest.raises(ValueError, match="virtual experts"):
+        replay_routing(layer("smoe:nulls=2"), {"": good})
+    for router in ("sparsemixer", "soft"):
+        moe = layer(router)
+        with replay_routing(moe, {"": good}), pytest.raises(ValueError, match=router):
+            moe(HIDDEN)
+    assert model["block"].router.replayed is None
+
+
+def test_forced_balance() -> None:
+    moe = layer("forced", top_k=3)
+    _, routing = moe.forward_with_routing(HIDDEN)
+    assert routing.experts.flatten().bincount().tolist() == [5] * 6
+    assert routing.experts[0].tolist() == [0, 1, 2]
+    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(10, dtype=torch.float64))
