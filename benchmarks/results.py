@@ -11,9 +11,12 @@ from pathlib import Path
 from pointsman.cli.compare import write_page, write_tables
 from pointsman.lab.report import TaskTable, attack_tables
 from pointsman.lab.report.claims import Page
+from pointsman.lab.report.load_table import LoadTable, measured_shares
 from pointsman.lab.report.task_table import variants
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import COMPARISON
+
+ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # pointsman bench --case routers
 
 
 def make(folder: Path) -> None:
@@ -22,6 +25,7 @@ def make(folder: Path) -> None:
         grid = file.parent
         write_tables(grid)
         comparison = read_comparison(grid)
+        LoadTable.of(comparison, measured_shares(ROUTERS)).write(grid)
         for table in [TaskTable.of(comparison, name) for name in variants(comparison)]:
             table.write(grid)
         for attacked in attack_tables(comparison):
