@@ -83,6 +83,7 @@ def logits(run: Path, ids: torch.Tensor, k: int) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_a_process_without_pointsman_opens_it_with_the_same_logits(run: Path, exported: Path) -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED, str(exported), PROMPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
