@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
+from pointsman.routers.hypernetwork import FrozenLinear, build_hypernetwork
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Scorer, Stage, Stages
-from pointsman.routers.topk import INIT_STD
+from pointsman.routers.stages import Loss, LossInput, Scorer, Stages
 from pointsman.routing import RoutingContext
-
-
-class FrozenLinear(Stage):
-    """A linear map whose weight and bias never train: buffers, so that nothing can thaw them."""
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__()
-        self.weight: Tensor
-        self.bias: Tensor
-        self.register_buffer("weight", torch.randn(width_out, width_in) * INIT_STD)
-        self.register_buffer("bias", torch.zeros(width_out))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 class HyperScorer(Scorer):
@@ -35,26 +21,50 @@ class HyperScorer(Scorer):
     H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
     moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
     kept on a CPU until e changes, a training forward, `train`, `eval`, `step_end` or a loaded state.
+
+    Args:
+        hypernetwork: H, from e to E (dim + 1) numbers; with `each` to dim + 1.
+        each: H generates one expert's weight and bias, from e + a_i with a fixed a_i ~ N(0, 1).
+        embed_dropout: in training one mask a forward drops this share of e and scales the rest by 1 / (1 - share).
     """
 
     accepts_half = True
     has_bias = True
+    embed_dropout = 0.0
+    places: Tensor | None
 
     def __init__(
-        self, dim: int, num_experts: int, embed_dim: int, hypernetwork: nn.Module, *, bias: bool = True
+        self,
+        dim: int,
+        num_experts: int,
+        embed_dim: int,
+        hypernetwork: nn.Module,
+        *,
+        bias: bool = True,
+        each: bool = False,
+        embed_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.has_bias = bias
         self.shape = (num_experts, dim + 1)
         self.embedding = nn.Parameter(torch.randn(embed_dim))
         self.hypernetwork = hypernetwork
+        self.register_buffer("places", torch.randn(num_experts, embed_dim) if each else None)
+        self.embed_dropout = embed_dropout
+        self.training_stochastic = embed_dropout > 0
         self._cache: tuple[Tensor, Tensor, Tensor | None] | None = None  # e, W, b
 
-    def generate(self) -> tuple[Tensor, Tensor | None]:
-        """W [E, dim] and b [E] (None without a bias), generated from e."""
+    def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        """W [E, dim] and b [E] (None without a bias), generated from e, of which a share `dropout` is dropped."""
         first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
-        generated = self.hypernetwork(self.embedding.to(first.weight.dtype)).view(self.shape)
+        embedding = nn.functional.dropout(self.embedding.to(first.weight.dtype), dropout)
+        given = embedding if self.places is None else embedding + self.places
+        generated = self.hypernetwork(given).view(self.shape)
         return generated[:, :-1], generated[:, -1] if self.has_bias else None
+
+    def penalty(self, given: LossInput) -> Tensor:
+        """|e|^2."""
+        return self.embedding.square().sum()
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -71,7 +81,8 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        weight, bias = self.plain_linear()
+        dropped = self.training and self.embed_dropout > 0
+        weight, bias = self.generate(self.embed_dropout) if dropped else self.plain_linear()
         return linear(hidden, weight, bias)
 
     def train(self, mode: bool = True) -> HyperScorer:
@@ -94,26 +105,44 @@ class HyperScorer(Scorer):
 
 @register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
 def hyperrouter(
-    layer: LayerSpec, *, hyper_dim: int = 256, embed_dim: int | None = None, share: bool = False, bias: bool = True
+    layer: LayerSpec,
+    *,
+    hyper_dim: int = 256,
+    embed_dim: int | None = None,
+    share: bool = False,
+    bias: bool = True,
+    l2: float = 0.0,
+    embed_dropout: float = 0.0,
+    init: Literal["normal", "hyperfan"] = "normal",
+    generate: Literal["whole", "expert"] = "whole",
 ) -> Stages:
     """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
 
     hyper_dim: hidden units of the hypernetwork.
     embed_dim: length of the embedding (none = dim).
     share: one hypernetwork for all layers, each with its own embedding (the paper's parameter table suggests one).
-    bias: whether the logits have the generated bias (false: the gates of Hugging Face models have none).
+    bias: whether logits have one: the last column of what the hypernetwork generates.
+    l2: weight of the loss |e|^2 of the embedding.
+    embed_dropout: share of the embedding that is dropped in training, the same for all tokens of a forward.
+    init: of the hypernetwork: N(0, 0.02^2), or hyperfan, after which logits of unit inputs have variance 1.
+    generate: the router as a whole, or each expert's row by one smaller hypernetwork from e + a_i, a_i fixed.
     """
     embed_dim = layer.dim if embed_dim is None else embed_dim
     for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
         check_whole(f"hyperrouter: option {name}", value)
-
-    def build() -> nn.Module:
-        outputs = layer.num_experts * (layer.dim + 1)
-        return nn.Sequential(FrozenLinear(embed_dim, hyper_dim), nn.ReLU(), FrozenLinear(hyper_dim, outputs))
-
+    if l2 < 0:
+        raise ValueError(f"hyperrouter: option l2={l2}: allowed are numbers from 0")
+    if not 0 <= embed_dropout < 1:
+        raise ValueError(f"hyperrouter: option embed_dropout={embed_dropout}: allowed are numbers from 0, below 1")
+    each = generate == "expert"
+    sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.num_experts
+    key = f"hypernetwork-{sizes}-{bias}-{init}-{generate}"
+    hypernetwork = layer.shared.get(key) if share else None
+    if hypernetwork is None:
+        hypernetwork = build_hypernetwork(*sizes, init, each, bias)
     if share:
-        key = f"hypernetwork-{embed_dim}-{hyper_dim}-{layer.num_experts}-{layer.dim}"
-        hypernetwork = layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, build())
-    else:
-        hypernetwork = build()
-    return Stages(HyperScorer(layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias))
+        layer.shared[key] = hypernetwork
+    score = HyperScorer(
+        layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
+    )
+    return Stages(score, losses={"l2": Loss(score.penalty, l2)})

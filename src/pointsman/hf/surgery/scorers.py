@@ -23,6 +23,7 @@ CLASS_OPTIONS = {
     "z_loss": "use the model's own losses",
     "nulls": "the model class has no virtual experts",
     "weigh": "the model class decides what a weight multiplies",
+    "l2": "use a weight decay of the embedding",
 }
 RULE_OPTIONS = {"gate", "renormalize", "scale"}
 """Options that replace the class's own selection rule by that of the router."""
@@ -33,6 +34,8 @@ SHARE_FROM = 2**24
 def check_spec(spec: str) -> None:
     """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
     parsed = parse_spec(spec)
+    if parsed.router == "compete":
+        raise ValueError(f"replace_routers: {spec!r}: it asks all experts, which a model class does not offer")
     for name in parsed.options:
         if name in CLASS_OPTIONS:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
@@ -50,7 +53,7 @@ def has_own_rule(spec: str) -> bool:
 def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
     """The spec with `share=true` if an unshared hypernetwork is very large (67M weights at d 2048 and N 128)."""
     parsed = parse_spec(spec)
-    if parsed.router != "hyperrouter" or "share" in parsed.options:
+    if parsed.router != "hyperrouter" or "share" in parsed.options or parsed.options.get("generate") == "expert":
         return spec
     hidden = int(parsed.options.get("hyper_dim", 256))
     if hidden * num_experts * (dim + 1) < SHARE_FROM:
@@ -75,6 +78,8 @@ class HyperDelta(HyperScorer):
         self.shape = scorer.shape
         self.embedding = scorer.embedding
         self.hypernetwork = scorer.hypernetwork
+        self.register_buffer("places", scorer.places)
+        self.embed_dropout, self.training_stochastic = scorer.embed_dropout, scorer.training_stochastic
         self._cache = None
         self.base: Tensor
         self.base_bias: Tensor
@@ -86,8 +91,8 @@ class HyperDelta(HyperScorer):
         self.register_buffer("base", torch.zeros_like(origin) if weight is None else weight.to(origin))
         self.register_buffer("base_bias", torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
 
-    def generate(self) -> tuple[Tensor, Tensor | None]:
-        generated = super().generate()[0].to(self.base.device)
+    def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        generated = super().generate(dropout)[0].to(self.base.device)
         return self.base + (generated - self.origin), self.base_bias
 
     def refer(self, hypernetwork: nn.Module) -> None:
