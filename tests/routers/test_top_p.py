@@ -53,6 +53,17 @@ def test_worked_example(tau: float, count: int) -> None:
     assert weights[0, :count].tolist() == p[0, 0, :count].tolist()
 
 
+def test_the_balance_loss_may_count_first_choices() -> None:
+    """XMoE's, against loops."""
+    router = router_for("top-p:dynamic=0:counted=first:balance=1")
+    hidden, mask = inputs()
+    probs = [
+        softmax(router.score.weight @ h) for h, real in zip(hidden.flatten(0, 1), mask.flatten(), strict=True) if real
+    ]
+    expected = balance_loss(probs, [ranked(p, 1) for p in probs])
+    torch.testing.assert_close(route(router, hidden, mask).losses["balance"], expected)
+
+
 def test_it_starts_with_all_experts_and_a_tiny_tau_takes_one() -> None:
     assert build_router("top-p", dim=4, num_experts=6, top_k=2).top_k == 6
     hidden, mask = inputs()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.gshard import first_choices
 from pointsman.routers.select import TINY
 from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Stages
 from pointsman.routers.topk import LinearScorer
@@ -54,11 +57,14 @@ def mean_entropy(given: LossInput) -> Tensor:
     renormalize=False,
     starts_at=lambda layer: layer.num_experts,
 )
-def top_p(layer: LayerSpec, *, tau: float = 0.4, dynamic: float = 0.0001) -> Stages:
+def top_p(
+    layer: LayerSpec, *, tau: float = 0.4, dynamic: float = 0.0001, counted: Literal["all", "first"] = "all"
+) -> Stages:
     """p = softmax(W h); the smallest set of best experts whose probabilities reach tau. k is a cap.
 
     tau: the probability that the chosen experts must reach together; 1 = all experts.
     dynamic: weight of the mean entropy of p.
+    counted: what the balance loss counts: all chosen experts, or each token's best alone (XMoE).
     """
     if not 0 < tau <= 1:
         raise ValueError(f"top-p: option tau={tau}: allowed are numbers above 0, up to 1")
@@ -68,4 +74,5 @@ def top_p(layer: LayerSpec, *, tau: float = 0.4, dynamic: float = 0.0001) -> Sta
         LinearScorer(layer.dim, layer.num_experts, bias=False),
         select=TopP(tau, layer.renormalize),
         losses={"dynamic": Loss(mean_entropy, dynamic)},
+        counted=first_choices if counted == "first" else None,
     )
