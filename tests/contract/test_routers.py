@@ -28,6 +28,7 @@ SPECS = [
     "smoe:nulls=4:kind=mixed:renormalize=false",
     "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6",
     "hyperrouter:share=true:embed_dim=5:hyper_dim=7",
+    "hyperrouter:l2=0.1:embed_dropout=0.3:init=hyperfan:generate=expert",
     "xmoe:gate=sigmoid",
     "xmoe:routing_dim=full:normalize=false",
     "smoe+similarity:source=input",
@@ -41,6 +42,7 @@ SPECS = [
     "base:group=sequence",
     "sinkhorn:group=sequence:gate=sigmoid",
     "hash:gate=sqrtsoftplus",
+    "mask:visible=2",
     "sparsemixer:version=1:r=1",
     "recurrent:depth=average",
     "soft:slots=2",
@@ -84,7 +86,8 @@ def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_which_routers_materialize(spec: str) -> None:
     layer = case(spec).layer().eval()
-    if spec.startswith(("xmoe", "thor", "hash", "soft", "recurrent", "dselect", "dynmoe")):
+    none = ("xmoe", "thor", "hash", "mask", "stable", "soft", "recurrent", "dselect", "dynmoe")
+    if spec.startswith(none):
         with pytest.raises(ValueError, match="router"):
             materialize(layer)
         return

@@ -6,11 +6,13 @@ from pointsman.routers import depths as depths
 from pointsman.routers import dselect as dselect
 from pointsman.routers import dynmoe as dynmoe
 from pointsman.routers import expert_choice as expert_choice
+from pointsman.routers import expert_threshold as expert_threshold
 from pointsman.routers import forced as forced
 from pointsman.routers import gshard as gshard
 from pointsman.routers import hash as hash
 from pointsman.routers import hyper as hyper
 from pointsman.routers import loss_free as loss_free
+from pointsman.routers import mask as mask
 from pointsman.routers import mutual as mutual
 from pointsman.routers import noisy_topk as noisy_topk
 from pointsman.routers import recurrent as recurrent
@@ -20,6 +22,7 @@ from pointsman.routers import sinkhorn as sinkhorn
 from pointsman.routers import smoe_dropout as smoe_dropout
 from pointsman.routers import soft as soft
 from pointsman.routers import sparsemixer as sparsemixer
+from pointsman.routers import stable as stable
 from pointsman.routers import thor as thor
 from pointsman.routers import top_p as top_p
 from pointsman.routers import topk as topk

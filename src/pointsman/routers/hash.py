@@ -23,6 +23,7 @@ from pointsman.routers.stages import (
     Stages,
     equal_weights,
 )
+from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -76,20 +77,10 @@ class TableScorer(Scorer):
         self.table.copy_(torch.tensor(table))
         self.ready.fill_(True)
 
-    def _check_ids(self, ids: Tensor) -> None:
-        if self.kind == "balanced" and not bool(self.ready):
-            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
-        # a GPU would have to be waited for; there an id outside the table is an error of the look-up itself
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise ValueError(f"hash: a token id is outside 0 to {self.vocab_size - 1}, the ids of the table")
-
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        ids = context.token_ids
-        assert ids is not None  # `needs` was checked
-        if context.padding_mask is not None:
-            ids = ids.masked_fill(~context.padding_mask, 0)
-        if not torch.compiler.is_compiling():
-            self._check_ids(ids)
+        ids = checked_ids("hash", self.vocab_size, context)
+        if self.kind == "balanced" and not torch.compiler.is_compiling() and not bool(self.ready):
+            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
         logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
         if self.gate is not None:
             logits = self.gate(hidden, context)

@@ -33,6 +33,11 @@ def drops(router: Router) -> bool:
     return router.capacity is not None or router.ragged
 
 
+def any_width(router: Router, routing: Routing) -> bool:
+    """Whether a token may have more than k experts: experts choose tokens, or k is a mean."""
+    return routing.flat is not None or (router.ragged and routing.experts.shape[-1] == router.num_experts)
+
+
 def modes(case: Case) -> Iterator[tuple[str, Router]]:
     """The router in evaluation, then in training."""
     for mode in ("evaluation", "training"):
@@ -63,7 +68,7 @@ def shapes_and_sums(case: Case) -> None:
     for k in values_of_k(router):
         set_top_k(router, k)
         routing = route(router, case.hidden())
-        chosen_width = k if routing.flat is None else routing.experts.shape[-1]
+        chosen_width = k if not any_width(router, routing) else routing.experts.shape[-1]
         widths = {
             "experts": chosen_width,
             "weights": chosen_width,
@@ -155,7 +160,7 @@ def odd_sizes(case: Case) -> None:
         router = case.router()
         routing = route(router, torch.randn(batch, length, case.dim))
         shape = list(routing.experts.shape)
-        wanted = [batch * length, router.top_k if routing.flat is None else shape[-1]]
+        wanted = [batch * length, shape[-1] if any_width(router, routing) else router.top_k]
         expect(shape == wanted, f"{batch} sequences of {length} tokens: experts must be {wanted}, got {shape}")
 
 

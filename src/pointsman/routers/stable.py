@@ -1,0 +1,122 @@
+"""StableMoE (Dai et al. 2022, arXiv 2204.08396): routing is learned, distilled into one of token ids, and frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._values import check_whole
+from pointsman.auxiliary import assignment_counts, token_mean
+from pointsman.ops.selection import top_k
+from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.select import TINY
+from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Scores, Selector, Sigmoid, Stages
+from pointsman.routers.token_ids import checked_ids
+from pointsman.routers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+GAIN = 0.1
+WIDTH = 50
+
+
+class TwoStageScorer(Scorer):
+    """z = C h, and the light router's scores D[id] . K_e, which stage two and evaluation choose by.
+
+    C [E, dim] and K [E, 50] start orthogonal with gain 0.1, D [V, 50] ~ N(0, 1). `steps` counts the steps; after
+    `stage_one` of them D and K never train again, and the losses are 0.
+    """
+
+    needs = frozenset({"token_ids"})
+    needs_step_end = True
+    steps: Tensor
+
+    def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int) -> None:
+        super().__init__()
+        self.vocab_size, self.stage_one = vocab_size, stage_one
+        self.gate = LinearScorer(dim, num_experts, bias=False)
+        self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
+        self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
+        for weight in (self.gate.weight, self.light):
+            nn.init.orthogonal_(weight, gain=GAIN)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        ids = checked_ids("stable", self.vocab_size, context)
+        light = F.embedding(ids, self.token).to(hidden.dtype) @ self.light.to(hidden.dtype).T
+        second = self.steps >= self.stage_one
+        return Scored(
+            self.gate(hidden, context), {"light": torch.where(second, light.detach(), light), "second": second}
+        )
+
+    def load(self, given: LossInput) -> Tensor:
+        """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
+        experts, gates = self._chosen(given)
+        counts = assignment_counts(experts, given.logits.shape[-1]).to(gates.dtype)
+        excess = counts / counts.mean().clamp_min(TINY) - 1
+        return self._first_stage(token_mean(gates * excess[experts.clamp_min(0)], given.mask).sum())
+
+    def distill(self, given: LossInput) -> Tensor:
+        """The light router's mean cross entropy with the choice by z; of several experts their mean."""
+        experts, _ = self._chosen(given)
+        log_probs = torch.log_softmax(given.extra["light"].flatten(0, 1), -1).gather(-1, experts.clamp_min(0))
+        return self._first_stage(-token_mean(log_probs.mean(-1, keepdim=True), given.mask).sum())
+
+    def _chosen(self, given: LossInput) -> tuple[Tensor, Tensor]:
+        experts = top_k(given.choice, given.experts.shape[-1])
+        gates = given.unmixed.gather(-1, experts)
+        return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1), gates
+
+    def _first_stage(self, loss: Tensor) -> Tensor:
+        return torch.where(self.steps >= self.stage_one, 0.0, loss)
+
+    def step_end(self) -> None:
+        self.steps += 1
+        self._freeze_light()
+
+    def _freeze_light(self) -> None:
+        if int(self.steps) >= self.stage_one:
+            for parameter in (self.token, self.light):
+                parameter.requires_grad_(False)
+                parameter.grad = None  # momentum and weight decay would move it
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._freeze_light()
+
+
+class TwoStages(Selector):
+    """The k best by z in stage one of training, by the light router afterwards; weights are sigmoid(z)."""
+
+    def __init__(self, renormalize: bool) -> None:
+        super().__init__()
+        self.renormalize = renormalize
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        choice = scores.extra["light"]
+        if self.training:
+            choice = torch.where(scores.extra["second"], choice, scores.choice)
+        experts = top_k(choice.flatten(0, 1), k)
+        weights = scores.probs.flatten(0, 1).gather(-1, experts)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        return experts, weights
+
+
+@register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", renormalize=False)
+def stable(layer: LayerSpec, *, stage_one: int = 6000, load: float = 0.3, distill: float = 0.3) -> Stages:
+    """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
+
+    stage_one: optimizer steps of stage one (the released code: 6,000 of 60,000).
+    load: weight of its balance loss.
+    distill: weight of the distillation.
+    """
+    check_whole("stable: option stage_one", stage_one, least=0)
+    for name, value in (("load", load), ("distill", distill)):
+        if value < 0:
+            raise ValueError(f"stable: option {name}={value}: allowed are numbers from 0")
+    score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one)
+    losses = {"load": Loss(score.load, load), "distill": Loss(score.distill, distill)}
+    return Stages(score, Sigmoid(), select=TwoStages(layer.renormalize), losses=losses)

@@ -1,0 +1,129 @@
+"""StableMoE against a float64 transcription in both stages, the switch between them, and its worked example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
+from torch import Tensor
+
+from pointsman import MoE, Router, RoutingContext, build_router, step_end
+from pointsman.routing import Routing
+
+IDS = torch.arange(21).view(3, 7) * 3 % 64
+
+
+def routed(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Routing:
+    routing: Routing = router(hidden, RoutingContext(token_ids=IDS, padding_mask=mask))
+    return routing
+
+
+def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, light_chooses: bool, losses: bool) -> Expected:
+    score = router.score
+    experts: list[list[int]] = []
+    weights: list[list[Tensor]] = []
+    assigned: list[tuple[list[int], Tensor, Tensor]] = []
+    for h, index, real in zip(hidden.flatten(0, 1), IDS.flatten().tolist(), mask.flatten(), strict=True):
+        z = torch.stack([(row * h).sum() for row in score.gate.weight])
+        light = torch.stack([(row * score.token[index]).sum() for row in score.light])
+        gates = 1 / (1 + torch.exp(-z))
+        chosen = ranked(light if light_chooses else z, k) if real else []
+        experts.append(chosen)
+        weights.append([gates[e] for e in chosen])
+        if real:
+            assigned.append((ranked(z, k), gates, light))
+    mean = len(assigned) * k / EXPERTS
+    load = distill = torch.zeros((), dtype=torch.float64)
+    for best, gates, light in assigned:
+        for e in best:
+            count = sum(e in other for other, _, _ in assigned)
+            load = load + (count - mean) / mean * gates[e] / len(assigned)
+            distill = distill - torch.log(softmax(light)[e]) / k / len(assigned)
+    off = 1.0 if losses else 0.0
+    return Expected(experts, weights, {"load": 0.3 * load * off, "distill": 0.3 * distill * off})
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("stage", ["one", "two", "evaluation"])
+def test_transcription(k: int, stage: str) -> None:
+    router = router_for("stable:stage_one=2", k)
+    hidden, mask = inputs()
+    hidden.requires_grad_()
+    for _ in range(2 if stage == "two" else 1):
+        router.step_end()
+    router.train(stage != "evaluation")
+    expected = transcription(router, hidden, mask, k, stage != "one", stage != "two")
+    compare(router, hidden, mask, expected, routed(router, hidden, mask))
+
+
+def test_the_load_by_hand() -> None:
+    """Expert 0 holds scores 1, .5, 0, expert 1 holds 2: .486360 as a sum, .121590 as our mean of tokens."""
+    router = build_router("stable:load=1:distill=0", dim=2, num_experts=2, top_k=1, vocab_size=4).double()
+    rows = torch.tensor([[1.0, -9], [0.5, -9], [0, -9], [-9, 2]], dtype=torch.float64)
+    router.score.gate.forward = lambda *_: rows[None]  # type: ignore[method-assign]
+    context = RoutingContext(token_ids=torch.arange(4)[None])
+    routing = router(torch.zeros(1, 4, 2, dtype=torch.float64), context)
+    assert float(routing.losses["load"]) == pytest.approx(0.121590, abs=1e-6)
+
+
+def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
+    torch.manual_seed(0)
+    layer, other = (MoE(5, 4, EXPERTS, router="stable:stage_one=3", vocab_size=64) for _ in range(2))
+
+    def steps(one: MoE, count: int, start: int) -> Routing:
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.05, weight_decay=0.1)
+        for step in range(start, start + count):
+            hidden = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(step))
+            for parts in ((hidden[:1], IDS[:1]), (hidden[1:], IDS[1:])):
+                one(parts[0], RoutingContext(token_ids=parts[1])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            step_end(one)
+        return routed(one.router, hidden)
+
+    score = layer.router.score
+    before = score.token.detach().clone()
+    steps(layer, 2, 0)
+    assert not torch.equal(before, score.token)
+    assert score.token.requires_grad
+    assert routed(layer.router, torch.zeros(3, 7, 5)).losses["distill"] > 0
+    steps(layer, 1, 2)  # the switch
+    assert not score.token.requires_grad
+    assert not any(routed(layer.router, torch.zeros(3, 7, 5)).losses.values())
+    kept, gate = score.light.detach().clone(), score.gate.weight.detach().clone()
+    other.load_state_dict(layer.state_dict())
+    assert not other.router.score.light.requires_grad
+    left, right = steps(layer, 2, 3), steps(other, 2, 3)
+    assert torch.equal(score.light, kept), "neither momentum nor weight decay moves it"
+    assert not torch.equal(score.gate.weight, gate), "the weights still learn"
+    assert torch.equal(left.experts, right.experts)
+    assert torch.equal(left.weights, right.weights)
+    # routing depends on ids only
+    again = routed(layer.router, torch.randn(3, 7, 5))
+    assert torch.equal(again.experts, left.experts)
+    assert torch.equal(again.experts, routed(layer.router.eval(), torch.randn(3, 7, 5)).experts)
+
+
+def test_stage_one_chooses_as_greedy_base() -> None:
+    one, two = router_for("stable"), router_for("base").eval()
+    with torch.no_grad():
+        two.score.weight.copy_(one.score.gate.weight)
+    hidden, _ = inputs()
+    left, right = routed(one, hidden), two(hidden)
+    assert torch.equal(left.experts, right.experts)
+    assert torch.equal(left.weights, right.weights)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("stable:stage_one=-1", "stable: option stage_one=-1: allowed are whole numbers from 0"),
+        ("stable:load=-1", "stable: option load=-1.0: allowed are numbers from 0"),
+        ("stable:distill=-1", "stable: option distill=-1.0: allowed are numbers from 0"),
+    ],
+)
+def test_mistakes_are_one_line(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build_router(spec, dim=4, num_experts=4, vocab_size=8)
+    with pytest.raises(ValueError, match="stable: the router routes by token ids and needs vocab_size"):
+        build_router("stable", dim=4, num_experts=4)
