@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -17,6 +18,7 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.combine import combine
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
+from pointsman.experts.responses import responses
 from pointsman.experts.shared import SharedExperts
 from pointsman.experts.virtual import VirtualExperts
 from pointsman.ops.linear import autocast_enabled
@@ -88,6 +90,8 @@ class MoE(nn.Module):
         )
         if router.virtual and self.contains_input:
             raise ValueError(f"router {router.spec!r}: virtual experts need experts='ffn', the layer has {experts!r}")
+        if router.score.asks_experts and self.contains_input:
+            raise ValueError(f"router {router.spec!r}: it asks the experts, and needs experts='ffn', not {experts!r}")
         adds = set(router.virtual) - {"zero"}
         self.virtual = VirtualExperts(dim, router.virtual) if adds else None
         check_whole("shared_experts", shared_experts, least=0)
@@ -138,6 +142,8 @@ class MoE(nn.Module):
         """The output, and the routing that made it (whose carry a model keeps beside its memory)."""
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
+        if self.router.score.asking:
+            context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
         routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
         output, statistics = combine(self.experts, rows, routing)
         if self.router.training and statistics:

@@ -21,6 +21,9 @@ def check_padding_mask(mask: Tensor, shape: Sequence[int], where: str = "") -> N
         raise ValueError(f"{where}padding_mask must be bool, True for a real token, got {mask.dtype}")
 
 
+Responses = Callable[[Callable[[Tensor], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+"""Applies a function of all experts' outputs, [n, E, dim] -> tensors [n, ...], to all tokens, in chunks."""
+
 RouterState = Mapping[str, Tensor]
 """What a mixer needs of earlier tokens: tensors [B, S, ...], the newest token last."""
 
@@ -82,6 +85,7 @@ class RoutingContext:
         token_ids: [B, T] int64.
         attention: the trace of the attention before the layer.
         past: what `Routing.carry` of the earlier segment handed on.
+        responses: asks all experts of the layer (`Responses`); the layer gives it to a router that asks.
         below: what `Routing.above` of the sparse layer below handed on: tensors [B, T, ...], with gradient.
     """
 
@@ -91,6 +95,7 @@ class RoutingContext:
     attention: AttentionTrace | None = None
     past: RouterState | None = None
     below: RouterState | None = None
+    responses: Responses | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ SPECS = [
     "sinkhorn:group=sequence:gate=sigmoid",
     "hash:gate=sqrtsoftplus",
     "mask:visible=2",
+    "compete:rate=1:diversity=0.1",
     "sparsemixer:version=1:r=1",
     "recurrent:depth=average",
     "soft:slots=2",

@@ -93,6 +93,20 @@ class Experts(nn.Module):
         here = ExpertParameters(*map(local_part, self.expert_parameters))  # type: ignore[arg-type]
         return apply_experts(hidden, routing, here, self.activation, dropout)
 
+    def every(self, hidden: Tensor) -> Tensor:
+        """hidden [tokens, dim] -> [tokens, E, dim]: the output of each expert, without dropout."""
+        hidden = hidden.to(self.w_in.dtype)
+        units = torch.einsum("td,ehd->teh", hidden, self.w_in)
+        units = units if self.b_in is None else units + self.b_in
+        activate = ACTIVATIONS[self.activation]
+        if self.w_gate is None:
+            units = activate(units)
+        else:
+            gate = torch.einsum("td,ehd->teh", hidden, self.w_gate)
+            units = units * activate(gate if self.b_gate is None else gate + self.b_gate)
+        output = torch.einsum("teh,edh->ted", units, self.w_out)
+        return output if self.b_out is None else output + self.b_out
+
     def extra_repr(self) -> str:
         gated = ", gated" if self.w_gate is not None else ""
         return f"{self.num_experts} x ({self.dim} -> {self.hidden_dim} -> {self.dim}), {self.activation}{gated}"

@@ -1,6 +1,7 @@
 """Routers, one file a paper. Adding one = one new file and one import line here. Installed packages add theirs."""
 
 from pointsman.routers import base as base
+from pointsman.routers import compete as compete
 from pointsman.routers import default as default
 from pointsman.routers import depths as depths
 from pointsman.routers import dselect as dselect

@@ -187,9 +187,12 @@ class Scorer(Stage):
     Attributes:
         accepts_half: whether `forward` takes half precision and upcasts it itself (`ops.scoring.linear`). Otherwise it
             gets float32. A subclass with a `forward` of its own must set it again.
+        asks_experts: whether it may use `RoutingContext.responses`; `asking`: whether its next forward does.
     """
 
     accepts_half = False
+    asks_experts = False
+    asking = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
