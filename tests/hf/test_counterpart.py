@@ -39,6 +39,7 @@ SPECS = {
     "mixtral": "smoe:bias=false",
     "nemotron_h": "loss-free:groups=2:kept=1",
     "olmoe": "smoe:bias=false",
+    "phimoe": "sparsemixer:r=0.01",
     "openai_privacy_filter": "smoe:scale=0.5",
     "qwen2_moe": "smoe:bias=false",
     "qwen3_moe": "smoe:bias=false",
@@ -76,13 +77,30 @@ def gates_of(model: Any) -> list[Gate]:
     return survey(spread(model))[0]
 
 
-@pytest.mark.parametrize("name", ["phimoe", "gemma4", "zaya"])
+@pytest.mark.parametrize("name", ["gemma4", "zaya"])
 def test_rules_of_their_own_have_no_counterpart(name: str) -> None:
     assert {counterpart(gate) for gate in gates_of(zoo.tiny_model(name))} <= {None}
 
 
-def test_virtual_experts_have_no_counterpart() -> None:
-    assert {counterpart(gate) for gate in gates_of(zoo.tiny_model("longcat_flash", zero_expert_num=2))} == {None}
+def test_longcat_has_virtual_experts() -> None:
+    gate = gates_of(zoo.tiny_model("longcat_flash", zero_expert_num=2))[-1]
+    with_bias(gate)
+    spec, scale = counterpart(gate), f"{gate.module.routed_scaling_factor:g}"
+    assert spec == "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false" + (
+        "" if scale == "1" else f":scale={scale}"
+    )
+    real = gate.num_experts - 2
+    router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=gate.module.top_k), gate)
+    hidden = torch.randn(100, gate.dim, generator=torch.Generator().manual_seed(3))
+    expected = routed_by(gate, hidden)
+    with torch.no_grad():
+        routing = router.eval()(hidden)
+    assert bool((expected[:, real:] > 0).any())
+    torch.testing.assert_close(routing.virtual_weights, expected[:, real:], rtol=1e-6, atol=1e-6)
+    found = torch.zeros(100, real + 1).scatter(1, routing.experts + 1, routing.weights)[:, 1:]
+    torch.testing.assert_close(found, expected[:, :real], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="virtual experts are a matter of the model class"):
+        hf.replace_routers(zoo.tiny_model("longcat_flash"), spec)
 
 
 def test_the_settings_of_deepseek_v3() -> None:

@@ -41,12 +41,12 @@ def counterparts(gates: Sequence[Gate]) -> dict[str, str | None]:
 def counterpart(gate: Gate) -> str | None:
     """The spec of the router with the same choice and weights, such as `loss-free:groups=8:kept=4:scale=2.5`.
 
-    None if there is none: the class does something that no router here does, or has virtual experts.
+    None if there is none: the class does something that no router here does.
     """
     router = getattr(gate.module, "pointsman", None)
     if router is not None:
         return str(router.spec)
-    if not gate.form.linear or getattr(gate.experts, "zero_expert_num", False):
+    if not gate.form.linear:
         return None
     try:
         k = gate_top_k(gate).value
@@ -58,7 +58,8 @@ def counterpart(gate: Gate) -> str | None:
     for head, options in _candidates(gate):
         spec = ":".join([head, *options])
         try:
-            router = load_gate(build_router(spec, dim=gate.dim, num_experts=gate.num_experts, top_k=k), random)
+            real = gate.num_experts - _virtual(gate)
+            router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=k), random)
         except ValueError:
             continue
         found = _dense(router.eval(), hidden)
@@ -144,7 +145,9 @@ def routed_by(gate: Gate, hidden: Tensor) -> Tensor:
 def _dense(router: Router, hidden: Tensor) -> Tensor:
     with torch.no_grad():
         routing = router(hidden)
-    return torch.zeros(len(hidden), router.num_experts).scatter(1, routing.experts, routing.weights.float())
+    chosen = torch.zeros(len(hidden), router.num_experts + 1).scatter(1, routing.experts + 1, routing.weights.float())
+    virtual = routing.virtual_weights
+    return chosen[:, 1:] if virtual is None else torch.cat([chosen[:, 1:], virtual.float()], 1)
 
 
 def _with_random_weights(gate: Gate) -> Gate:
@@ -170,15 +173,24 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
     owner = gate.module.get_submodule(gate.form.owner)
     bias = [] if getattr(owner, "bias", None) is not None else ["bias=false"]
     renormalized: tuple[list[str], ...] = ([], ["renormalize=false"])
+    nulls = [f"nulls={virtual}", "kind=copy"] if (virtual := _virtual(gate)) else []
+    reach = getattr(gate.module, "router_jitter_noise", None)
+    if isinstance(reach, float) and not nulls:
+        yield "sparsemixer", [f"r={reach:g}"]
     for kind in ("softmax", "sigmoid"):
         for renormalize in renormalized:
-            yield "smoe", [*([] if kind == "softmax" else [f"gate={kind}"]), *bias, *renormalize]
+            yield "smoe", [*([] if kind == "softmax" else [f"gate={kind}"]), *bias, *nulls, *renormalize]
     if "loss-free" not in list_routers():
         return
     for kind in ("sigmoid", "softmax", "sqrtsoftplus"):
         for groups in _groups(gate):
             for renormalize in renormalized:
-                yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *renormalize]
+                yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *nulls, *renormalize]
+
+
+def _virtual(gate: Gate) -> int:
+    """How many of the gate's last experts are virtual (LongCat's, which give their input)."""
+    return int(getattr(gate.experts, "zero_expert_num", 0) or 0)
 
 
 def _groups(gate: Gate) -> list[list[str]]:
@@ -198,4 +210,12 @@ def _settings(gate: Gate) -> tuple[Any, ...]:
     """Everything on which a counterpart depends."""
     values = {name: value for name, value in vars(gate.module).items() if isinstance(value, int | float | str)}
     router = getattr(getattr(gate.module, "pointsman", None), "spec", None)
-    return type(gate.module), gate.num_experts, gate.dim, gate.form, tuple(sorted(values.items())), router
+    return (
+        type(gate.module),
+        _virtual(gate),
+        gate.num_experts,
+        gate.dim,
+        gate.form,
+        tuple(sorted(values.items())),
+        router,
+    )

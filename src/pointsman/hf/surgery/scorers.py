@@ -21,7 +21,7 @@ CLASS_OPTIONS = {
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
-    "nulls": "the model class has no virtual experts",
+    "nulls": "virtual experts are a matter of the model class",
     "weigh": "the model class decides what a weight multiplies",
     "l2": "use a weight decay of the embedding",
 }
