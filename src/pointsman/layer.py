@@ -88,10 +88,6 @@ class MoE(nn.Module):
         self.experts: Experts | BaseExperts = EXPERTS[experts](
             dim, hidden_dim, num_experts, activation=activation, gated=gated, bias=bias, dropout=dropout
         )
-        if router.virtual and self.contains_input:
-            raise ValueError(f"router {router.spec!r}: virtual experts need experts='ffn', the layer has {experts!r}")
-        if router.score.asks_experts and self.contains_input:
-            raise ValueError(f"router {router.spec!r}: it asks the experts, and needs experts='ffn', not {experts!r}")
         adds = set(router.virtual) - {"zero"}
         self.virtual = VirtualExperts(dim, router.virtual) if adds else None
         check_whole("shared_experts", shared_experts, least=0)

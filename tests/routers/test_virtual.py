@@ -173,5 +173,5 @@ def test_mistakes_are_one_line(spec: str, says: str) -> None:
 
 
 def test_base_experts_contain_their_input() -> None:
-    with pytest.raises(ValueError, match="virtual experts need experts='ffn'"):
+    with pytest.raises(ValueError, match="experts='base' allows no such router"):
         MoE(8, 8, 4, router="smoe:nulls=2", experts="base")

@@ -55,7 +55,7 @@ class Router(nn.Module):
         ragged, needs, objective: the rest of the contract.
         virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
         replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
-        needs_moe: whether only `MoE` can apply its routings (slots, means, weights on inputs).
+        needs_moe: whether only `MoE` can apply its routings (slots, means, weights on inputs, virtual experts).
     """
 
     role = "router"
@@ -112,7 +112,7 @@ class Router(nn.Module):
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
         self.virtual = tuple(stages.virtual)
         self.ragged = select.ragged or bool(self.virtual)
-        self.needs_moe = select.needs_moe or weigh == "input"
+        self.needs_moe = select.needs_moe or weigh == "input" or stages.score.asks_experts or bool(stages.virtual)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self.replayed: Tensor | None = None

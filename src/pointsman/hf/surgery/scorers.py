@@ -21,7 +21,6 @@ CLASS_OPTIONS = {
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",
-    "nulls": "virtual experts are a matter of the model class",
     "weigh": "the model class decides what a weight multiplies",
     "l2": "use a weight decay of the embedding",
 }
@@ -34,8 +33,6 @@ SHARE_FROM = 2**24
 def check_spec(spec: str) -> None:
     """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
     parsed = parse_spec(spec)
-    if parsed.router == "compete":
-        raise ValueError(f"replace_routers: {spec!r}: it asks all experts, which a model class does not offer")
     for name in parsed.options:
         if name in CLASS_OPTIONS:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
