@@ -87,16 +87,23 @@ def run(arguments: Sequence[str]) -> int:
 def write_tables(out: Path) -> str:
     """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
     from pointsman.lab.report.differences import Differences
+    from pointsman.lab.report.language_table import LanguageTable
     from pointsman.lab.report.results import write_results
     from pointsman.lab.report.tables import ComparisonTable
     from pointsman.lab.runs.compact import write_record
+    from pointsman.lab.runs.comparison import read_comparison
 
-    table = ComparisonTable.read(out)
+    comparison = read_comparison(out)
+    table = ComparisonTable.of(comparison)
     table.write(out)
     Differences(table).write(out)
     write_results(out)
     write_record(out)
-    return table.text()
+    languages = LanguageTable.of([run for router in comparison.routers for run in comparison.of(router)], "languages")
+    if languages is None:
+        return table.text()
+    languages.write(out)
+    return f"{table.text()}\n{languages.text()}"
 
 
 def write_page(out: Path, *, look_inside: bool = True) -> str:

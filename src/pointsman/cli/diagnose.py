@@ -23,7 +23,9 @@ def parser() -> Parser:
     flags = Parser("diagnose", "Routing diagnostics of a run or a model.", EPILOG)
     flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
     flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
-    flags.add_argument("--split", default="test", choices=("train", "valid", "test"), help="default: test")
+    flags.add_argument(
+        "--split", choices=("train", "valid", "test"), help="default: the one that the run reports, mostly test"
+    )
     flags.add_argument(
         "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,10 @@ def run(arguments: Sequence[str]) -> int:
         if key not in SETTINGS:
             raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
     device = choose_device(values.device)
+    if not values.attack and crosslingual(values.run):
+        if changes or values.data:
+            raise RunError("pointsman evaluate: --set and --data have no effect on fine-tuned runs; leave them out")
+        return languages(values, device)
     if values.attack or (values.run / "finetune.json").is_file():
         if changes:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
@@ -59,8 +64,8 @@ def run(arguments: Sequence[str]) -> int:
         return run_attacks(values, device)
     from pointsman._files import write_whole
     from pointsman.lab.runs.paths import slug
+    from pointsman.lab.training.precision import autocast
     from pointsman.lab.training.run import load_run
-    from pointsman.lab.training.state import autocast
     from pointsman.lab.training.task import EvaluationContext
     from pointsman.ops.kernels import using
 
@@ -79,6 +84,50 @@ def run(arguments: Sequence[str]) -> int:
     write_whole(file, json.dumps(record, indent=2) + "\n")
     print(table(results))
     print(f"\n{protocol['data']}\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def crosslingual(run: Path) -> bool:
+    """Whether this is the directory of a run fine-tuned on one of XTREME's tasks."""
+    from pointsman._files import read_whole_json
+    from pointsman.lab.data.multilingual.splits import is_crosslingual
+
+    return is_crosslingual(str((read_whole_json(run / "finetune.json") or {}).get("task", "")))
+
+
+def languages(values: argparse.Namespace, device: str) -> int:
+    """Evaluates a run that was fine-tuned on one of XTREME's tasks, and writes its predictions anew."""
+    from pointsman._files import within, write_whole
+    from pointsman.lab.finetuning.run import finetuned_task, load_finetuned
+    from pointsman.lab.report.language_table import LanguageTable
+    from pointsman.lab.runs.record import RunRecord
+    from pointsman.lab.training.precision import autocast
+    from pointsman.lab.training.task import EvaluationContext
+    from pointsman.ops.kernels import using
+
+    with Display() as display, stop_on_signals() as stop:
+        saved = load_finetuned(values.run, device=device, note=display.note)
+        task = finetuned_task(saved)
+        assert task is not None, "crosslingual"
+        given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
+        config = saved.config.with_overrides(given)
+        split = values.split or "test"
+        context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
+        with using(saved.kernels):
+            results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
+    record = {
+        "format": 1, "checkpoint": f"step-{saved.step}", "protocol": task.protocol(config), "results": results
+    }  # fmt: skip
+    out = values.out or values.run
+    if split == "test":
+        for name, content in task.result_files(config).items():
+            write_whole(within(out, *name.split("/")), content)
+    file = write_whole(out / f"evaluation-{task.name}-{split}.json", json.dumps(record, indent=2) + "\n")
+    shown = LanguageTable.of([RunRecord(values.run, config.model.router, config.seed, {}, evaluation=record)],
+                             f"xtreme-{task.name}", split=split)  # fmt: skip
+    assert shown is not None, "every result has languages"
+    print(shown.text(), end="")
+    print(f"\nsaved: {file}", file=sys.stderr)
     return 0
 
 

@@ -17,6 +17,7 @@ from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 
 if TYPE_CHECKING:
     from pointsman.lab.finetuning import Finetuning
+    from pointsman.lab.report.forms import Forms
     from pointsman.lab.runs.record import RunRecord
 
 EPILOG = """examples:
@@ -27,7 +28,8 @@ EPILOG = """examples:
 
 tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
 Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
-512. After an interruption the same command continues.
+512. Encoders (tiny-mlm) learn XTREME's tasks: xnli, pawsx, udpos, panx, tydiqa, xquad, mlqa, each also as
+NAME:languages=en+de, from English alone; all languages are scored. After an interruption the same command continues.
 """
 
 
@@ -53,20 +55,27 @@ def parser() -> Parser:
 
 TASK_FLAGS = (
     "--task-routers", "--task-steps", "--task-set", "--task-seeds", "--task-top-k", "--freeze", "--balance",
-    "--pooling", "--length", "--from-scratch",
+    "--pooling", "--length", "--from-scratch", "--task-preset",
 )  # fmt: skip
 """Flags of `compare` without effect unless `--task` is given."""
 
 
 def add_task_settings(flags: Parser) -> None:
     """Flags of both `finetune` and `compare --task`."""
-    flags.add_argument("--task-top-k", metavar="K", default="N", help="k while fine-tuning (default: N, dense)")
+    flags.add_argument(
+        "--task-top-k",
+        metavar="K",
+        help="k while fine-tuning (default: N, dense; of XTREME's tasks as in pre-training)",
+    )
+    flags.add_argument("--task-preset", metavar="NAME", default="", help="finetune-xmoe: X-MoE's settings on XTREME")
     flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
     flags.add_argument(
         "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
     )
-    flags.add_argument("--pooling", default="last", metavar="HOW", help="last (default), first or mean hidden state")
-    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens of a text (512)")
+    flags.add_argument("--pooling", metavar="HOW", help="last (default; of pairs first), first or mean hidden state")
+    flags.add_argument(
+        "--length", type=whole(2, "length"), metavar="N", help="tokens of a text (512; of XTREME's tasks 128 or 384)"
+    )
     flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
 
 
@@ -88,18 +97,25 @@ def add_compare_flags(flags: Parser) -> None:
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman.lab.finetuning import compare_tasks
-    from pointsman.lab.report.task_table import TaskTable
+    from pointsman.lab.report.language_table import LanguageTable
+    from pointsman.lab.report.task_table import TaskTable, finetunings
     from pointsman.lab.runs.compact import write_record
+    from pointsman.lab.runs.comparison import read_comparison
 
     changes: dict[str, Any] = dict(options.overrides(values.task_set))
     if values.top_k is not None:
         changes["eval_top_k"] = values.top_k
     variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
 
-    def write_tables() -> list[TaskTable]:
-        tables = [TaskTable.read(out, one.variant) for one in variants]
-        for table in tables:
-            table.write(out)
+    def write_tables() -> list[Forms]:
+        comparison = read_comparison(out)
+        tables: list[Forms] = []
+        for one in variants:
+            table = TaskTable.of(comparison, one.variant)
+            languages = LanguageTable.of(finetunings(comparison, one.variant), f"xtreme-{one.variant}", table.note)
+            tables += [table, *([languages] if languages else [])]
+        for each in tables:
+            each.write(out)
         return tables
 
     with Display() as display, stop_on_signals() as stop:
@@ -130,6 +146,7 @@ def settings_of(
         Finetuning(
             task, steps=steps, epochs=epochs, train_top_k=values.task_top_k, freeze=tuple(values.freeze or ()),
             balance=balance, pooling=values.pooling, length=values.length, from_scratch=values.from_scratch,
+            preset=values.task_preset,
             settings=changes,
         )
         for balance in (values.balance or (None,))
@@ -175,11 +192,16 @@ def run(arguments: Sequence[str]) -> int:
             print(f"run: {out}", file=sys.stderr)
     print(data.description, file=sys.stderr)
     print(accuracy_table(found, data.reported))
+    from pointsman.lab.report.language_table import LanguageTable
+
+    for name, runs in found.items():
+        if table := LanguageTable.of(runs, f"xtreme-{name}"):
+            print(f"\n{table.text()}", end="")
     return 0
 
 
 def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
-    """Accuracy (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
+    """Accuracy or F1 (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
     from pointsman.lab.report.tables import Cell
     from pointsman.lab.report.task_table import ROUTING_KEYS, routing_of
 
@@ -188,7 +210,9 @@ def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
     moved = {name: routing_of(runs) for name, runs in found.items()}
     kept = [key for key in ROUTING_KEYS if any(of[key] is not None for of in moved.values())]
     shown = {"top1": "routing moved: top1", "sets": "sets", "consistency": "consistency over seeds"}
-    lines = [[f"accuracy (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
+    metric = next((str(row["metric"]) for of in rows.values() for row in of), "accuracy")
+    title = "accuracy" if metric == "accuracy" else metric.upper()
+    lines = [[f"{title} (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
     for name, runs in found.items():
         values = [Cell(dict(enumerate(row["value"] for row in rows[name] if row["top_k"] == k))) for k in columns]
         figures = [moved[name][key] for key in kept]

@@ -21,6 +21,7 @@ from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.load import Load
 from pointsman.diagnostics.observe import evaluating, layer_gradients, named_layers
 from pointsman.diagnostics.similarity import weight_similarity
+from pointsman.diagnostics.specialisation import Specialisation
 from pointsman.routing import Routing
 
 FORMAT = 1
@@ -34,11 +35,13 @@ class Batch:
         inputs: token ids [B, T], or another input of the reader.
         targets: [B, T], for readers that return a loss.
         mask: [B, T] bool, True for tokens that count; None: all.
+        group: number of the text's group (its language), from 0; None: there are no groups.
     """
 
     inputs: Tensor
     targets: Tensor | None = None
     mask: Tensor | None = None
+    group: int | None = None
 
 
 Reader = Callable[[nn.Module, Batch], Tensor | None]
@@ -105,7 +108,7 @@ def diagnose(
         {"format": 1, "batches",
          "layers": {name: {"router", "num_experts", "top_k", and per diagnostic its result: "entropy", "margin",
            "load", "co_activation", "collapse", "specialisation", "outputs", "weights", "mixing", "jacobian", and
-           "agreement": [{"top_k", …Fluctuation}] }},
+           "agreement": [{"top_k", …Fluctuation}], and where batches have groups "group": `Specialisation` of them}},
          "against": {label: {name: {"entropy", "load", "collapse", "fluctuation", "entropy_ratio"}}},
          "history": [{"checkpoint", "layers": {name: {"entropy", "load", "collapse", "fluctuation"}}}],
          "consistency": {name: inter_run_consistency of the model and all of `against`}}
@@ -129,6 +132,7 @@ def diagnose(
     diagnostics, read, for_jacobian = Diagnostics(), reader(), reader()
     agreement = {k: {name: Fluctuation() for name in routers} for k in top_k}
     jacobian = {name: JacobianTerms(layer) for name, layer in layers.items()}
+    groups: dict[str, Specialisation] = {}
     count = 0
     with ExitStack() as stack:
         for other in (*others.values(), *earlier.values()):
@@ -143,6 +147,10 @@ def diagnose(
                     jacobian[name].update(of.hidden, of.gradient, of.context, batch.mask)
             with diagnostics.observe(model, batch.inputs, batch.mask) as records:
                 read(model, batch)
+            if batch.group is not None:
+                for name, routing in records.items():
+                    same = torch.full((len(routing.experts),), batch.group, device=routing.experts.device)
+                    groups.setdefault(name, Specialisation()).update(routing, mask, token_ids=same)
             for k, at in at_k.items():
                 with set_top_k(model, k), record_routing(model) as found:
                     at(model, batch)
@@ -169,6 +177,7 @@ def diagnose(
             **({"weights": weight_similarity(layers[name].experts)} if name in layers else {}),
             **({"jacobian": jacobian[name].result()} if name in jacobian and jacobian[name].second is not None else {}),
             "agreement": [{"top_k": k, **agreement[k][name].result()} for k in top_k],
+            **({"group": groups[name].result()} if name in groups else {}),
         }
     result["against"] = {label: other.result() for label, other in others.items()}
     for compared in result["against"].values():

@@ -44,6 +44,7 @@ COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
     ("RC", lambda f: _at(f, "collapse", "value", 1)),
     ("classes", lambda f: str(f["collapse"]["classes"]) if "collapse" in f else NONE),
     ("I(expert; id)", lambda f: _at(f, "specialisation", "corrected", 3)),
+    ("I(expert; language)", lambda f: _at(f, "group", "corrected", 3)),
     ("CKA", lambda f: _at(f, "outputs", "cka_mean", 3)),
     ("|J2|/|J1|", lambda f: _at(f, "jacobian", "norm_ratio", 3)),
 )

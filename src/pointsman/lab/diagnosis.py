@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import within
 from pointsman.control import named_routers
 from pointsman.diagnostics.consistency import consistency_over_training
-from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
+from pointsman.diagnostics.diagnose import diagnose, plain_reader
 from pointsman.lab.progress import Progress
 from pointsman.ops.kernels import using
 
@@ -33,7 +33,7 @@ class Settings:
 
     Attributes:
         data: a corpus in the form of `--data`; None: the run's own.
-        split: "train", "valid" or "test".
+        split: "train", "valid" or "test"; None: the one that a run reports, of a Hugging Face model "test".
         tokens: the number of targets: of a run in evenly spaced segments, of a Hugging Face model the first; None: all.
         top_k: values of k whose routing is compared with that at the model's own k; None: the run's, for a model none.
         history: the largest number of earlier checkpoints of the run.
@@ -42,7 +42,7 @@ class Settings:
     """
 
     data: str | None = None
-    split: str = "test"
+    split: str | None = None
     tokens: int | None = 50_000
     top_k: Sequence[int] | None = None
     history: int = MOST_HISTORY
@@ -106,7 +106,6 @@ def _open(path: Path, device: str) -> Run:
 
 
 def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
-    from pointsman.lab.data import EvalStream
     from pointsman.lab.runs.directory import RunDirectory
 
     run = _open(path, settings.device)
@@ -116,37 +115,30 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     for label, other in others.items():
         if other.vocabulary.digest != run.vocabulary.digest:
             raise RunError(f"{label} and {path} have different vocabularies")
-    corpus = run.corpus(settings.data)
-    config = run.config.with_overrides(settings.changes)
-    lengths = config.eval_batch_size, config.eval_segment_length
-    stream = EvalStream(corpus.split(settings.split), *lengths, settings.device, settings.tokens)
+    task, config = run.task(settings.data), run.config.with_overrides(settings.changes)
+    split = settings.split or task.reported_split(config)
+    seen = task.observed(config, split, settings.tokens, torch.device(settings.device))
     own = min(router.top_k for _, router in named_routers(run.model))
     top_k = [k for k in (config.eval_top_k if settings.top_k is None else settings.top_k) if k != own]
     if watch:
-        watch.phase("diagnose", len(stream))
+        watch.phase("diagnose", seen.count)
     try:
         with using(run.kernels):
             found = diagnose(
                 run.model,
-                _batches(stream),
+                seen.batches,
                 against={label: other.model for label, other in others.items()},
                 history=_history(run, settings) if _step_of(path) is None else {},
                 top_k=top_k,
-                reader=_reader(run, config.eval_memory_length),
+                reader=seen.reader,
                 advance=None if watch is None else lambda done: watch.advance(done, {}),
             )
     except ValueError as mistake:
         raise RunError(str(mistake)) from None
     found["source"] = {"run": str(path), "step": run.step, "router": config.model.router, "seed": config.seed}
-    found["protocol"] = {
-        "data": corpus.description,
-        "split": settings.split,
-        "tokens": stream.num_tokens,
-        "segments": stream.protocol,
-        "segment_length": config.eval_segment_length,
-        "memory_length": config.eval_memory_length,
-        "top_k": own,
-    }
+    found["protocol"] = {**seen.protocol, "top_k": own}
+    if seen.groups:
+        found["groups"] = list(seen.groups)
     found["tokens_text"] = _texts(found, run.vocabulary.decode)
     if others:
         rows = [RunDirectory(one.path).metrics("routing") for one in (run, *others.values())]
@@ -162,33 +154,6 @@ def _label(path: Path, among: Sequence[Path]) -> str:
         if sum(label == "/".join(other.parts[-count:]) for other in among) == 1:
             return label
     raise RunError(f"--against names {path} twice")
-
-
-def _batches(stream: Any) -> Iterator[Batch]:
-    for inputs, targets in stream:
-        real = targets >= 0
-        yield Batch(inputs, targets, None if bool(real.all()) else real)
-
-
-def _reader(run: Run, memory_length: int) -> Callable[[], Reader]:
-    """Creates readers of a Transformer-XL with memory, in the run's precision; the loss is the sum of nats."""
-    from pointsman.lab.training.state import autocast
-
-    device = next(run.model.parameters()).device
-
-    def make() -> Reader:
-        memory: list[Any] = [None]
-
-        def read(model: nn.Module, batch: Batch) -> Tensor:
-            with autocast(run.config, device):
-                output = model(batch.inputs, batch.targets, memory[0], memory_length=memory_length, reduction="none")
-            memory[0] = output.memory
-            total: Tensor = output.loss.sum()
-            return total
-
-        return read
-
-    return make
 
 
 def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
@@ -256,9 +221,10 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
         raise RunError(f"{name}: no run here, and {str(error).removeprefix(f'{name}: ')}") from None
     replace_routers(model, "smoe")
     corpus = open_corpus(settings.data or "stdlib")
+    split = settings.split or "test"
     length, rows = min(512, getattr(model.config, "max_position_embeddings", 512)), 4
     budget = settings.tokens
-    text = corpus.vocabulary.decode(corpus.split(settings.split)[: None if budget is None else 6 * budget])
+    text = corpus.vocabulary.decode(corpus.split(split)[: None if budget is None else 6 * budget])
     ids = torch.tensor(tokenizer(text)["input_ids"][:budget])
     refuse_unknown_tokens(model, int(ids.max()))
     length = min(length, len(ids))
@@ -275,6 +241,6 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     )
     found["source"] = {"model": name}
     read = sum(batch.numel() for batch in batches)
-    found["protocol"] = {"data": corpus.description, "split": settings.split, "tokens": read}
+    found["protocol"] = {"data": corpus.description, "split": split, "tokens": read}
     found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
     return found

@@ -97,6 +97,30 @@ def test_a_saved_run_is_evaluated_on_its_own_and_on_other_text(
     assert "allowed is valid" in capsys.readouterr().err
 
 
+def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Path) -> None:
+    import json
+
+    from pointsman.diagnostics.summary import summary
+    from pointsman.lab.diagnosis import Settings, diagnose_path
+    from pointsman.lab.report.samples import collect_samples
+
+    train(masked("xmoe"), tmp_path / "run")
+    found = diagnose_path(tmp_path / "run", settings=Settings(tokens=600))
+    [layer] = found["layers"].values()
+    assert found["groups"] == ["aa", "bb"]
+    assert layer["group"]["ids"] == 2  # I(expert; language)
+    assert layer["collapse"]["value"] > 0
+    assert [row["checkpoint"] for row in found["history"]] == ["step-3"]
+    assert 0 <= found["history"][0]["layers"]["inserted.moe"]["fluctuation"]["top1"] <= 1
+    assert "I(expert; language)" in summary(found)
+    file = collect_samples(tmp_path / "run", tokens=128, method="pca")
+    assert file is not None
+    sample = json.loads(file.read_text())
+    assert (sample["split"], sample["level"]) == ("valid", "piece")
+    assert [row["step"] for row in sample["history"]["checkpoints"]] == [3, 6]
+    assert len(sample["tokens"]) > 32
+
+
 def test_perplexity_is_that_of_the_logits(masked: Make) -> None:
     config = masked()
     task = pretraining_task(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -58,25 +58,31 @@ class Classification(Task):
         encoded = self.encoded(split, config.segment_length)
         return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
 
+    def notes(self, config: RunConfig) -> list[str]:
+        """What a user must know before the run."""
+        data, found = self.data, []
+        for split in ("train", data.reported):
+            if cut := self.encoded(split, config.segment_length).truncated:
+                texts = len(data.splits[split])
+                found.append(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+        if scored := self.protocol(config).get("scored"):
+            found.append(f"{data.name} {data.reported}: accuracy is that of {scored}")
+        return found
+
     def check(self, config: RunConfig) -> None:
         self.batches(config, torch.device("cpu"))
 
     def build_model(self, config: RunConfig) -> Classifier:
         """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
         settings = self.settings
-        head: dict[str, Any] = {"pooling": settings.pooling, "dropout": settings.head_dropout, "seed": config.seed}
-        model = Classifier(config.model, len(self.data.classes), **head)
-        if self.weights is not None:
-            try:
-                model.backbone.load_state_dict(self.weights)
-            except RuntimeError as error:
-                raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
-        set_balance(model, settings.balance)
-        try:
-            freeze(model, *settings.freeze)
-        except ValueError as error:
-            raise RunError(str(error)) from None
-        return model
+        model = Classifier(
+            config.model,
+            len(self.data.classes),
+            pooling=settings.pooled,
+            dropout=settings.head_dropout,
+            seed=config.seed,
+        )
+        return from_pretrained(model, settings, self.weights)
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return TaskStream(self.encoded("train", config.segment_length), config.batch_size, config.seed, device)
@@ -121,7 +127,7 @@ class Classification(Task):
             "split": data.reported,
             "length": config.segment_length,
             "truncated": cut,
-            "pooling": settings.pooling,
+            "pooling": settings.pooled,
             "trained_with_k": config.train_top_k,
             "frozen": list(settings.freeze),
             "balance": settings.balance,
@@ -130,6 +136,30 @@ class Classification(Task):
             "checkpoint_rule": "the last step",
             **({} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}),
         }
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Tensor] | None) -> Model:
+    """A model with the pre-trained weights in its `backbone`, frozen parts and the balance loss's weight.
+
+    Raises:
+        CheckpointError: the weights belong to another model.
+        RunError: a role that the model does not have.
+    """
+    if weights is not None:
+        try:
+            model.backbone.load_state_dict(weights)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
+    set_balance(model, settings.balance)
+    if settings.freeze:
+        try:
+            freeze(model, *settings.freeze)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    return model
 
 
 def set_balance(model: nn.Module, balance: float | None) -> None:

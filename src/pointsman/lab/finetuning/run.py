@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.catalog import data_folder
+from pointsman.lab.data.multilingual.splits import XtremeData, is_crosslingual, load_xtreme
+from pointsman.lab.data.multilingual.xtreme import XTREME
 from pointsman.lab.data.tasks import LabelledTexts, find_task, load_task
 from pointsman.lab.finetuning.classification import Classification
+from pointsman.lab.finetuning.crosslingual import CrossLingual, head_on
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.progress import Progress, Quiet, Stop
@@ -28,9 +32,12 @@ from pointsman.ops.kernels import Kernels
 FORMAT = 1
 
 
-def open_task(spec: str) -> LabelledTexts:
-    """`load_task` with the folder that POINTSMAN_DATA names."""
-    return load_task(spec, data_dir=data_folder())
+Data = LabelledTexts | XtremeData
+
+
+def open_task(spec: str) -> Data:
+    """`load_task`, or `load_xtreme` of one of XTREME's tasks, with the folder that POINTSMAN_DATA names."""
+    return load_xtreme(spec, data_folder()) if is_crosslingual(spec) else load_task(spec, data_dir=data_folder())
 
 
 def check_task(spec: str) -> None:
@@ -39,7 +46,19 @@ def check_task(spec: str) -> None:
     Raises:
         RunError: no such task, file or folder.
     """
-    find_task(spec, data_dir=data_folder())
+    if not is_crosslingual(spec):
+        find_task(spec, data_dir=data_folder())
+
+
+def task_of(
+    data: Data, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
+) -> Classification | CrossLingual:
+    """What is learned from these data."""
+    if isinstance(data, XtremeData):
+        return CrossLingual(data, settings, vocabulary, weights)
+    if not isinstance(vocabulary, Vocabulary):
+        raise RunError(f"the task {data.name} is for language models; encoders learn {', '.join(XTREME)}")
+    return Classification(data, settings, vocabulary, weights)
 
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
@@ -53,7 +72,7 @@ def finetune(
     *,
     seed: int = 0,
     out: Path | str | None = None,
-    data: LabelledTexts | None = None,
+    data: Data | None = None,
     device: str = "cpu",
     kernels: Kernels | None = None,
     progress: Progress | None = None,
@@ -86,13 +105,9 @@ def finetune(
     data = data or open_task(settings.task)
     config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
-    task = Classification(data, settings, pretrained.vocabulary, weights)
-    for split in ("train", data.reported):
-        if cut := task.encoded(split, config.segment_length).truncated:
-            texts = len(data.splits[split])
-            progress.note(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
-    if scored := task.protocol(config).get("scored"):
-        progress.note(f"{data.name} {data.reported}: accuracy is that of {scored}")
+    task = task_of(data, settings, pretrained.vocabulary, weights)
+    for note in task.notes(config):
+        progress.note(note)
     directory = RunDirectory(out or finetuned_path(run, settings, seed))
     about = {
         "format": FORMAT,
@@ -122,11 +137,33 @@ def finetune(
 
 
 def task_data(run: Run) -> LabelledTexts:
-    """The data of a fine-tuned run.
+    """The data of a run fine-tuned to classify texts.
+
+    Raises:
+        RunError: the task's files are gone or have changed, or it is one of XTREME's.
+    """
+    data = _unchanged(run)
+    if isinstance(data, XtremeData):
+        raise RunError(f"{run.path} was fine-tuned on {data.name}: attacks are for classifiers of single texts")
+    return data
+
+
+def finetuned_task(run: Run) -> CrossLingual | None:
+    """What a run learned, if it is one of XTREME's tasks.
 
     Raises:
         RunError: the task's files are gone or have changed.
     """
+    if not is_crosslingual(str(run.finetuning["task"])):
+        return None
+    data = _unchanged(run)
+    assert isinstance(data, XtremeData), "is_crosslingual"
+    kept = {name: run.finetuning[name] for name in ("task", "balance", "head_dropout", "from_scratch")}
+    settings = Finetuning(**kept, freeze=tuple(run.finetuning["freeze"]), pooling=run.finetuning["pooling"])
+    return CrossLingual(data, settings, run.vocabulary, None)
+
+
+def _unchanged(run: Run) -> Data:
     data = open_task(str(run.finetuning["task"]))
     if data.fingerprint != run.finetuning.get("fingerprint"):
         raise RunError(f"{run.path} was fine-tuned on other data: the files of {data.name} have changed")
@@ -145,7 +182,13 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
     checkpoint = whole_checkpoint(directory.checkpoints, note)
-    model = Classifier(config.model, len(about["classes"]), pooling=about["pooling"], dropout=about["head_dropout"])
+    dropout = about["head_dropout"]
+    model: nn.Module
+    classes, pooling = len(about["classes"]), about["pooling"]
+    if is_crosslingual(str(about["task"])):
+        model = head_on(XTREME[str(about["task"]).partition(":")[0]].kind, classes, config, pooling, dropout)
+    else:
+        model = Classifier(config.model, classes, pooling=pooling, dropout=dropout)
     model, kernels = model_of(checkpoint, config, device, model)
     return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels, about)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import evaluating, observe_routing
 from pointsman.diagnostics.samples import pack
-from pointsman.lab.data.vocabulary import END_OF_LINE, Vocabulary
-from pointsman.lab.models.transformer_xl import Memory, TransformerXL
+from pointsman.lab.data.vocabulary import END_OF_LINE
+from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
 from pointsman.lab.runs.checkpoints import steps_of
@@ -65,8 +65,8 @@ def collect_samples(
     if not any(True for _ in named_routers(run.model)):
         return None
     config = run.config
-    ids = np.asarray(run.corpus().split(config.eval_split)[:tokens]).astype(np.int64)
-    lengths = config.eval_segment_length, config.eval_memory_length
+    task = run.task()
+    segments, memory = task.stretch(config, tokens), config.eval_memory_length
     top_k = sorted(config.eval_top_k)
     middle = top_k[len(top_k) // 2]
     with using(run.kernels):
@@ -74,16 +74,16 @@ def collect_samples(
         before: Seen = {}
         for step in sorted(steps_of(within(path, CHECKPOINTS))):
             if step < run.step:
-                now = look(load_run(path, step=step, device=device).model, ids, middle, *lengths)
+                now = look(load_run(path, step=step, device=device).model, segments, middle, memory)
                 history.append(changes(step, now, before))
                 before = now
-        seen = {k: look(run.model, ids, k, *lengths) for k in top_k}
+        seen = {k: look(run.model, segments, k, memory) for k in top_k}
         history.append(changes(run.step, seen[middle], before))
     routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
-    sample = pack(routings, display_tokens(ids, run.vocabulary))
+    sample = pack(routings, display_tokens(np.concatenate(segments), run.vocabulary))
     sample |= {
         "checkpoint": f"step-{run.step}",
-        "split": config.eval_split,
+        "split": task.reported_split(config),
         "level": run.vocabulary.level,
         "map": map_points(run.model, seen[middle], middle, points, method),
         "history": {"top_k": middle, "checkpoints": history},
@@ -121,9 +121,10 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
 
 
 @torch.no_grad()
-def look(model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_length: int, memory_length: int) -> Seen:
-    """One pass over `ids` [T] in segments with memory, in evaluation mode at this k."""
+def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_length: int) -> Seen:
+    """One pass over the segments, each [t] ids, with memory where the model has one, in evaluation mode at this k."""
     device = next(model.parameters()).device
+    memory_length = memory_length if model.config.causal else 0
     routings: dict[str, list[Routing]] = {}
     hiddens: dict[str, list[Tensor]] = {}
 
@@ -133,9 +134,9 @@ def look(model: TransformerXL, ids: NDArray[np.int64], top_k: int, segment_lengt
 
     memory: Memory | None = None
     with evaluating(model, 0), set_top_k(model, top_k), observe_routing(model, take):
-        for start in range(0, len(ids), segment_length):
-            segment = torch.from_numpy(ids[None, start : start + segment_length]).to(device)
-            memory = model(segment, segment, memory, memory_length=memory_length).memory
+        for ids in segments:
+            segment = torch.from_numpy(ids[None]).to(device)
+            _, memory = model.encode(segment, memory, memory_length=memory_length)
     return {name: (torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
 
 
@@ -157,11 +158,13 @@ def changes(step: int, seen: Seen, before: Seen) -> dict[str, Any]:
     return {"step": step, "layers": layers}
 
 
-def display_tokens(ids: NDArray[np.int64], vocabulary: Vocabulary) -> list[str]:
+def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:
     """Each token as text. A character of several bytes stands at its first byte, the others are '·'."""
     if vocabulary.level == "subword":
         return [vocabulary.decode([index]) for index in ids]
     symbols = [vocabulary.symbols[int(index)] for index in ids]
+    if vocabulary.level == "piece":
+        return [str(symbol).replace("▁", " ") for symbol in symbols]
     if vocabulary.level != "byte":
         return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]
     raw = bytes(int(symbol) for symbol in symbols)

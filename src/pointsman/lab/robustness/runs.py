@@ -27,8 +27,8 @@ from pointsman.lab.robustness.attacks import Attack, Attacked
 from pointsman.lab.robustness.text_attack import recipe_attack
 from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.language_modelling import eval_protocol
+from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import Run
-from pointsman.lab.training.state import autocast
 from pointsman.ops.kernels import using
 
 FORMAT = 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.subwords import has_tokenizer
@@ -16,7 +20,8 @@ from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
 from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
 
 
 class LanguageModelling(Task):
@@ -104,8 +109,49 @@ class LanguageModelling(Task):
             "vocabulary": "of the training data",
         }
 
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        stream = EvalStream(
+            self.corpus.split(split), config.eval_batch_size, config.eval_segment_length, device, tokens
+        )
+        protocol = {
+            "data": self.corpus.description,
+            "split": split,
+            "tokens": stream.num_tokens,
+            "segments": stream.protocol,
+            "segment_length": config.eval_segment_length,
+            "memory_length": config.eval_memory_length,
+        }
+        return Observed(_observed(stream), len(stream), lambda: _reader(config, device), protocol)
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        ids = np.asarray(self.corpus.split(config.eval_split)[:tokens]).astype(np.int64)
+        step = config.eval_segment_length
+        return [ids[start : start + step] for start in range(0, len(ids), step)]
+
     def description(self) -> dict[str, Any]:
         return {"data": self.corpus.description}
+
+
+def _observed(stream: EvalStream) -> Iterator[Batch]:
+    for inputs, targets in stream:
+        real = targets >= 0
+        yield Batch(inputs, targets, None if bool(real.all()) else real)
+
+
+def _reader(config: RunConfig, device: torch.device) -> Reader:
+    """A reader with memory, in the run's precision; the loss is the sum of nats."""
+    memory: list[Any] = [None]
+
+    def read(model: nn.Module, batch: Batch) -> Tensor:
+        with autocast(config, device):
+            output = model(
+                batch.inputs, batch.targets, memory[0], memory_length=config.eval_memory_length, reduction="none"
+            )
+        memory[0] = output.memory
+        total: Tensor = output.loss.sum()
+        return total
+
+    return read
 
 
 def eval_protocol(config: RunConfig, tokens: int | None) -> EvalProtocol:

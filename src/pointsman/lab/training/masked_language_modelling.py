@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.multilingual.blocks import MaskedStream, Masking, PackedText, shares
 from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.prepared import open_blocks
-from pointsman.lab.evaluation.masked_language_model import SCORED, evaluate_masked
+from pointsman.lab.evaluation.masked_language_model import SCORED, evaluate_masked, masked_batches
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
 
 
 class MaskedLanguageModelling(Task):
@@ -70,8 +74,7 @@ class MaskedLanguageModelling(Task):
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
     ) -> list[dict[str, Any]]:
-        if split != "valid":
-            raise RunError(f"masked language modelling has no {split} part: allowed is valid")
+        self._check_split(split)
         return evaluate_masked(
             model,
             self.text,
@@ -97,6 +100,36 @@ class MaskedLanguageModelling(Task):
             "checkpoint_rule": "the last step",
             "vocabulary": self.text.pieces.digest,
         }
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """The validation blocks with their fixed masks; groups are languages."""
+        self._check_split(split)
+        found = masked_batches(self.text, config.eval_batch_size, device, tokens)
+        names = tuple(self.text.valid)
+        batches = [
+            Batch(one.inputs, one.targets, one.inputs >= 0, names.index(one.language)) for one in found
+        ]  # fmt: skip
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            with autocast(config, device):
+                total: Tensor = model(batch.inputs, batch.targets).sum()
+            return total
+
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in found)
+        protocol = {
+            "data": self.text.description, "split": split, "tokens": read_tokens, "block_length": config.segment_length
+        }  # fmt: skip
+        return Observed(batches, len(batches), lambda: read, protocol, names)
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        """Validation blocks without masks, of each language alike."""
+        count = max(1, tokens // (config.segment_length * len(self.text.valid)))
+        rows = [row for blocks in self.text.valid.values() for row in blocks[:count]]
+        return [row[row >= 0].astype(np.int64) for row in rows]
+
+    def _check_split(self, split: str) -> None:
+        if split != "valid":
+            raise RunError(f"masked language modelling has no {split} part: allowed is valid")
 
     def description(self) -> dict[str, Any]:
         words = f"{self.text.description}; perplexities compare only with the same pieces"

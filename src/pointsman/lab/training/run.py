@@ -23,7 +23,8 @@ from pointsman.lab.runs.paths import VOCABULARY
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
-from pointsman.lab.training.state import autocast, load_weights
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.state import load_weights
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.ops.kernels import Kernels, using

@@ -31,6 +31,7 @@ from pointsman.lab.training.optimizer import (
     set_learning_rate,
     trainable,
 )
+from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Monitor
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.times import Clock
@@ -211,12 +212,6 @@ class TrainingState:
         if monitor and watched:
             monitor.load_state_dict(watched)
         self.step = checkpoint.step
-
-
-def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
-    """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
-    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers
+from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.lab.data.vocabulary import Symbols
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.evaluation import evaluation_record, is_current
@@ -57,6 +61,24 @@ class EvaluationContext:
     @property
     def phase(self) -> str:
         return "evaluate" if self.final else "validate"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a diagnosis reads.
+
+    Attributes:
+        batches: in text order. count: how many.
+        reader: creates what runs a model on a batch and returns the sum of nats.
+        protocol: which tokens are read.
+        groups: names of the batches' groups, by number.
+    """
+
+    batches: Iterable[Batch]
+    count: int
+    reader: Callable[[], Reader]
+    protocol: Mapping[str, Any]
+    groups: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -120,12 +142,32 @@ class Task(ABC):
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         """How the figures of the final evaluation came about. Records with another protocol are out of date."""
 
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """What a diagnosis of this task's models reads: about `tokens` tokens of a part, None: all.
+
+        Raises:
+            RunError: there is nothing to read, or no such part.
+        """
+        raise RunError(f"models of the family {config.model.family!r} are not diagnosed")
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        """Ids of texts, about `tokens` together, for the page's look at single tokens; a later text may follow.
+
+        Raises:
+            RunError: there are none.
+        """
+        raise RunError(f"models of the family {config.model.family!r} have no page of single tokens")
+
     def description(self) -> dict[str, Any]:
         """What the record's protocol says besides: words that no figure depends on."""
         return {}
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
         """Further entries of evaluation.json."""
+        return {}
+
+    def result_files(self, config: RunConfig) -> Mapping[str, str]:
+        """Name -> content of further files of the run directory, after the final evaluation."""
         return {}
 
     def record(

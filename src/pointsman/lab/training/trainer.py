@@ -24,8 +24,9 @@ from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoi
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
 from pointsman.lab.training.language_modelling import LanguageModelling
+from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
-from pointsman.lab.training.state import TrainingState, autocast
+from pointsman.lab.training.state import TrainingState
 from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.tensorboard import Board
@@ -230,6 +231,8 @@ class _Training:
             results = task.evaluate(model, config, split, config.eval_top_k, self._context(final=True))
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
         self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
+        for name, content in task.result_files(config).items():
+            write_whole(within(self.directory.path, *name.split("/")), content)
         self.directory.write_json(EVALUATION, record)
         return record
 

@@ -1,0 +1,168 @@
+"""A fine-tuned encoder on the test parts of every language, with the same weights, at any k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.control import set_top_k
+from pointsman.diagnostics.observe import evaluating
+from pointsman.lab.data.multilingual.blocks import IGNORE
+from pointsman.lab.data.multilingual.features import Features, answers
+from pointsman.lab.data.multilingual.formats import Question
+from pointsman.lab.data.multilingual.xtreme import Item
+from pointsman.lab.data.task_streams import eval_batches
+from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.evaluation.scores import Prediction, Score, mean_error, metric_of, score
+from pointsman.lab.progress import Progress, Stop, check_stop
+
+
+@dataclass(frozen=True)
+class TestPart:
+    """The test part of one language.
+
+    Attributes:
+        items, rows: the scored items, and their rows. groups: of the items (`splits.groups_of`).
+        floor: (name, figure) of the best prediction without a model.
+    """
+
+    items: Sequence[Item]
+    rows: Features
+    groups: Sequence[str]
+    floor: tuple[str, float] | None = None
+
+
+@torch.no_grad()
+def evaluate_languages(
+    model: nn.Module,
+    name: str,
+    kind: str,
+    classes: Sequence[str],
+    parts: Mapping[str, TestPart],
+    *,
+    split: str,
+    top_k: Sequence[int],
+    batch_size: int,
+    seen: frozenset[tuple[str, ...]] = frozenset(),
+    seed: int = 0,
+    routing: bool = True,
+    precision: AbstractContextManager[Any] | None = None,
+    progress: Progress | None = None,
+    phase: str = "evaluate",
+    stop: Stop | None = None,
+    keep: dict[int, dict[str, list[Prediction]]] | None = None,
+) -> list[dict[str, Any]]:
+    """Scores every language at every k.
+
+    Args:
+        model: `Classifier` (pairs) or `TokenClassifier` (tags, questions).
+        name, kind, classes: of the task.
+        parts: language -> its test part.
+        seen: the sentences of training.
+        keep: filled with k -> language -> predictions.
+        split, top_k, seed, routing, precision, progress, phase, stop: as of `language_model.evaluate`.
+
+    Returns:
+        For each k: {"split", "top_k", "nats", "metric", "value": the mean over languages, "error": its standard error,
+        "transfer": the mean without English, "gap": English minus it, "languages": {language: {"value", "error",
+        "items", "unknown", "floor", "floor_name", further figures}}, "routers"}; figures are shares from 0 to 1.
+    """
+    device = next(model.parameters()).device
+    values = eval_top_k(model, top_k)
+    total = sum(-(-len(part.rows.encoded) // batch_size) for part in parts.values())
+    if progress:
+        progress.phase(phase, total * len(values))
+    results = []
+    with evaluating(model, seed):
+        for index, k in enumerate(values):
+            summary = RoutingSummary(model) if routing else None
+            done, losses, count = index * total, 0.0, 0
+            scores: dict[str, Score] = {}
+            kept: dict[str, list[Prediction]] = {}
+            with set_top_k(model, k) if k else nullcontext():
+                for language, part in parts.items():
+                    outputs: list[Any] = [None] * len(part.rows.encoded)
+                    for batch in eval_batches(part.rows.encoded, batch_size, device):
+                        check_stop(stop)
+                        if summary:
+                            summary.mask = (batch.tokens >= 0).reshape(-1)
+                        with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
+                            logits: Tensor = model(batch.tokens)
+                        nats, targets = _nats(logits, batch.labels, kind)
+                        losses, count = losses + nats, count + targets
+                        for place, row in zip(batch.places, logits.float().cpu().numpy(), strict=True):
+                            outputs[place] = row if kind == "questions" else row.argmax(-1)
+                        done += 1
+                        if progress:
+                            progress.advance(done, {})
+                    kept[language] = _predictions(kind, classes, part, outputs)
+                    scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
+            chosen = k or model.config.num_experts  # type: ignore[union-attr]
+            if keep is not None:
+                keep[chosen] = kept  # type: ignore[index]
+            result: dict[str, Any] = {
+                "split": split,
+                "top_k": chosen,
+                "nats": losses / max(1, count),
+                "metric": metric_of(kind, name),
+            }
+            result |= _table(scores, parts)
+            results.append(result | ({"routers": summary.result()} if summary else {}))
+    return results
+
+
+def _nats(logits: Tensor, labels: Tensor, kind: str) -> tuple[float, int]:
+    labels = labels[:, : logits.shape[1]] if kind == "tags" else labels
+    logits, labels = logits.double().reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    nats = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    return float(nats), int((labels != IGNORE).sum())
+
+
+def _predictions(kind: str, classes: Sequence[str], part: TestPart, outputs: Sequence[Any]) -> list[Prediction]:
+    """Of each item its class, its words' tags, or its answer."""
+    if kind == "pairs":
+        return [classes[int(output)] for output in outputs]
+    rows: dict[int, list[int]] = {}
+    for row, item in enumerate(part.rows.items.tolist()):
+        rows.setdefault(item, []).append(row)
+    if kind == "tags":
+        return [
+            [classes[int(tag)] for row in rows[item] for tag in outputs[row][part.rows.words[row]]]
+            for item in range(len(part.items))
+        ]
+    found: list[Prediction] = []
+    for place, item in enumerate(part.items):
+        assert isinstance(item, Question)
+        best = answers(item, [(outputs[row], part.rows.offsets[row]) for row in rows[place]])
+        found.append(best[0][0] if best else "")
+    return found
+
+
+def _table(scores: Mapping[str, Score], parts: Mapping[str, TestPart]) -> dict[str, Any]:
+    languages: dict[str, dict[str, Any]] = {}
+    for language, each in scores.items():
+        part = parts[language]
+        encoded = part.rows.encoded
+        pieces = sum(map(len, encoded.rows))
+        languages[language] = {"value": each.value, "error": each.error, "items": len(part.items),
+                               "unknown": encoded.unknown / max(1, pieces), **each.others}  # fmt: skip
+        if part.floor:
+            languages[language] |= {"floor_name": part.floor[0], "floor": part.floor[1]}
+    others = [each.value for language, each in scores.items() if language != "en"]
+    transfer = float(np.mean(others)) if others else None
+    english = scores["en"].value if "en" in scores else None
+    return {
+        "value": float(np.mean([each.value for each in scores.values()])),
+        "error": mean_error(list(scores.values())),
+        "transfer": transfer,
+        "gap": english - transfer if english is not None and transfer is not None else None,
+        "languages": languages,
+    }

@@ -1,0 +1,142 @@
+"""Scores of cross-lingual tasks with standard errors: every figure is a ratio of sums over items.
+
+An item's counts are (numerator, denominator): accuracy (right, words), micro F1 (2 right, there + claimed), an answer's
+F1 (F1, 1). Standard errors are those of resampling whole groups of items (pairs of one premise, questions on one
+passage), 200 times with a fixed seed. Where the test parts of two languages have the same groups, as translations do,
+the same groups are drawn, so that the error of a mean over languages is not that of independent items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman.lab.data.multilingual.formats import Question, Tagged
+from pointsman.lab.data.multilingual.xtreme import Item
+from pointsman.lab.evaluation.answers import normalized, score_answers
+from pointsman.lab.evaluation.entities import entities, f1_xtreme
+
+RESAMPLES = 200
+Counts = NDArray[np.float64]
+Prediction = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of one language, as a share.
+
+    Attributes:
+        value: the figure. drawn: the same in each of the resamples. others: further figures, by name.
+    """
+
+    value: float
+    drawn: NDArray[np.float64]
+    others: Mapping[str, float]
+
+    @property
+    def error(self) -> float:
+        """The standard error."""
+        return float(self.drawn.std())
+
+
+def ratio(counts: Counts) -> float:
+    """The figure of items [n, 2]."""
+    top, bottom = counts.sum(0)
+    return float(top / bottom) if bottom else 0.0
+
+
+def resampled(counts: Counts, groups: Sequence[str]) -> NDArray[np.float64]:
+    """The figure in 200 resamples of the groups."""
+    number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    sums = np.zeros((len(number), 2))
+    np.add.at(sums, [number[group] for group in groups], counts)
+    draw = np.random.default_rng(len(number))
+    found = [sums[draw.integers(len(sums), size=len(sums))].sum(0) for _ in range(RESAMPLES)]
+    return np.array([top / bottom if bottom else 0.0 for top, bottom in found])
+
+
+def metric_of(kind: str, name: str) -> str:
+    """The name of a task's first figure."""
+    return "f1" if kind == "questions" or name == "panx" else "accuracy"
+
+
+def score(
+    name: str,
+    language: str,
+    items: Sequence[Item],
+    predictions: Sequence[Prediction],
+    groups: Sequence[str],
+    seen: frozenset[tuple[str, ...]] = frozenset(),
+) -> Score:
+    """The figures of one language.
+
+    - xnli, pawsx: accuracy.
+    - udpos: accuracy over words; `f1_xtreme`, XTREME's figure, beside it.
+    - panx: micro F1 of entities; `accuracy` over words; `f1_new`, without sentences that are also in training.
+    - questions: F1 by SQuAD's rules in every language, as XTREME has it; `exact`; `f1_language` by MLQA's rules.
+
+    Args:
+        predictions: of each item its class, its words' tags, or its answer.
+        groups: `splits.groups_of` the items.
+        seen: the sentences of training, as words.
+    """
+    first = items[0]
+    others: dict[str, float] = {}
+    if isinstance(first, Question):
+        every = [_answer(item, given, language) for item, given in zip(items, predictions, strict=True)]  # type: ignore[arg-type]
+        counts = np.array([(f1, 1.0) for f1, _, _ in every])
+        others = {"exact": float(np.mean([one[1] for one in every])),
+                  "f1_language": float(np.mean([one[2] for one in every]))}  # fmt: skip
+    elif isinstance(first, Tagged):
+        truth = [item.tags for item in items]  # type: ignore[union-attr]
+        words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
+        if name == "panx":
+            counts = np.array([_entities(one, given) for one, given in zip(truth, predictions, strict=True)])
+            new = [item.words not in seen for item in items]  # type: ignore[union-attr]
+            others = {"accuracy": ratio(words), "f1_new": ratio(counts[new])}
+        else:
+            counts = words
+            others = {"f1_xtreme": f1_xtreme(truth, predictions).f1}
+    else:
+        counts = np.array([(item.label == given, 1.0) for item, given in zip(items, predictions, strict=True)])  # type: ignore[union-attr]
+    return Score(ratio(counts), resampled(counts, groups), others)
+
+
+def mean_error(scores: Sequence[Score]) -> float:
+    """The standard error of the mean over languages."""
+    return float(np.mean([each.drawn for each in scores], axis=0).std())
+
+
+def _words(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
+    """Words without a tag ("_" of a treebank) do not count."""
+    counted = [(one, other) for one, other in zip(truth, given, strict=True) if one != "_"]
+    return float(sum(one == other for one, other in counted)), float(len(counted))
+
+
+def _entities(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
+    one, other = set(entities(truth)), set(entities(given))
+    return 2.0 * len(one & other), float(len(one) + len(other))
+
+
+def _answer(item: Question, given: str, language: str) -> tuple[float, float, float]:
+    """F1 and exact match as SQuAD, F1 as MLQA."""
+    right = {item.id: [text for text, _ in item.answers]}
+    squad = score_answers({item.id: given}, right)
+    return squad.f1, squad.exact, score_answers({item.id: given}, right, language).f1
+
+
+def best_floor(
+    name: str, kind: str, language: str, items: Sequence[Item], groups: Sequence[str],
+    floors: Mapping[str, Sequence[Prediction]],
+) -> tuple[str, float]:  # fmt: skip
+    """The name and the figure of the best prediction without a model."""
+    figures = {label: score(name, language, items, given, groups).value for label, given in floors.items()}
+    return max(figures.items(), key=lambda pair: pair[1])
+
+
+def same_words(one: str, other: str) -> int:
+    """How many words two texts share, by SQuAD's normalisation."""
+    return len(set(normalized(one).split()) & set(normalized(other).split()))

@@ -1,0 +1,233 @@
+"""XTREME's tasks: an encoder is fine-tuned on English and judged in every language with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers
+from pointsman.lab.data.multilingual.blocks import IGNORE
+from pointsman.lab.data.multilingual.features import Features, features
+from pointsman.lab.data.multilingual.formats import Question, Tagged
+from pointsman.lab.data.multilingual.pieces import Pieces
+from pointsman.lab.data.multilingual.splits import XtremeData, groups_of
+from pointsman.lab.data.multilingual.xtreme import Item
+from pointsman.lab.data.task_streams import TaskStream
+from pointsman.lab.evaluation.crosslingual import TestPart, evaluate_languages
+from pointsman.lab.evaluation.floors import floors
+from pointsman.lab.evaluation.scores import Prediction, best_floor
+from pointsman.lab.finetuning.classification import from_pretrained
+from pointsman.lab.finetuning.routing import change_from
+from pointsman.lab.finetuning.settings import Finetuning
+from pointsman.lab.models.classifier import Classifier, Pooling
+from pointsman.lab.models.memory import Memory
+from pointsman.lab.models.token_classifier import TokenClassifier
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.objectives import Objective, Outcome, objective_of
+from pointsman.lab.training.task import Batches, EvaluationContext, Task
+
+
+class CrossLingual(Task):
+    """Learns a task from its English rows, from pre-trained weights.
+
+    Args:
+        data: the rows.
+        settings: of the fine-tuning.
+        vocabulary: of the pre-trained run.
+        weights: of the pre-trained model; None = fresh ones.
+
+    Raises:
+        RunError: a run whose tokens are no pieces.
+    """
+
+    vocabulary: Pieces
+
+    def __init__(
+        self, data: XtremeData, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
+    ) -> None:
+        if not isinstance(vocabulary, Pieces):
+            raise RunError(f"the task {data.name} is for encoders, which read pieces: pre-train one with tiny-mlm")
+        self.data = data
+        self.name = data.name
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.weights = weights
+        self.fingerprint = f"{data.fingerprint}-{vocabulary.digest}"
+        self._classes = {label: place for place, label in enumerate(data.classes)}
+        self._rows: dict[tuple[str, int], Features] = {}
+        self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
+        self._kept: dict[int, dict[str, list[Prediction]]] = {}
+
+    def rows(self, split: str, length: int) -> Features:
+        """The English rows of "train" or "valid"."""
+        if (split, length) not in self._rows:
+            self._rows[split, length] = features(self.data.splits[split], self.vocabulary, length, self._classes)
+        return self._rows[split, length]
+
+    def parts(self, config: RunConfig, split: str) -> dict[str, TestPart]:
+        """What an evaluation scores: the test part of each language, or English validation rows."""
+        key = (split, config.segment_length, config.eval_tokens)
+        if key not in self._parts:
+            sets = self.data.tests if split == "test" else {"en": self.data.splits[split]}
+            budget = None if config.eval_tokens is None else max(1, config.eval_tokens // len(sets))
+            self._parts[key] = {
+                language: self._part(language, items, config.segment_length, budget, floor=split == "test")
+                for language, items in sets.items()
+            }
+        return self._parts[key]
+
+    def _part(self, language: str, items: Sequence[Item], length: int, budget: int | None, *, floor: bool) -> TestPart:
+        rows = features(items, self.vocabulary, length, self._classes)
+        groups = groups_of(items)
+        if budget is not None:
+            kept = rows.within(budget).tolist()
+            items, groups = [items[place] for place in kept], [groups[place] for place in kept]
+            rows = features(items, self.vocabulary, length, self._classes)
+        if not floor:
+            return TestPart(items, rows, groups)
+        found = floors(self.data.name, self.data.splits["train"], items)
+        best = best_floor(self.data.name, self.data.kind, language, items, groups, found)
+        return TestPart(items, rows, groups, best)
+
+    def notes(self, config: RunConfig) -> list[str]:
+        """What a user must know before the run."""
+        cut = self.rows("train", config.segment_length).encoded.truncated
+        what = {"pairs": "pairs cut", "tags": "words cut", "questions": "passages in several windows"}[self.data.kind]
+        return [self.data.description] + ([f"{self.name} train: {cut:,} {what}"] if cut else [])
+
+    def check(self, config: RunConfig) -> None:
+        self.batches(config, torch.device("cpu"))
+
+    def build_model(self, config: RunConfig) -> nn.Module:
+        """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
+        settings, data = self.settings, self.data
+        model = head_on(data.kind, len(data.classes), config, settings.pooled, settings.head_dropout)
+        return from_pretrained(model, settings, self.weights)
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        encoded = self.rows("train", config.segment_length).encoded
+        kind = _TagStream if self.data.kind == "tags" else TaskStream
+        return kind(encoded, config.batch_size, config.seed, device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        return objective_of(
+            model, class_loss, class_logits, label_smoothing=config.label_smoothing,
+            weighted_by_targets=self.data.kind == "tags",
+        )  # fmt: skip
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return "valid"
+
+    def reported_split(self, config: RunConfig) -> str:
+        return "test"
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        if split not in ("valid", "test"):
+            raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
+        seen = frozenset(item.words for item in self.data.splits["train"] if isinstance(item, Tagged))
+        self._kept = {}
+        return evaluate_languages(
+            model,
+            self.data.name,
+            self.data.kind,
+            self.data.classes,
+            self.parts(config, split),
+            split=split,
+            top_k=top_k,
+            batch_size=config.eval_batch_size,
+            seen=seen,
+            routing=context.final,
+            precision=context.precision,
+            progress=context.progress,
+            phase=context.phase,
+            stop=context.stop,
+            keep=self._kept,
+        )
+
+    def result_files(self, config: RunConfig) -> dict[str, str]:
+        """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
+        if not self._kept:
+            return {}
+        own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
+        parts = self.parts(config, "test")
+        return {
+            f"predictions/{self.name}/test-{language}.{'json' if self.data.kind == 'questions' else 'tsv'}": submission(
+                parts[language].items, given
+            )
+            for language, given in self._kept[own].items()
+        }
+
+    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
+        """How far the routing moved from the pre-trained model's, on the first language."""
+        if self.weights is None or not any(True for _ in named_routers(model)):
+            return {}
+        first = next(iter(self.parts(config, "test").values()))
+        return {"change_from_pretrained": change_from(self.weights, model, first.rows.encoded)}
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        """How the figures came about, for the tables."""
+        settings = self.settings
+        return {
+            "task": self.data.description,
+            "fingerprint": self.data.fingerprint,
+            "split": "test",
+            "length": config.segment_length,
+            "truncated": {"train": self.rows("train", config.segment_length).encoded.truncated},
+            "pooling": settings.pooled if self.data.kind == "pairs" else "none",
+            "trained_with_k": config.train_top_k,
+            "frozen": list(settings.freeze),
+            "balance": settings.balance,
+            "from_scratch": settings.from_scratch,
+            "steps": config.steps,
+            "checkpoint_rule": "the last step",
+            "eval_tokens": config.eval_tokens,
+        }
+
+
+class _TagStream(TaskStream):
+    """Batches whose tags are as long as the batch's longest row."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        tokens, tags = super().batch(step)
+        return tokens, tags[:, : tokens.shape[1]]
+
+
+def head_on(
+    kind: str, classes: int, config: RunConfig, pooling: Pooling, dropout: float
+) -> Classifier | TokenClassifier:
+    """The model of a task of this kind, with fresh weights."""
+    if kind == "pairs":
+        return Classifier(config.model, classes, pooling=pooling, dropout=dropout, seed=config.seed)
+    spans = kind == "questions"
+    return TokenClassifier(config.model, 2 if spans else classes, spans=spans, dropout=dropout, seed=config.seed)
+
+
+def class_loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | None, length: int) -> Outcome:
+    """Mean cross-entropy of the targets that are not -100: classes, tags, or both ends of an answer."""
+    logits = model(inputs).float()
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE)
+    return Outcome(loss, loss.detach(), None)
+
+
+def class_logits(model: Any, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
+    """[..., C], one row for each target."""
+    return model(inputs), None
+
+
+def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:
+    """Predictions as XTREME's scorer reads them: a class a line, a tag a line with an empty line after a sentence, or
+    JSON of id -> answer."""
+    if isinstance(items[0], Question):
+        pairs = zip(items, predictions, strict=True)
+        return json.dumps({item.id: given for item, given in pairs}, ensure_ascii=False) + "\n"  # type: ignore[union-attr]
+    if isinstance(items[0], Tagged):
+        return "".join("\n".join(given) + "\n\n" for given in predictions)
+    return "".join(f"{given}\n" for given in predictions)
