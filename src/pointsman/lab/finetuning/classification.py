@@ -58,7 +58,7 @@ class Classification(Task):
         encoded = self.encoded(split, config.segment_length)
         return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def remarks(self, config: RunConfig) -> list[str]:
         """What a user must know before the run."""
         data, found = self.data, []
         for split in ("train", data.reported):

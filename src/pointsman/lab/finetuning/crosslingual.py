@@ -95,7 +95,7 @@ class CrossLingual(Task):
         best = best_floor(self.data.name, self.data.kind, language, items, groups, found)
         return TestPart(items, rows, groups, best)
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def remarks(self, config: RunConfig) -> list[str]:
         """What a user must know before the run."""
         cut = self.rows("train", config.segment_length).encoded.truncated
         what = {"pairs": "pairs cut", "tags": "words cut", "questions": "passages in several windows"}[self.data.kind]

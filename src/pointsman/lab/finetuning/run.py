@@ -106,7 +106,7 @@ def finetune(
     config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
     task = task_of(data, settings, pretrained.vocabulary, weights)
-    for note in task.notes(config):
+    for note in task.remarks(config):
         progress.note(note)
     directory = RunDirectory(out or finetuned_path(run, settings, seed))
     about = {

@@ -105,7 +105,7 @@ class EncoderLayer(FeedForwardLayer):
 class Encoder(Stack[EncoderConfig]):
     """h0 = dropout(norm(E[x] + positions)), then the layers. No factor sqrt(dim) on the embedding (as in XLM-R)."""
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: EncoderConfig, *, head: bool = True) -> None:
         super().__init__(config)
         dim, pre_norm = config.dim, config.norm == "pre"
         with seeded(config.seed, "model"):
@@ -122,7 +122,7 @@ class Encoder(Stack[EncoderConfig]):
                 causal=False,
             )
             self.final_norm = Norm(dim) if pre_norm else None
-            self.head = MaskedLanguageModelHead(dim, config.vocab_size)
+            self.head = MaskedLanguageModelHead(dim, config.vocab_size) if head else None
         initialize(self, config.seed, config.init_std)
 
     def encode(
@@ -162,6 +162,7 @@ class Encoder(Stack[EncoderConfig]):
         Args:
             targets: [B, T] int64, the masked token's id, negative where nothing is masked -> [M], in reading order.
         """
+        assert self.head is not None, "built without a head"
         hidden, _ = self.encode(tokens)
         if targets is None:
             logits: Tensor = self.head(hidden, self.embedding.weight)

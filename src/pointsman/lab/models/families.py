@@ -12,6 +12,7 @@ from pointsman.lab.models.config import ModelConfig, TransformerXLConfig
 from pointsman.lab.models.decoder import Decoder, DecoderConfig
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.models.translation import TranslationConfig, Translator
 from pointsman.lab.models.vit import VisionTransformer, VisionTransformerConfig
 
 OLDEST = "transformer-xl"
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "transformer-xl": Family(TransformerXLConfig, TransformerXL, "a language model with memory"),
         "decoder": Family(DecoderConfig, Decoder, "a language model of today, with a cache of keys and values"),
         "encoder": Family(EncoderConfig, Encoder, "a bidirectional encoder with a masked-language-model head"),
+        "encoder-decoder": Family(TranslationConfig, Translator, "an encoder and a decoder, for translation"),
         "vit": Family(VisionTransformerConfig, VisionTransformer, "a vision transformer, which classifies images"),
     }
 )
@@ -75,6 +77,10 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "family": "encoder", "num_layers": 4, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 256,
         "num_experts": 8, "moe_layers": "after:2", "norm": "pre", "dropout": 0.0, "attention_dropout": 0.0,
         "init_std": 0.06,
+    },
+    "tiny-mt": {
+        "family": "encoder-decoder", "num_layers": 3, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 256,
+        "expert_hidden_dim": 128, "num_experts": 8, "dropout": 0.1, "init_std": 0.06, "max_length": 128,
     },
     "xmoe-base": {"family": "encoder"},
     "xmoe-torchscale": {

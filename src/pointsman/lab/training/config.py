@@ -74,6 +74,7 @@ class RunConfig:
         language_exponent: of multilingual text: a language with share q of it is drawn with probability ~ q^exponent.
         mask_rate: of masked language modelling: the share of the places that are predicted.
         mask_token_share, random_share: of these, the shares that become `<mask>` and a random piece.
+        beam: of translation: hypotheses of the search in the final evaluation; 1 = greedy.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
         cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
@@ -122,6 +123,7 @@ class RunConfig:
     mask_rate: float = 0.15
     mask_token_share: float = 0.8
     random_share: float = 0.1
+    beam: int = 1
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cuda_graph: bool = False
     deterministic: bool = False

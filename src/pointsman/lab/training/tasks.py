@@ -13,12 +13,14 @@ from pointsman.lab.training.image_classification import ImageClassification
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
 from pointsman.lab.training.task import Task
+from pointsman.lab.training.translation import Translation
 
 TASKS: Mapping[str, Callable[[RunConfig, DataProgress | None, Any], Task]] = MappingProxyType(
     {
         "transformer-xl": LanguageModelling.open,
         "decoder": LanguageModelling.open,
         "encoder": MaskedLanguageModelling.open,
+        "encoder-decoder": Translation.open,
         "vit": ImageClassification.open,
     }
 )

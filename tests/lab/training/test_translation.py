@@ -1,0 +1,199 @@
+"""Translation: cached decoding, search, and a run from files to BLEU."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sentencepiece")
+pytest.importorskip("sacrebleu")
+
+from pointsman._errors import RunError
+from pointsman.cli.main import main
+from pointsman.lab.data.multilingual.pieces import END, START
+from pointsman.lab.data.parallel import load_parallel
+from pointsman.lab.evaluation.translation import padded, search
+from pointsman.lab.models.translation import TranslationConfig, Translator
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.tasks import pretraining_task
+from pointsman.lab.training.trainer import train
+
+SOURCES = padded([[5, 6, 7, 8, 9, 2], [10, 11, 2], [12, 2]])
+
+
+def build(router: str = "smoe", **changes: Any) -> Translator:
+    config = TranslationConfig(
+        vocab_size=30, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
+        dropout=0.0, init_std=0.3, max_length=32, **changes,
+    )  # fmt: skip
+    return Translator(config).eval()
+
+
+@pytest.mark.parametrize("router", ["plain", "xmoe", "smoe+similarity", "switch+attention"])
+def test_a_cached_step_is_the_full_forward(router: str) -> None:
+    model = build(router)
+    target = torch.randint(4, 30, (3, 7))
+    with torch.no_grad():
+        keys, mask = model.encode(SOURCES)
+        whole, _ = model.decode(target, keys, mask)
+        memory, steps = None, []
+        for place in range(7):
+            logits, memory = model.decode(target[:, place : place + 1], keys, mask, memory)
+            steps.append(logits)
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+        pairs = torch.stack([torch.nn.functional.pad(SOURCES, (0, 1), value=-1), target], 1)
+        torch.testing.assert_close(model(pairs), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_changes_no_translation() -> None:
+    model = build("xmoe")
+    with torch.no_grad():
+        keys, mask = model.encode(SOURCES)
+        target = torch.tensor([[START, 4, 5], [START, 4, -1], [START, 6, 7]])
+        together, _ = model.decode(target, keys, mask)
+        for row, length in ((1, 2), (2, 3)):
+            alone = model.encode(SOURCES[row : row + 1, SOURCES[row] >= 0])
+            logits, _ = model.decode(target[row : row + 1, :length], *alone)
+            torch.testing.assert_close(together[row, :length], logits[0], rtol=1e-4, atol=1e-4)
+    every = search(model, SOURCES, 3)
+    one_by_one = [search(model, row[row >= 0][None], 3)[0] for row in SOURCES]
+    assert every == one_by_one
+
+
+def greedy(model: Translator, source: torch.Tensor) -> list[int]:
+    """Without a cache."""
+    found = [START]
+    keys, mask = model.encode(source)
+    for _ in range(min(32, int(1.2 * source.shape[1]) + 10)):
+        logits, _ = model.decode(torch.tensor([found]), keys, mask)
+        best = int(logits[0, -1].argmax())
+        if best == END:
+            break
+        found.append(best)
+    return found[1:]
+
+
+def score(model: Translator, source: torch.Tensor, found: list[int]) -> float:
+    """log p / length of a finished translation."""
+    target = torch.tensor([[START, *found]])
+    logs = torch.log_softmax(model.decode(target, *model.encode(source))[0].double(), -1)[0]
+    return float(logs[range(len(found) + 1), [*found, END]].sum()) / (len(found) + 1)
+
+
+@torch.no_grad()
+def test_one_beam_is_greedy_and_more_are_no_worse_where_both_end() -> None:
+    model = build("smoe+similarity")
+    model.bias.data[END] = 3.0  # translations end
+    found = search(model, SOURCES)
+    better = 0
+    for place, row in enumerate(SOURCES):
+        source = row[row >= 0][None]
+        assert found[place] == greedy(model, source)
+        wide = search(model, source, 6)[0]
+        one, other = score(model, source, wide), score(model, source, found[place])
+        assert one >= other - 1e-6
+        better += one > other + 1e-6
+    assert better
+
+
+def test_a_router_that_looks_ahead_is_refused_in_the_decoder() -> None:
+    with pytest.raises(ValueError, match="looks at later tokens"):
+        build("expert-choice")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences whose translation is each word of the other language."""
+    made, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    words = ["".join(draw.choices("abcdefg", k=n % 4 + 2)) for n in range(20)]
+    for stem, count in (("train", 120), ("val", 8), ("test_2016", 8)):
+        rows = [[draw.randrange(20) for _ in range(draw.randint(2, 5))] for _ in range(count)]
+        for language, form in (("de", lambda w: w), ("fr", lambda w: w + "x"), ("en", lambda w: w[::-1])):
+            text = "".join(" ".join(form(words[n]) for n in row) + "\n" for row in rows)
+            (made / f"{stem}.{language}").write_text(text.replace("\n", "\r\n") if language == "fr" else text)
+    return made
+
+
+@pytest.fixture
+def settings(folder: Path) -> Callable[..., RunConfig]:
+    def make(router: str = "switch", **changes: Any) -> RunConfig:
+        model = TranslationConfig(
+            vocab_size=100, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
+            dropout=0.1, max_length=24,
+        )  # fmt: skip
+        config = RunConfig(
+            model=model, data=f"parallel:{folder}:from=de+fr:to=en", steps=4, batch_size=8, segment_length=24,
+            memory_length=0, eval_batch_size=8, train_top_k="1", pieces=50, learning_rate=3e-3, label_smoothing=0.1,
+            accumulation=2, validate_every=2, checkpoint_every=2, keep_checkpoints=3, eval_top_k=(1, 4), beam=2,
+            lr_schedule="inverse-sqrt", warmup_steps=2, valid_tokens=80,
+        )  # fmt: skip
+        return config.with_overrides(changes)
+
+    return make
+
+
+def test_a_run_is_judged_by_bleu_and_resumes_bit_for_bit(
+    settings: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings()
+    whole = train(config, tmp_path / "whole").evaluation
+    first = whole["results"][0]
+    assert (first["metric"], first["split"], list(first["languages"])) == ("bleu", "test", ["de", "fr"])
+    assert 0 <= first["value"] <= 100
+    assert "tok:13a" in first["signature"][0]
+    assert len((tmp_path / "whole/translations/de-en.txt").read_text().splitlines()) == 8
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-4")
+    (tmp_path / "cut/evaluation.json").unlink()
+    assert train(config, tmp_path / "cut", resume=True).evaluation["results"] == whole["results"]
+    one, two = ((tmp_path / name / "checkpoints/step-4/model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == two
+    assert main(["evaluate", str(tmp_path / "cut"), "--top-k", "1", "--split", "valid"]) == 0
+    assert "bleu" in capsys.readouterr().out
+    [file] = (tmp_path / "cut").glob("evaluation-*-valid.json")
+    assert json.loads(file.read_text())["results"][0]["languages"]["fr"]["sentences"] == 8
+
+
+def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -> None:
+    config = settings()
+    inputs, targets = pretraining_task(config).batches(config, torch.device("cpu")).batch(0)
+    assert inputs.shape == (8, 2, targets.shape[1])
+    for (_, given), wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        real = [one for one in wanted if one >= 0]
+        assert real[-1] == END
+        assert given[: len(real)] == [START, *real[:-1]]
+        assert set(given[len(real) :]) <= {-1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("multi30k", "set POINTSMAN_DATA"),
+        ("stdlib", "a translation model reads"),
+        ("parallel:FOLDER:from=cs", "has no train.cs"),
+        ("parallel:FOLDER:from=en", "other languages than the target"),
+        ("parallel:FOLDER:form=de", "option 'form'"),
+        ("parallel:/nowhere:from=de", "there is no folder"),
+    ],
+)
+def test_what_is_refused(folder: Path, spec: str, words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        load_parallel(spec.replace("FOLDER", str(folder)), None)
+
+
+def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "odd")
+    file = tmp_path / "odd/val.de"
+    file.write_text(file.read_text() + "more\n")
+    with pytest.raises(RunError, match=r"val.de has 9 lines, and .*val.en 8"):
+        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+    file.write_text("\n" + "".join(file.read_text().splitlines(keepends=True)[:7]))
+    with pytest.raises(RunError, match=r"val.de: line 1 is empty"):
+        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
