@@ -284,7 +284,7 @@ def test_every_spec_is_one_that_can_be_asked_for() -> None:
             for spec in {spec for line in one.lines for spec in line.routers}:
                 head, _, mixer = spec.partition("+")
                 if (not mixer or mixer.partition(":")[0] in list_mixers()) and "switch:gate" not in spec:
-                    assert head.partition(":")[0] in [*list_routers(), "dense", "dense-dropout"]
+                    assert head.partition(":")[0] in [*list_routers(), "dense", "dense-dropout", "plain"]
                     parse_spec(spec)
 
 

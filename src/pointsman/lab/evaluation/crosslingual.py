@@ -72,8 +72,9 @@ def evaluate_languages(
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value": the mean over languages, "error": its standard error,
-        "transfer": the mean without English, "gap": English minus it, "languages": {language: {"value", "error",
-        "items", "unknown", "floor", "floor_name", further figures}}, "routers"}; figures are shares from 0 to 1.
+        "transfer": the mean without English, "gap": English minus it, of questions "exact_match", "languages":
+        {language: {"value", "error", "items", "unknown", "floor", "floor_name", further figures}}, "routers"}; figures
+        are shares from 0 to 1.
     """
     device = next(model.parameters()).device
     values = eval_top_k(model, top_k)
@@ -159,7 +160,9 @@ def _table(scores: Mapping[str, Score], parts: Mapping[str, TestPart]) -> dict[s
     others = [each.value for language, each in scores.items() if language != "en"]
     transfer = float(np.mean(others)) if others else None
     english = scores["en"].value if "en" in scores else None
+    exact = [each.others["exact"] for each in scores.values() if "exact" in each.others]
     return {
+        **({"exact_match": float(np.mean(exact))} if exact else {}),
         "value": float(np.mean([each.value for each in scores.values()])),
         "error": mean_error(list(scores.values())),
         "transfer": transfer,
