@@ -201,7 +201,10 @@ def test_cases() -> None:
     assert {case.dtype for case in cases("cpu", quick=False)} == {"float32", "bfloat16"}
     assert all(case.device == "cuda:1" for case in cases("cuda:1", quick=False))
     assert {case.name for case in cases("cpu", False, ["decode", "b"])} == {"decode", "b"}
-    assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)} | {"steps"}
+    assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)} | {
+        "routers",
+        "steps",
+    }
     grid = {(case.dim, case.hidden_dim // case.dim, case.num_experts, case.k) for case in cases("cuda", False)}
     assert grid == set(product((1024, 2048), (2, 4), (16, 64), (2, 8)))
     assert {(case.tokens, case.dtype) for case in cases("cuda", False)} == {(32768, "bfloat16")}
