@@ -12,7 +12,10 @@ from pointsman.testing import CHECKS, Case
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
 
-NON_CAUSAL = ("smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft")
+NON_CAUSAL = (
+    "smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft", "smoe:capacity=1.0:capacity_order",
+    "vmoe:capacity",
+)  # fmt: skip
 NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
 SPECS = [
     *list_routers(),
@@ -20,6 +23,9 @@ SPECS = [
     *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in ("similarity", "attention")),
     "smoe:gate=sigmoid",
     "smoe:capacity=1.0",
+    "smoe:capacity=1.0:capacity_order=rank",
+    "smoe:capacity=1.0:capacity_order=priority",
+    "vmoe:capacity=1.0:eval_capacity=0.5:capacity_order=rank:capacity_scope=batch",
     "smoe:noise=0.1",
     "smoe:scale=2.5:balance_scope=step:balance_on=scores",
     "switch:jitter=0.1",
@@ -81,7 +87,8 @@ def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
     router = case(spec).router()
     assert router.causal == (not spec.startswith(NON_CAUSAL))
     assert router.training_causal == (not spec.startswith(NON_CAUSAL + NON_CAUSAL_TRAINING))
-    assert router.batch_invariant == (not spec.endswith("+shuffled") and "choice:group=batch" not in spec)
+    alone = not spec.endswith(("+shuffled", "capacity_scope=batch")) and "choice:group=batch" not in spec
+    assert router.batch_invariant == alone
 
 
 @pytest.mark.parametrize("spec", SPECS)

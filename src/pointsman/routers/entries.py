@@ -92,6 +92,9 @@ def _common(
     balance_on: Literal["softmax", "scores"] = "softmax",
     z_loss: float = 0.0,
     capacity: float | None = None,
+    eval_capacity: float | None = None,
+    capacity_order: Literal["token", "rank", "priority"] = "token",
+    capacity_scope: Literal["sequence", "batch"] = "sequence",
     renormalize: bool | None = None,
     scale: float = 1.0,
     lr_scale: float = 1.0,
@@ -105,6 +108,10 @@ def _common(
     balance_on: P is the mean of softmax(logits) or of the scores divided by their sum.
     z_loss: weight of the mean squared log-sum-exp of the logits.
     capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
+    eval_capacity: the same in evaluation (none = capacity).
+    capacity_order: earlier tokens first (token); all first choices before all second ones (rank); the same with the
+        tokens of the largest probability first (priority).
+    capacity_scope: T is the length of each sequence (sequence), or all tokens of the micro-batch together (batch).
     renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
     scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
     lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).

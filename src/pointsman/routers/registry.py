@@ -16,6 +16,7 @@ from torch import nn
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole, convert, written
 from pointsman.routers.balance import Balance
+from pointsman.routers.capacity import Capacity
 from pointsman.routers.entries import (
     BASELINES,
     COMMON,
@@ -180,6 +181,13 @@ def build_router(
         mixer = mixer_entry.build(layer, **_convert(parsed.mixer_options, mixer_entry, spec))
     select: Selector = stages.select or TopK(layer.renormalize)
     temperature = stages.balance_temperature
+    training, evaluation = common.pop("capacity"), common.pop("eval_capacity")
+    order, scope = common.pop("capacity_order"), common.pop("capacity_scope")
+    limit: Capacity | None = None
+    if training is not None or evaluation is not None:
+        limit = Capacity(training, training if evaluation is None else evaluation, order, scope)
+    elif (order, scope) != ("token", "sequence"):
+        raise ValueError(f"router spec {spec!r}: capacity_order and capacity_scope need capacity or eval_capacity")
     balancing = Balance(
         scope=common.pop("balance_scope"),
         basis=common.pop("balance_on"),
@@ -198,6 +206,7 @@ def build_router(
         top_k=_first_k(entry, layer),
         balancing=balancing,
         fixed_k=entry.fixed_k,
+        limit=limit,
         **common,
     )
 
@@ -210,7 +219,7 @@ def _first_k(entry: Entry, layer: LayerSpec) -> int:
 
 def _check_common(common: Mapping[str, Any], spec: str) -> None:
     """ValueError for a number that is out of range."""
-    for name in ("balance", "z_loss", "capacity", "scale", "lr_scale"):
+    for name in ("balance", "z_loss", "capacity", "eval_capacity", "scale", "lr_scale"):
         value = common[name]
         zero = name in ("balance", "z_loss")
         if value is not None and (value < 0 or (value == 0 and not zero)):

@@ -13,7 +13,7 @@ from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.balance import Balance
-from pointsman.routers.select import within_capacity
+from pointsman.routers.capacity import Capacity
 from pointsman.routers.stages import (
     Loss,
     LossInput,
@@ -40,7 +40,7 @@ class Router(nn.Module):
     Args:
         balancing: the balance loss; None: over the micro-batch, on softmax(logits).
         balance, z_loss: weights of the balance loss and of the z-loss.
-        capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence; None: all of them.
+        limit: how many assignments an expert takes; None: all of them.
         scale: factor of the combine weights.
         weigh: what a weight multiplies: the expert's "output" or its "input".
         fixed_k: whether k is always E.
@@ -80,7 +80,7 @@ class Router(nn.Module):
         balance: float = 0.0,
         z_loss: float = 0.0,
         balancing: Balance | None = None,
-        capacity: float | None = None,
+        limit: Capacity | None = None,
         scale: float = 1.0,
         lr_scale: float = 1.0,
         weigh: str = "output",
@@ -91,6 +91,7 @@ class Router(nn.Module):
         self.normalize = stages.normalize
         self.mix = mix
         self.select = select
+        self.limit = limit
         self.balancing = Balance() if balancing is None else balancing
         self.spec = spec
         self.dim = dim
@@ -99,7 +100,6 @@ class Router(nn.Module):
         self.balance = balance
         self.z_loss = z_loss
         self.losses: Mapping[str, Loss] = dict(stages.losses)
-        self.capacity = capacity
         self.scale = scale
         self.lr_scale = lr_scale
         self.weigh = weigh
@@ -121,7 +121,7 @@ class Router(nn.Module):
         self._warned: set[str] = set()
 
     def _stages(self) -> Iterator[tuple[str, Stage]]:
-        for name in ("score", "normalize", "mix", "select", "balancing"):
+        for name in ("score", "normalize", "mix", "select", "limit", "balancing"):
             stage = getattr(self, name)
             if stage is not None:
                 yield name, stage
@@ -186,7 +186,8 @@ class Router(nn.Module):
         if self.virtual:
             experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
         if self.capacity is not None and self.replayed is None:
-            experts = within_capacity(experts, self.num_experts, self.capacity, context, batch)
+            assert self.limit is not None
+            experts = self.limit(experts, given.probs, self.num_experts, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
@@ -232,6 +233,11 @@ class Router(nn.Module):
         }
         counted = self.balancing.statistics(given) if self.balance else {}
         return values, {f"balancing.{key}": value for key, value in counted.items()}
+
+    @property
+    def capacity(self) -> float | None:
+        """The capacity factor of the present mode; None: nothing is dropped."""
+        return None if self.limit is None else self.limit.factor
 
     @property
     def frozen(self) -> bool:

@@ -57,34 +57,6 @@ class RandomExperts(Selector):
         return equal_weights(scores, experts)
 
 
-def within_capacity(experts: Tensor, num_experts: int, factor: float, context: RoutingContext, batch: int) -> Tensor:
-    """The experts [N, k] with -1 where an expert is full: ceil(factor * T * k / E) assignments of a sequence each.
-
-    Earlier tokens come first, then better choices of a token, so that what is kept at a token depends on no later
-    token, but on how many there are: T, without padding, which takes no place. The published layers count over the
-    batch, or let all first choices go before all second ones.
-    """
-    k = experts.shape[1]
-    length = len(experts) // max(batch, 1)
-    each = factor * k / num_experts
-    slots = experts.reshape(batch, length * k)
-    capacity: Tensor | int = max(1, math.ceil(each * length - ROUNDING))
-    if context.padding_mask is not None:
-        real = context.padding_mask.repeat_interleave(k, dim=1)
-        slots = torch.where(real, slots, num_experts)
-        exact = torch.float32 if real.device.type == "mps" else torch.float64  # which has nothing better
-        tokens = context.padding_mask.sum(1, keepdim=True, dtype=exact)
-        capacity = torch.ceil(each * tokens - ROUNDING).clamp_min(1).long()
-    # place[b, s]: how many earlier assignments of the sequence went to the same expert; by sorting, not a one-hot
-    order = torch.argsort(slots, dim=1, stable=True)
-    sorted_slots = slots.gather(1, order)
-    start = torch.searchsorted(sorted_slots, sorted_slots, right=False)
-    place = torch.empty_like(slots).scatter_(
-        1, order, torch.arange(length * k, device=slots.device).expand_as(slots) - start
-    )
-    return experts.masked_fill((place >= capacity).reshape(batch * length, k), -1)
-
-
 def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str = "top2") -> Tensor:
     """`choice` [N, E] with -inf outside each token's best groups (DeepSeek-V2, V3: node-limited routing).
 

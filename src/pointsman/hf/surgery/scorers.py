@@ -17,6 +17,9 @@ from pointsman.routing import RoutingContext
 
 CLASS_OPTIONS = {
     "capacity": "the model class never drops tokens",
+    "eval_capacity": "the model class never drops tokens",
+    "capacity_order": "the model class never drops tokens",
+    "capacity_scope": "the model class never drops tokens",
     "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
