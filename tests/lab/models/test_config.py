@@ -58,6 +58,7 @@ def test_presets_are_whole_settings():
         assert getattr(preset_config(name, 204), "vocab_size", 204) == 204
     assert preset_config("small", 204, num_experts=8).num_experts == 8
     assert preset_config("mutual-glam", 204).layout.sparse == {0, 2, 4}
+    assert preset_config("tiny-glam", 204).layout.sparse == {0, 2}
 
 
 def test_unknown_presets_and_settings_get_the_nearest_name():

@@ -61,14 +61,15 @@ def build_model(config: ModelConfig) -> Any:
     return family(config.family).build(config)
 
 
+_TINY = {
+    "num_layers": 2, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 128, "num_experts": 8, "dropout": 0.0,
+    "pre_norm": True, "init_std": 0.06,
+}  # fmt: skip
 _VMOE = {"family": "vit", "loss": "sigmoid", "representation": 512, "expert_dropout": 0.2, "equal_experts": True}
 _EVERY_2 = {"num_experts": 32, "moe_layers": "every:2:1"}
 
 MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {
-        "num_layers": 2, "dim": 128, "num_heads": 4, "head_dim": 32, "hidden_dim": 128, "num_experts": 8,
-        "dropout": 0.0, "pre_norm": True, "init_std": 0.06,
-    },
+    "tiny": _TINY,
     "tiny-decoder": {
         "family": "decoder", "num_layers": 2, "dim": 128, "num_heads": 4, "kv_heads": 2, "head_dim": 32,
         "hidden_dim": 88, "num_experts": 8, "qk_norm": "head", "init_std": 0.06,
@@ -110,6 +111,11 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mutual-glam": {
         "num_layers": 6, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352, "moe_layers": "every:2",
     },
+    "mutual-glam-code": {
+        "num_layers": 8, "dim": 352, "num_heads": 8, "head_dim": 44, "hidden_dim": 352, "moe_layers": "0,4",
+        "attention_only": (2, 3, 6, 7),
+    },
+    "tiny-glam": {**_TINY, "num_layers": 4, "moe_layers": "every:2"},
     "tiny-vit": {
         "family": "vit", "image_size": 32, "patch": 4, "num_classes": 10, "num_layers": 4, "dim": 128, "num_heads": 4,
         "head_dim": 32, "hidden_dim": 256, "expert_hidden_dim": 128, "pooling": "mean", "init_std": 0.06,
@@ -135,7 +141,7 @@ MODEL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 of its released recipe (without deepnorm). `tiny-decoder` has experts of about as many weights as `tiny`.
 `olmoe-1b-7b` and `qwen3-30b-a3b` are the published shapes, `deepseek-like` is DeepSeek-V3 with grouped-query attention
 in the place of its latent attention. `small`, `medium`, `large` are HyperRouter's (the paper's text), `mutual-*`
-Mutual-Inform's, `vmoe-SIZE-LAYOUT` V-MoE's (image size and classes become those of the data).
+Mutual-Inform's (`-code`: that of its code), `vmoe-SIZE-LAYOUT` V-MoE's (image size and classes become the data's).
 """
 
 PUBLISHED_ROUTERS: Mapping[str, str] = {

@@ -93,13 +93,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mutual-glam": {
         "steps": 80_000, **_MUTUAL, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5,
     },
+    "mutual-glam-code": {
+        "steps": 80_000, **_MUTUAL, "memory_length": 2048, "eval_memory_length": 2048, "learning_rate": 7e-5,
+    },
+    "tiny-glam": _TINY,
     "tiny-vit": _TINY_VIT,
     **dict.fromkeys(("vmoe-s32-last2", "vmoe-s32-every2", "vmoe-b16-every2", "vmoe-l16-every2", "vmoe-h14-every2"),
                     _VMOE),
 }  # fmt: skip
 """Training settings by preset.
 
-- `tiny`, `tiny-decoder`: chosen here for two CPU cores (docs/training.md says how).
+- `tiny`, `tiny-decoder`, `tiny-glam` (four layers, every second sparse): chosen here for two CPU cores
+  (docs/training.md says how).
 - `olmoe-1b-7b`, `qwen3-30b-a3b`, `deepseek-like`: shapes for costs and plans, or for `train --from`. Their training
   settings are placeholders of ours, not the published ones.
 - `tiny-mlm`: masked language modelling in four languages, chosen here for two CPU cores; 30 % of the pieces are masked
