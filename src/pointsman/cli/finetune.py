@@ -25,6 +25,7 @@ EPILOG = """examples:
   pointsman finetune runs/hyper --task sst2 --from-scratch      # the control: the same model, fresh weights
   pointsman finetune runs/xmoe --task banking77 --freeze router,experts --balance 0,0.001,0.01,0.1 --seeds 5
   pointsman finetune runs/hyper --task reviews.csv:text=body:label=stars --steps 500
+  pointsman finetune runs/vmoe --task cifar10-10k:size=64 --epochs 2      # images, at another size
 
 tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
 Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
@@ -154,12 +155,18 @@ def settings_of(
 
 
 def run(arguments: Sequence[str]) -> int:
-    values = parser().read(arguments)
+    flags = parser()
+    values = flags.read(arguments)
     if not values.task:
         raise RunError("pointsman finetune: --task is missing: sst2, sst2-glue, sst5, imdb, banking77 or a file")
     if values.steps and values.epochs:
         raise RunError("pointsman finetune: --steps and --epochs exclude each other")
     device = choose_device(values.device)
+    from pointsman.lab.runs.directory import RunDirectory
+    from pointsman.lab.training.config import RunConfig
+
+    if not RunDirectory(values.run).config(RunConfig).model.reads_tokens:
+        return run_images(flags, values, device)
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.lab.finetuning import finetune
     from pointsman.lab.finetuning.run import finetuned_path, open_task
@@ -197,6 +204,29 @@ def run(arguments: Sequence[str]) -> int:
     for name, runs in found.items():
         if table := LanguageTable.of(runs, f"xtreme-{name}"):
             print(f"\n{table.text()}", end="")
+    return 0
+
+
+TEXT_FLAGS = ("--task-top-k", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds")
+
+
+def run_images(flags: Parser, values: argparse.Namespace, device: str) -> int:
+    """Fine-tunes a run on images."""
+    from pointsman.cli.evaluate import table
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman.lab.finetuning.images import finetune_images
+
+    flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
+    changes: dict[str, Any] = dict(overrides(values.set))
+    given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
+    changes |= {key: value for key, value in given.items() if value is not None}
+    with Display() as display, stop_on_signals() as stop:
+        result = finetune_images(
+            values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
+            device=device, progress=display, monitor=RoutingMonitor, stop=stop,
+        )  # fmt: skip
+    print(table(result.evaluation["results"]))
+    print(f"\nrun: {result.out}", file=sys.stderr)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+from pointsman.cli.main import main
 from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.lab.finetuning.images import finetune_images
 from pointsman.lab.models.vit import VisionTransformerConfig
 from pointsman.lab.progress import Quiet
 from pointsman.lab.recipes import preset
@@ -213,5 +215,13 @@ def test_another_size_takes_over_trained_weights(settings: Settings, tmp_path: P
     assert larger.model.tokens == 16
     own = model.state_dict()
     assert all(torch.equal(own[name], value) for name, value in trained.items() if "position" not in name)
-    result = train(replace(config, data=f"{config.data}:size=16", steps=1), tmp_path / "larger", task=task)
-    assert result.evaluation["results"][0]["tokens"] == 18 * 16
+    words = ["finetune", str(tmp_path / "run"), "--task", f"{config.data}:size=16", "--steps", "2"]
+    for _ in range(2):  # the second call finds it done
+        assert main([*words, "--out", str(tmp_path / "larger")]) == 0
+    larger_run = load_run(tmp_path / "larger")
+    assert (larger_run.config.model.image_size, larger_run.config.learning_rate) == (16, 1e-4)
+    record = json.loads((tmp_path / "larger" / "evaluation.json").read_text())
+    assert record["results"][0]["tokens"] == 18 * 16
+    with pytest.raises(RunError, match="the model is that of the trained run"):
+        finetune_images(tmp_path / "run", config.data, settings={"model.dim": 8})
+    assert main([*words, "--pooling", "mean"]) == 2
