@@ -13,6 +13,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.robust import run_robust
 
 EPILOG = """examples:
   pointsman evaluate runs/hyper --top-k 1,2,4,8
@@ -20,6 +21,7 @@ EPILOG = """examples:
   pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05,0.1
   pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
   pointsman evaluate runs/compare-enwik8-tiny --attack word      # every run of a comparison, and its tables
+  pointsman evaluate runs/compare-cifar10-10k-tiny-vit --robust c      # corrupted images
 """
 
 
@@ -36,6 +38,11 @@ def parser() -> Parser:
         "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
     )
     add_attack_flags(flags)
+    flags.add_argument(
+        "--robust",
+        metavar="KIND[:PATH]",
+        help="of image runs: c (corruptions), a, r (other pictures of the classes), o (outliers), hard, pgd, fgsm",
+    )
     flags.common(
         "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
         settings="how to evaluate: " + ", ".join(SETTINGS),
@@ -53,6 +60,10 @@ def run(arguments: Sequence[str]) -> int:
         if key not in SETTINGS:
             raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
     device = choose_device(values.device)
+    if values.robust:
+        if changes or values.attack:
+            raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
+        return run_robust(values, device)
     if not values.attack and crosslingual(values.run):
         if changes or values.data:
             raise RunError("pointsman evaluate: --set and --data have no effect on fine-tuned runs; leave them out")

@@ -16,14 +16,19 @@ from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import protocol, sections, series
 from pointsman.lab.report.diagnosed import diagnosis_grid
+<<<<<<< HEAD
 from pointsman.lab.report.inside import inside
+=======
+from pointsman.lab.report.inside import inside, short_layer
+from pointsman.lab.report.pictures import pictures
+>>>>>>> 0d43ceb (Image robustness: evaluate --robust, its tables and the page)
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
 
 if TYPE_CHECKING:
     from pointsman.lab.report.paper import PaperTables
 
-SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
+SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js", "pictures.js")
 
 
 def write_report(
@@ -69,14 +74,19 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 def render(comparison: Comparison, *, baseline: str | None = None) -> str:
     """The page as a string."""
     table = ComparisonTable.of(comparison, baseline=baseline)
-    found = {"tasks": sections.tasks(comparison, baseline=baseline), "attacks": sections.attacks(comparison)}
+    found = {
+        "tasks": sections.tasks(comparison, baseline=baseline),
+        "attacks": sections.attacks(comparison),
+        "robust": sections.robust(comparison),
+    }
     data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
+    data["pictures"] = pictures(comparison)
     return fill(
         "page.html.j2",
         javascript="\n".join(asset(name) for name in SCRIPTS),
         json=embed(data),
         data=data,
-        **context(comparison, table, data),
+        **context(comparison, table, data, robust=bool(found["robust"])),
         **found,
     )
 
@@ -116,8 +126,10 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
     }
 
 
-def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the template; `data` is for the scripts."""
+def context(
+    comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any], *, robust: bool = False
+) -> dict[str, Any]:
+    """The values of the template; `data` is for the scripts. `robust`: whether there are tables of shifted images."""
     routing = data["inside"]
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
@@ -125,6 +137,8 @@ def context(comparison: Comparison, table: ComparisonTable, data: Mapping[str, A
     shown = [("result", "Result")]
     shown += [("training", "Training")] if trained else []
     shown += [("routing", "Routing")] if any_routing else []
+    shown += [("patches", "Patches")] if data["pictures"] else []
+    shown += [("robust", "Robustness")] if robust else []
     shown += [("tasks", "Tasks")] if data["tasks"] else []
     shown += [("attacks", "Attacks")] if data["attacks"] else []
     shown += [("explore", "Explorer")] if explorer else []

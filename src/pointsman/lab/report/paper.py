@@ -159,6 +159,8 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
 
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
     """This run's figure for a cell; None unless data, split, k and quantity agree."""
+    if column.shift is not None:
+        return _shifted(run, column.shift, column.top_k or line.top_k)
     wanted = column.task if column.task is not None else table.data
     if not wanted or column.quantity in (*COUNTED, "none"):
         return None
@@ -178,6 +180,20 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
         return finite(row.get("exact_match"))
     same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
     return finite(row.get("value")) if same else None
+
+
+def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
+    """Accuracy of a run on images at this k: on its own test part ("clean") or on shifted images."""
+    if run.family != "vit":
+        return None
+    if shift == "clean":
+        return finite(run.results().get(top_k or 0, {}).get("value"))
+    for file in sorted(run.path.glob(f"robust-{shift}*.json")):
+        rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
+        values = [value for row in rows if (value := finite(row.get("value"))) is not None]
+        if values:
+            return math.fsum(values) / len(values)
+    return None
 
 
 def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
@@ -224,6 +240,8 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
     told = preset if steps is None else f"{preset}, {steps:,} steps"
+    if run.family == "vit":
+        told = f"{told}, {dataset(run)}"
     if preset in table.presets and (table.steps is None or steps == table.steps) and _has_settings_of(run, preset):
         return told
     return f"{told} (not the paper's setting)"

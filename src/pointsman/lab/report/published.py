@@ -5,7 +5,7 @@ name, citation, link
 [routers]  name = [spec, …]             specs that several lines share
 [[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
            data, presets, steps, note, decimals
-column     name, and optionally top_k, split, attacked, task, layer, quantity
+column     name, and optionally top_k, split, attacked, task, shift, layer, quantity
 line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
 """
 
@@ -49,6 +49,7 @@ class Column:
         name: as printed.
         top_k: experts a token; None: the line's, or all (k = N).
         split: of the data. attacked: on word-swapped text. task: instead of the table's data.
+        shift: of a run on images: "clean", its own test images, or a kind of `evaluate RUN --robust`.
         layer: for a quantity of one router, counted from 0.
         quantity: "value" (the table's metric), "entropy", "exact_match", one of `COUNTED`, or "none": not in any run
             directory.
@@ -59,6 +60,7 @@ class Column:
     split: str = "test"
     attacked: bool = False
     task: str | None = None
+    shift: str | None = None
     layer: int | None = None
     quantity: str = "value"
 

@@ -23,11 +23,13 @@ from pointsman.diagnostics.observe import evaluating, observe_routing
 from pointsman.diagnostics.samples import pack
 from pointsman.lab.data.vocabulary import END_OF_LINE
 from pointsman.lab.models.transformer_xl import Memory
+from pointsman.lab.report import pictures
 from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.paths import CHECKPOINTS, EXPLORER
+from pointsman.lab.runs.record import RunRecord
 from pointsman.lab.training.run import load_run
 from pointsman.ops.kernels import using
 from pointsman.routers.registry import has_one_k
@@ -92,7 +94,8 @@ def collect_samples(
 
 
 def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
-    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date.
+    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date; for
+    runs on images `pictures.collect_pictures`.
 
     Out of date: of another checkpoint than the evaluation, or with another kind of map. A run that cannot be sampled
     (no checkpoint, no data) is skipped; `note` is told why.
@@ -104,20 +107,29 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
             continue
         if run.is_audit:
             continue  # it has its own, or none
-        found = run.explorer
-        if found and not (run.path / CHECKPOINTS).is_dir():
-            continue
-        method_of_map = (found.get("map") or {}).get("method")
-        checkpoint = run.evaluation.get("checkpoint")
-        if readable(found) and found.get("checkpoint") == checkpoint and method_of_map == wanted:
+        images = run.family == "vit"
+        if pictures.is_current(run) if images else _is_current(run, wanted):
             continue
         try:
             if note:
                 note(f"sampling the routing of {router}")
-            collect_samples(run.path, method=method)
+            if images:
+                pictures.collect_pictures(run.path)
+            else:
+                collect_samples(run.path, method=method)
         except RunError as error:
             if note:
                 note(f"no sample of {router}: {error}")
+
+
+def _is_current(run: RunRecord, method: str) -> bool:
+    """Whether explorer.json is of this kind and of the evaluation's checkpoint, or cannot be made anew."""
+    found = run.explorer
+    if found and not (run.path / CHECKPOINTS).is_dir():
+        return True
+    method_of_map = (found.get("map") or {}).get("method")
+    checkpoint = run.evaluation.get("checkpoint")
+    return readable(found) and found.get("checkpoint") == checkpoint and bool(method_of_map == method)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import series
 from pointsman.lab.report.attack_table import AttackTable, attack_tables
+from pointsman.lab.report.robust_table import RobustTable, robust_tables
 from pointsman.lab.report.tables import Cell
 from pointsman.lab.report.task_table import FROM_SCRATCH, PUBLISHED, ROUTING, ROUTING_KEYS, TaskTable, variants
 from pointsman.lab.runs.comparison import Comparison
@@ -152,6 +153,46 @@ def _curves(table: AttackTable, k: int, *, unmarked: bool, rise: bool) -> list[d
     return series.drawn(curves)
 
 
+def robust(comparison: Comparison) -> list[dict[str, Any]]:
+    """One entry for each kind of shifted images."""
+    return [
+        {
+            "id": f"robust-{i}",
+            "name": table.title,
+            "grids": table.grids,
+            "note": table.note,
+            "by_corruption": table.by_corruption,
+            "chart": _severity_chart(table) if table.severities else None,
+        }
+        for i, table in enumerate(robust_tables(comparison))
+    ]
+
+
+def _severity_chart(table: RobustTable) -> dict[str, Any]:
+    """Accuracy against severity of every router, for each corruption and for their mean."""
+    names = list(dict.fromkeys(name for of in table.severities.values() for name in of))
+    names.sort(key=bool)  # the mean first
+
+    def curves(name: str, *, drop: bool) -> list[dict[str, Any]]:
+        found = []
+        for router, of in table.severities.items():
+            cells = of.get(name, {})
+            start = cells.get(0, Cell({}))
+            points = [
+                point
+                for severity, cell in cells.items()
+                if (point := series.cell_point(severity, cell.minus(start) if drop else cell, 100.0))
+            ]
+            if points:
+                found.append({"name": router, "points": points})
+        return found
+
+    return {
+        "choices": [[name, name.replace("_", " ") or "mean over all"] for name in names],
+        "of": {shown: {name: curves(name, drop=shown == "drop") for name in names} for shown in ("value", "drop")},
+    }
+
+
 def charts(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The part of these entries for the scripts."""
-    return [{"id": one["id"], "name": one["name"], **one["chart"]} for one in entries]
+    return [{"id": one["id"], "name": one["name"], **one["chart"]} for one in entries if one["chart"]]

@@ -61,6 +61,12 @@ class RunRecord:
         return steps if isinstance(steps, int) else None
 
     @property
+    def family(self) -> str | None:
+        """Of the model; None where config.json names none (an older run's)."""
+        value = self.config.get("model", {}).get("family")
+        return value if isinstance(value, str) else None
+
+    @property
     def num_experts(self) -> int | None:
         value = self.config.get("model", {}).get("num_experts")
         return value if isinstance(value, int) else None

@@ -69,7 +69,7 @@ function drawChoices(id, groups, specOf) {
     logs.replaceChildren();
     lineChart(holder, { controls: logs, ...specOf(...chosen) });
   }
-  groups.forEach(([name, options], i) => { if (options.length > 1) bar.append(choice(name, options, chosen[i], (value) => { chosen[i] = value; draw(); })); });
+  groups.forEach(([name, options], i) => { if (options.length > 1) bar.append((options.length > 8 ? menu : choice)(name, options, chosen[i], (value) => { chosen[i] = value; draw(); })); });
   bar.append(logs);
   root.append(holder);
   draw();
@@ -83,6 +83,13 @@ function drawAttack(attack) {
   drawChoices(attack.id, [["k", attack.ks, last], ["targets", attack.counts, "all"], ["shown", shown, "value"]], (k, count, value) => ({
     series: stylish(attack.of[value][count][k]), zero: value === "rise", xLabel: "share attacked (%)", yLabel: (value === "rise" ? "change in " : "") + attack.label,
     label: `${attack.name}: ${attack.label} against the share attacked`, format: (p) => withSpread(p, attack.decimals, value === "rise"), xName: (x) => x ? `${x} % attacked` : "clean" }));
+}
+
+function drawRobust(part) {
+  const shown = [["value", "as measured"], ["drop", "change from clean"]];
+  drawChoices(part.id, [["corruption", part.choices, ""], ["shown", shown, "value"]], (corruption, value) => ({
+    series: stylish(part.of[value][corruption]), zero: value === "drop", xLabel: "severity", xNames: ["clean", "1", "2", "3", "4", "5"], yLabel: value === "drop" ? "change in accuracy (%)" : "accuracy (%)",
+    label: `${part.name}: accuracy against severity`, format: (p) => withSpread(p, 2, value === "drop"), xName: (x) => x ? `severity ${x}` : "clean" }));
 }
 
 function drawByLayer(id, data, yLabel, label) {
@@ -121,3 +128,4 @@ drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "
 drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");
 DATA.tasks.forEach(drawTask);
 DATA.attacks.forEach(drawAttack);
+DATA.robust.forEach(drawRobust);

@@ -1,0 +1,135 @@
+"""Figures of robust image classification: corruption error, detection of outliers, calibration.
+
+Sources: ImageNet-C (Hendrycks and Dietterich 2019), ImageNet-A and -O (Hendrycks et al. 2021, natural-adv-examples),
+ImageNet-R (imagenet-r).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+ALEXNET: Mapping[str, float] = MappingProxyType(
+    {
+        "gaussian_noise": 0.886428, "shot_noise": 0.894468, "impulse_noise": 0.922640, "defocus_blur": 0.819880,
+        "glass_blur": 0.826268, "motion_blur": 0.785948, "zoom_blur": 0.798360, "snow": 0.866816, "frost": 0.826572,
+        "fog": 0.819324, "brightness": 0.564592, "contrast": 0.853204, "elastic_transform": 0.646056,
+        "pixelate": 0.717840, "jpeg_compression": 0.606500,
+    }
+)  # fmt: skip
+"""Mean error of AlexNet over the five severities of ImageNet-C."""
+
+
+def corruption_error(errors: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]]) -> float:
+    """mCE: the mean over corruptions of (sum of errors over severities) / (that of the reference).
+
+    Args:
+        errors: corruption -> error (0 to 1) at each severity.
+        reference: the same of the reference model, or one mean error a corruption (`ALEXNET`).
+
+    Raises:
+        ValueError: corruptions differ, or the reference makes no error on one.
+    """
+    if errors.keys() != reference.keys():
+        raise ValueError(f"corruptions differ: {sorted(errors.keys() ^ reference.keys())}")
+    ratios = []
+    for name, own in errors.items():
+        other = float(np.mean(reference[name]))
+        if not other:
+            raise ValueError(f"the reference makes no error on {name}: there is no ratio")
+        ratios.append(float(np.mean(own)) / other)
+    return float(np.mean(ratios))
+
+
+def relative_corruption_error(
+    errors: Mapping[str, Sequence[float]],
+    clean: float,
+    reference: Mapping[str, Sequence[float]],
+    reference_clean: float,
+) -> float | None:
+    """Relative mCE: as `corruption_error`, of the rise of each error over the clean one; None where none rises."""
+    ratios = []
+    for name, own in errors.items():
+        other = float(np.mean(reference[name])) - reference_clean
+        if other <= 0:
+            return None
+        ratios.append((float(np.mean(own)) - clean) / other)
+    return float(np.mean(ratios)) if ratios else None
+
+
+def average_precision(scores: Numbers, positive: NDArray[np.bool_]) -> float:
+    """AUPR: sum over thresholds of (recall_n - recall_(n - 1)) precision_n; equal scores are one threshold."""
+    hits, false = _counts(scores, positive)
+    recall = hits / hits[-1]
+    precision = hits / (hits + false)
+    return float(np.sum(np.diff(np.concatenate([[0.0], recall])) * precision))
+
+
+def auroc(scores: Numbers, positive: NDArray[np.bool_]) -> float:
+    """Area under the ROC curve: the chance that a positive scores above a negative, ties counted half."""
+    hits, false = _counts(scores, positive)
+    recall = np.concatenate([[0.0], hits / hits[-1]])
+    fall_out = np.concatenate([[0.0], false / false[-1]])
+    return float(np.sum(np.diff(fall_out) * (recall[1:] + recall[:-1]) / 2))
+
+
+def false_positive_rate(scores: Numbers, positive: NDArray[np.bool_], recall: float = 0.95) -> float:
+    """The share of negatives above the highest threshold at which this share of the positives is found (FPR95)."""
+    hits, false = _counts(scores, positive)
+    place = int(np.searchsorted(hits, np.ceil(recall * hits[-1] - 1e-9)))
+    return float(false[place] / false[-1])
+
+
+def _counts(scores: Numbers, positive: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
+    """Positives and negatives at or above each distinct score, from the highest on."""
+    positive = np.asarray(positive, dtype=bool)
+    if not positive.any() or positive.all():
+        raise ValueError("detection needs at least one positive and one negative")
+    order = np.argsort(-scores, kind="stable")
+    ordered, found = scores[order], positive[order]
+    last = np.append(np.flatnonzero(np.diff(ordered)), len(ordered) - 1)
+    hits = np.cumsum(found, dtype=np.float64)[last]
+    return hits, last + 1 - hits
+
+
+def rms_calibration_error(confidence: Numbers, right: NDArray[np.bool_], size: int = 100) -> float:
+    """sqrt(sum over bins b of n_b / n (accuracy_b - confidence_b)^2), bins of `size` images by rising confidence.
+
+    The published loop leaves the last bin out; this one counts it.
+    """
+    order = np.argsort(confidence, kind="stable")
+    edges = range(size, len(order), size)
+    errors = [
+        len(part) * (float(right[part].mean()) - float(confidence[part].mean())) ** 2 for part in np.split(order, edges)
+    ]
+    return float(np.sqrt(sum(errors) / len(order)))
+
+
+def expected_calibration_error(confidence: Numbers, right: NDArray[np.bool_], bins: int = 15) -> float:
+    """ECE: sum over bins of equal width of n_b / n |accuracy_b - confidence_b| (Guo et al. 2017)."""
+    bin_of = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    error = 0.0
+    for index in np.unique(bin_of):
+        inside = bin_of == index
+        error += inside.sum() * abs(float(right[inside].mean()) - float(confidence[inside].mean()))
+    return error / len(confidence)
+
+
+def response_rate_accuracy(confidence: Numbers, right: NDArray[np.bool_]) -> float:
+    """AURRA: the mean over response rates n' / n of the accuracy on the n' most confident images."""
+    order = np.argsort(-confidence, kind="stable")
+    return float(np.mean(np.cumsum(right[order]) / np.arange(1, len(order) + 1)))
+
+
+def calibration(confidence: Numbers, right: NDArray[np.bool_]) -> dict[str, float]:
+    """{"rms", "ece", "aurra"} of a classifier."""
+    return {
+        "rms": rms_calibration_error(confidence, right),
+        "ece": expected_calibration_error(confidence, right),
+        "aurra": response_rate_accuracy(confidence, right),
+    }
