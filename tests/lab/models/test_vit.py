@@ -148,3 +148,23 @@ def test_bad_shapes_are_one_line() -> None:
         build(pooling="meen")
     with pytest.raises(ValueError, match=r"images must be \[B, 3, 16, 16\], got \[1, 3, 8, 8\]"):
         build()(torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("router", ["plain", "vmoe+attention:heads=lowest-entropy-sequence"])
+def test_memory_is_linear_in_the_batch(router: str) -> None:
+    model = build(router=router).train()
+
+    def kept(batch: int) -> int:
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(torch.rand(batch, 3, 16, 16)).sum()
+            total = sum(seen.values())
+        loss.backward()
+        return total
+
+    assert kept(32) < 4.2 * kept(8)
