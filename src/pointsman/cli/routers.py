@@ -98,17 +98,25 @@ def explain(name: str) -> str:
 
 def cost(values: argparse.Namespace) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
-    from pointsman.lab.models.cost import cost_table
+    from pointsman.lab.models.cost import Protocol, cost_table
     from pointsman.lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
     from pointsman.lab.recipes import preset
-    from pointsman.routers.registry import BASELINES, list_routers
+    from pointsman.routers.registry import BASELINES, build_router, list_routers
 
     changed = preset(values.preset).with_overrides(overrides(values.set))
     vocabulary = values.vocabulary or PUBLISHED_VOCABULARIES.get(values.preset, 204)
-    config = changed.with_vocabulary(vocabulary).model
+    config: Any = changed.with_vocabulary(vocabulary).model
     own = PUBLISHED_ROUTERS.get(values.preset, "smoe")
-    specs = [values.name] if values.name else [own, *(name for name in list_routers() if name != own), *BASELINES]
-    rows = cost_table(config, specs)
+    others = [name for name in list_routers() if name != own]
+    protocol, title, size = None, FLOPS_TITLE, f"vocabulary {vocabulary}"
+    if not config.reads_tokens:
+        others = [
+            one for one in others if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs
+        ]
+        protocol, size = Protocol(100, config.tokens, 0), f"{config.image_size} x {config.image_size} pixels"
+        title = f"inference FLOPs in 1e10 of 100 images of {config.tokens} patches"
+    specs = [values.name] if values.name else [own, *others, *BASELINES]
+    rows = cost_table(config, specs, protocol=protocol)
     ks = sorted({k for row in rows for k in row.flops})
     parameters = [["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]]
     flops = [["router", *(f"k = {k}" for k in ks)]]
@@ -121,8 +129,8 @@ def cost(values: argparse.Namespace) -> str:
     parts = [["component of the backbone", "parameters"]]
     for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
         parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
-    head = f"preset {values.preset}, vocabulary {vocabulary}, {config.num_experts} experts"
-    tables = ["parameters\n" + aligned(parameters), aligned(parts), FLOPS_TITLE + "\n" + aligned(flops)]
+    head = f"preset {values.preset}, {size}, {config.num_experts} experts"
+    tables = ["parameters\n" + aligned(parameters), aligned(parts), title + "\n" + aligned(flops)]
     return "\n\n".join([head, *tables])
 
 
