@@ -210,14 +210,14 @@ def run(arguments: Sequence[str]) -> int:
 TEXT_FLAGS = ("--task-top-k", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds")
 
 
-def run_images(flags: Parser, values: argparse.Namespace, device: str) -> int:
+def run_images(flags: options.Parser, values: argparse.Namespace, device: str) -> int:
     """Fine-tunes a run on images."""
     from pointsman.cli.evaluate import table
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.lab.finetuning.images import finetune_images
 
     flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
-    changes: dict[str, Any] = dict(overrides(values.set))
+    changes: dict[str, Any] = dict(options.overrides(values.set))
     given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
     changes |= {key: value for key, value in given.items() if value is not None}
     with Display() as display, stop_on_signals() as stop:

@@ -16,12 +16,8 @@ from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import protocol, sections, series
 from pointsman.lab.report.diagnosed import diagnosis_grid
-<<<<<<< HEAD
 from pointsman.lab.report.inside import inside
-=======
-from pointsman.lab.report.inside import inside, short_layer
 from pointsman.lab.report.pictures import pictures
->>>>>>> 0d43ceb (Image robustness: evaluate --robust, its tables and the page)
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read
 

@@ -18,7 +18,7 @@ from pointsman.control import named_routers
 from pointsman.diagnostics.base import first_choice, join_routings
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.layouts import Pixels
-from pointsman.lab.report.inside import short_layer
+from pointsman.lab.report.series import short_layer
 from pointsman.lab.robustness.image_sources import chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, look
 from pointsman.lab.runs.comparison import Comparison
