@@ -125,45 +125,83 @@ class _Products:
     def of(cls, query: Tensor, gemm: Gemm | None) -> _Products:
         return cls(gemm if gemm is ONEDNN and query.shape[1] >= 16 and query.dtype == torch.float32 else None)
 
-    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-        """query [n, rows, D], key [1 or n, keys, D], bias [n, keys]: [n, rows, keys]."""
+    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """query [n, rows, D], key [1 or n, keys, D], bias [n, keys]: [n, rows, keys], in `out` if it is given."""
         if self.gemm is None:
-            product = query @ key.transpose(1, 2)
-            return product if bias is None else product + bias[:, None]
-        if len(key) == 1:
-            rows = query.reshape(-1, query.shape[-1])
-            product = self.gemm.linear(rows, key[0], None if bias is None else bias[0])
-            return product.view(*query.shape[:2], key.shape[1])
-        product = query.new_empty(*query.shape[:2], key.shape[1])
-        for index in range(len(query)):
-            product[index] = self.gemm.linear(query[index], key[index], None if bias is None else bias[index])
-        return product
+            turned = key.transpose(1, 2)
+            product = query @ turned if out is None else torch.bmm(query, turned.expand(len(query), -1, -1), out=out)
+            return product if bias is None else product.add_(bias[:, None])
+        if out is None:
+            out = query.new_empty(*query.shape[:2], key.shape[1])
+        together = len(key) == 1 and len(query) > 1
+        rows, to = (query.flatten(0, 1)[None], out.flatten(0, 1)[None]) if together else (query, out)
+        for index in range(len(rows)):
+            for part in _tiles(key.shape[1]):
+                add = None if bias is None else bias[index, part]
+                to[index, :, part] = self.gemm.linear(rows[index], key[index, part], add)
+        return out
 
     def times(self, weights: Tensor, value: Tensor) -> Tensor:
         """weights [n, rows, keys], value [1 or n, keys, E]: [n, rows, E]."""
-        return weights @ value if self.gemm is None else self.scores(weights, value.transpose(1, 2))
+        if self.gemm is None:
+            return weights @ value
+        turned = value.transpose(1, 2)
+        each = (turned[index if len(turned) > 1 else 0] for index in range(len(weights)))
+        return torch.stack([self.gemm.linear(one, other) for one, other in zip(weights, each, strict=True)])
 
     def add_inner(self, total: Tensor, rows: Tensor, weights: Tensor) -> None:
         """total [1 or n, D, keys] += the sum over rows of rows [n, rows, D] times weights [n, rows, keys]."""
-        if self.gemm is None:
-            total += (rows.transpose(1, 2) @ weights).sum_to_size(total.shape)
-        elif len(total) == 1:
-            one, other = rows.reshape(-1, rows.shape[-1]), weights.reshape(-1, weights.shape[-1])
-            total[0] += self.gemm.linear(one.t().contiguous(), other.t())
-        else:
-            for index in range(len(rows)):
-                total[index] += self.gemm.linear(rows[index].t().contiguous(), weights[index].t())
+        if len(total) == 1:
+            rows, weights = rows.flatten(0, 1)[None], weights.flatten(0, 1)[None]
+        for index in range(len(rows)):
+            one = rows[index].t().contiguous()
+            for part in _tiles(weights.shape[-1]):
+                other = weights[index, :, part]
+                total[index, :, part] += one @ other if self.gemm is None else self.gemm.linear(one, other.t())
 
 
-def _scores(products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int) -> Tensor:
-    """Scores of a block [n, rows, keys seen], nothing hidden yet."""
+TILE = 2048
+"""Keys of one product: what a product allocates has one size, whatever a block sees."""
+
+
+def _tiles(keys: int) -> list[slice]:
+    return [slice(start, min(start + TILE, keys)) for start in range(0, keys, TILE)]
+
+
+class _Workspace:
+    """Memory of blocks of scores, made once for all blocks of a group.
+
+    Under causality each block is larger than the one before. Memory of its own for each fragments the heap of glibc:
+    at 16,384 tokens a gigabyte in pieces too small for the next block.
+    """
+
+    def __init__(self, prepared: Prepared, visible: Visible) -> None:
+        blocks = visible.blocks(prepared.query.device)
+        rows = max((stop - start for start, stop in blocks), default=0)
+        self.query, self.cells = prepared.query, len(prepared.query) * rows * (visible.keys + 1)
+        self.parts: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, keys: int) -> Tensor:
+        """[n, rows, keys] of the memory called `name`, not initialised."""
+        if name not in self.parts:
+            self.parts[name] = self.query.new_empty(self.cells)
+        count = len(self.query)
+        return self.parts[name][: count * rows * keys].view(count, rows, keys)
+
+
+def _scores(
+    products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int, work: _Workspace | None = None
+) -> Tensor:
+    """Scores of a block [n, rows, keys seen], nothing hidden yet; in the workspace if there is one."""
     seen = visible.seen(stop)
     bias = None if prepared.key_bias is None else prepared.key_bias[:, :seen]
-    scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias)
+    own = None if work is None else work("scores", stop - start, seen)
+    scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias, own)
     if prepared.position_query is not None:
         rows = prepared.position_query[:, start:stop]
         assert prepared.positions is not None
-        scores += by_key(products.scores(rows, prepared.positions[:, -seen - 1 :]))
+        other = None if work is None else work("positions", stop - start, seen + 1)
+        scores += by_key(products.scores(rows, prepared.positions[:, -seen - 1 :], out=other))
     return scores
 
 
@@ -186,15 +224,18 @@ class _Inform(torch.autograd.Function):
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             visible = options.visible.of(group)
             prepared = options.prepare(*_sliced(inputs, options.batched, group))
-            products = _Products.of(prepared.query, options.gemm)
+            products, work = _Products.of(prepared.query, options.gemm), _Workspace(prepared, visible)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
-                scores = visible.hide_(_scores(products, prepared, visible, start, stop), start)
-                if options.normalization:
-                    lse.append(torch.logsumexp(scores, -1))
+                scores = visible.hide_(_scores(products, prepared, visible, start, stop, work), start)
+                largest = scores.amax(-1) if options.normalization else None
+                weights = torch.softmax(scores, -1, out=scores)
+                if largest is not None:
+                    # the largest weight is 1 / the sum of exp(score - largest)
+                    lse.append(largest - weights.amax(-1).log())
                 if prepared.value is not None:
-                    weights = torch.softmax(scores, -1)
                     out.append(products.times(weights, prepared.value[:, : scores.shape[-1]]))
+            del work
             sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
         ctx.options = options
@@ -246,7 +287,7 @@ def _backward(
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
     query, key, value, key_bias, position_query, positions = prepared
-    products = _Products.of(query, gemm)
+    products, work = _Products.of(query, gemm), _Workspace(prepared, visible)
     dquery = torch.empty_like(query)
     dposition_query = None if position_query is None else torch.empty_like(position_query)
     dkey, dvalue, dpositions = (_turned_zeros(tensor) for tensor in (key, value, positions))
@@ -254,17 +295,19 @@ def _backward(
     assert dkey is not None
     for start, stop in visible.blocks(query.device):
         seen, rows = visible.seen(stop), query[:, start:stop]
-        weights = torch.softmax(visible.hide_(_scores(products, prepared, visible, start, stop), start), -1)
+        scores = visible.hide_(_scores(products, prepared, visible, start, stop, work), start)
+        weights = torch.softmax(scores, -1, out=scores)
         through: Tensor | None = None
         if value is not None and dvalue is not None and out_gradient is not None:
             upper = out_gradient[:, start:stop]
-            through = torch._softmax_backward_data(products.scores(upper, value[:, :seen]), weights, -1, weights.dtype)
+            through = products.scores(upper, value[:, :seen], out=work("through", stop - start, seen))
+            torch.ops.aten._softmax_backward_data.out(through, weights, -1, weights.dtype, grad_input=through)
             products.add_inner(dvalue[:, :, :seen], upper, weights)
         if lse_gradient is not None:
-            direct = weights * lse_gradient[:, start:stop, None]
+            direct = weights.mul_(lse_gradient[:, start:stop, None])
             through = direct if through is None else through.add_(direct)
         if through is None:
-            through = torch.zeros_like(weights)
+            through = weights.zero_()
         dquery[:, start:stop] = products.times(through, key[:, :seen])
         products.add_inner(dkey[:, :, :seen], rows, through)
         if dkey_bias is not None:
@@ -272,7 +315,7 @@ def _backward(
         if position_query is not None and positions is not None:
             assert dposition_query is not None
             assert dpositions is not None
-            by_distance = through.new_zeros(*through.shape[:2], seen + 1)
+            by_distance = work("positions", stop - start, seen + 1).zero_()
             by_key(by_distance).copy_(through)
             dposition_query[:, start:stop] = products.times(by_distance, positions[:, -seen - 1 :])
             products.add_inner(dpositions[:, :, -seen - 1 :], position_query[:, start:stop], by_distance)
