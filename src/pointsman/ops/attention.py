@@ -28,6 +28,7 @@ MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys al
 ROWS = 256  # query rows in a block
 SINGLE = 2**21  # multiply-adds that keep all cores busy: from here on a block holds one sequence
 CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26  # scores in memory at once; on a CPU they fit into cache
+TILE = 2048  # keys of one product of the run's own kind: what it allocates has one size, whatever a block sees
 
 Heads = tuple[Tensor, ...]
 """One tensor for each head."""
@@ -119,12 +120,34 @@ class _Products:
         # one row more, for the distance -1: `by_key` needs rows of seen + 1 entries
         self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], 1, positions.shape[2])], 1)
         self.padded = None if key_mask is None else ~key_mask
+        self.work: dict[str, Tensor] = {}
 
-    def by_transpose(self, left: Tensor, right: Tensor) -> Tensor:
-        """left right': [N, a, d], [N, b, d] -> [N, a, b]. One pair goes through the run's products, several as bmm."""
+    def memory(self, name: str, *shape: int) -> Tensor:
+        """Not initialised; the memory called `name` is the same for all blocks, of which the first is the largest.
+
+        Blocks differ in size. Memory of its own for each fragments the heap of glibc: at 16,384 tokens most of what
+        the process holds would be pieces too small for the next block.
+        """
+        if torch.compiler.is_compiling():
+            return self.query.new_empty(shape)
+        size = math.prod(shape)
+        if name not in self.work or len(self.work[name]) < size:
+            self.work[name] = self.query.new_empty(size)
+        return self.work[name][:size].view(shape)
+
+    def by_transpose(self, left: Tensor, right: Tensor, name: str) -> Tensor:
+        """left right' in the memory called `name`: [N, a, d], [N, b, d] -> [N, a, b]. One pair goes through the run's
+        products, several as bmm."""
         if self.gemm is not None and len(left) == 1:
-            return self.gemm.linear(left[0], right[0])[None]
-        return torch.bmm(left, right.transpose(1, 2))
+            if right.shape[1] <= TILE:
+                return self.gemm.linear(left[0], right[0])[None]
+            output = self.memory(name, *left.shape[:2], right.shape[1])
+            for part in _tiles(right.shape[1]):
+                self.gemm.linear_into(output[0, :, part], left[0], right[0, part])
+            return output
+        if torch.compiler.is_compiling():
+            return torch.bmm(left, right.transpose(1, 2))
+        return torch.bmm(left, right.transpose(1, 2), out=self.memory(name, *left.shape[:2], right.shape[1]))
 
     def plain(self, left: Tensor, right: Tensor) -> Tensor:
         """left right: [N, a, b], [N, b, d] -> [N, a, d]."""
@@ -161,18 +184,25 @@ class _Products:
     def probabilities(self, block: _Block, content: Tensor, position: Tensor, keys: Tensor) -> Tensor:
         """[heads * batch, R, seen]; `content` and `position` are the block's two kinds of queries."""
         heads, batch, rows, width = content.shape
-        products = self.by_transpose(position.view(heads, batch * rows, width), self.block_positions(block))
+        products = self.by_transpose(position.view(heads, batch * rows, width), self.block_positions(block), "products")
         scores = by_key(products.view(heads * batch, rows, block.seen + 1))
         flat = content.view(heads * batch, rows, width)
+        own = None if torch.compiler.is_compiling() else self.memory("probabilities", *scores.shape)
         if self.gemm is not None and len(flat) == 1:
-            scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
-        else:
+            if block.seen <= TILE:
+                scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
+            else:
+                for part in _tiles(block.seen):
+                    scores[0, :, part] += self.gemm.linear(flat[0], keys[0, part])
+        elif own is None:
             scores = torch.baddbmm(scores, flat, keys.transpose(1, 2))
+        else:
+            scores = torch.baddbmm(scores, flat, keys.transpose(1, 2), out=own)
         self.mask_padding(block, scores, max(MASKED, torch.finfo(scores.dtype).min / 2))
         if rows > 1:
             after = torch.full((rows, rows), -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
             scores[..., block.seen - rows :].add_(after)
-        return torch.softmax(scores, -1)
+        return torch.softmax(scores, -1) if own is None else torch.softmax(scores, -1, out=own)
 
     def kept(self, block: _Block, probabilities: Tensor) -> Tensor | None:
         """What dropout multiplies the probabilities by: the same in forward and backward."""
@@ -180,12 +210,16 @@ class _Products:
         if not rate:
             return None
         generator = torch.Generator(probabilities.device).manual_seed(self.settings.seed + block.number)
-        return torch.empty_like(probabilities).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+        return self.memory("kept", *probabilities.shape).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
 
 
 def _of(block: _Block, tensor: Tensor) -> Tensor:
     """The block's part of keys or values [H, B, S, D]: [heads * batch, seen, D], of contiguous rows."""
     return tensor[block.heads, block.batch].flatten(0, 1)[:, : block.seen]
+
+
+def _tiles(keys: int) -> list[slice]:
+    return [slice(start, min(start + TILE, keys)) for start in range(0, keys, TILE)]
 
 
 def _add(total: Tensor, part: Tensor, first: bool) -> None:
@@ -263,12 +297,12 @@ class _RelativeAttention(torch.autograd.Function):
                 probabilities = shared.probabilities(block, content, position, block_keys)
                 region = (block.heads, block.batch, slice(block.start, block.stop))
                 upper = gradient[region].reshape(count, rows, width)
-                d_probabilities = shared.by_transpose(upper, block_values)
+                d_probabilities = shared.by_transpose(upper, block_values, "through")
                 kept = shared.kept(block, probabilities)
                 if kept is not None:
                     d_probabilities = d_probabilities.mul_(kept)
                 # two views of the same memory: by key for the content term, by distance for the position term
-                by_distance = probabilities.new_empty(count, rows, block.seen + 1)
+                by_distance = shared.memory("products", count, rows, block.seen + 1)
                 by_distance.view(count, -1)[:, : rows - 1].zero_()
                 by_distance[:, -1, -1].zero_()
                 d_scores = by_key(by_distance)

@@ -1,4 +1,4 @@
-"""Mixers take memory linear in the number of tokens: resident pages, counted in a process of its own."""
+"""Mixers and our attention take memory linear in the number of tokens: resident pages of a process of its own."""
 
 from __future__ import annotations
 
@@ -11,35 +11,49 @@ import pytest
 SCRIPT = """
 import ctypes, sys
 import torch
-from pointsman import build_router
+from pointsman import AttentionTrace, RoutingContext, build_router
+from pointsman.ops.attention import traced_attention
 
 torch.set_num_threads(1)
-router = build_router("smoe+similarity", dim=64, num_experts=8)
+what = sys.argv[1]
+router = build_router("smoe" + what, dim=64, num_experts=8) if what else None
 
-def step(tokens):
-    router(torch.randn(1, tokens, 64, requires_grad=True)).weights.square().sum().backward()
+def own_attention(tokens):
+    query = torch.randn(4, 1, tokens, 16, requires_grad=True)
+    key_value, positions = torch.randn(2, 4, 1, tokens, 16), torch.randn(4, tokens, 16)
+    output, _ = traced_attention(query, key_value, positions, *torch.randn(2, 4, 16), scale=0.25)
+    output.square().sum().backward()
+
+def mixed(tokens):
+    hidden, trace = torch.randn(1, tokens, 64, requires_grad=True), None
+    if what == "+attention":
+        query, key, value = torch.randn(3, 1, 4, tokens, 16)
+        trace = AttentionTrace(query, key, value, torch.randn(4, 16, 64), torch.randn(1, tokens, 64), 0.25)
+    router(hidden, RoutingContext(attention=trace)).weights.square().sum().backward()
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) / 1024
 
+step = mixed if what else own_attention
 step(300)  # kernels are chosen
 ctypes.CDLL("libc.so.6").malloc_trim(0)
 open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew
 before = status("VmRSS")
-step(int(sys.argv[1]))
+step(int(sys.argv[2]))
 print(status("VmHWM") - before)
 """
 
 
-def peak(tokens: int) -> float:
+def peak(what: str, tokens: int) -> float:
     """MiB that one forward and backward add to the resident memory."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tokens)], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    command = [sys.executable, "-c", SCRIPT, what, str(tokens)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_resident_memory_grows_linearly() -> None:
-    half, whole = peak(8192), peak(16384)
+@pytest.mark.parametrize("what", ["+similarity", "+attention", ""])
+def test_resident_memory_grows_linearly(what: str) -> None:
+    half, whole = peak(what, 8192), peak(what, 16384)
     assert half < 100
     assert whole < 2.2 * half
