@@ -145,6 +145,28 @@ def test_scalars_are_bounded():
     assert math.isclose(many["routing/mean/entropy"], 49.5)
 
 
+def test_a_variable_number_of_experts_is_counted_and_a_collapse_is_judged_by_its_mean():
+    """Every token of `top-p` gets one expert, always the same: a collapse, though k, the cap, is E."""
+    model = nn.Sequential(MoE(8, 16, 8, router="top-p"))
+    mask = torch.ones(4, 64, dtype=torch.bool)
+    mask[:, 60:] = False
+    hidden, context = torch.randn(4, 64, 8).abs(), RoutingContext(padding_mask=mask)
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        model[0](hidden, context)
+    row = monitor.rows()[0]
+    chosen = model[0].router(hidden, context).experts
+    assert row["tokens"] == 240
+    assert row["experts_per_token"] == pytest.approx(float((chosen >= 0).sum()) / 240)
+    assert scalars([row])["routing/0/experts_per_token"] == row["experts_per_token"]
+    with torch.no_grad():
+        model[0].router.score.weight.zero_()[3] = 100.0
+    with monitor.observe(2):
+        model[0](hidden, context)
+    found = [row for row in monitor.rows() if "collapsed" in row.get("message", "")]
+    assert [row["experts"] for row in found] == [[3]]
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_must_be_a_whole_number(model, every):
     with pytest.raises(ValueError, match="every="):

@@ -47,12 +47,25 @@ def test_every_entry_explains_itself() -> None:
         ("smoe+similarity+attention", "at most one mixer"),
         ("dense:bias=false", "takes no options"),
         ("dense", "baseline without a router"),
+        ("thor:renormalize=false", "thor has its own rule for renormalize; leave the option out"),
+        ("expert-choice:capacity=1", "expert-choice has its own rule for capacity"),
     ],
 )
 def test_mistakes_are_named(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
         build_router(spec, dim=8, num_experts=4)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", list_routers())
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_renormalize_holds_or_is_refused(name: str, renormalize: bool) -> None:
+    try:
+        router = build_router(name, dim=8, num_experts=4, vocab_size=16, renormalize=renormalize)
+    except ValueError as error:
+        assert "renormalize" in str(error)  # noqa: PT017
+    else:
+        assert router.select.renormalize is renormalize
 
 
 @pytest.mark.parametrize("arguments", [{"dim": 0}, {"num_experts": 0}, {"top_k": 0}, {"top_k": 5}, {"top_k": 1.5}])

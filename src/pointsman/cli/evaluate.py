@@ -143,11 +143,20 @@ def languages(values: argparse.Namespace, device: str) -> int:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The metric and the mean router entropy at every k."""
-    rows = [["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]]
-    for result in results:
+    """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
+    from pointsman.lab.report.results import experts_per_token
+
+    each = [experts_per_token(result) for result in results]
+    varies = any(
+        mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
+    )
+    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
+    rows = [titles + ["experts/token"] * varies]
+    for result, mean in zip(results, each, strict=True):
         entropies = [layer["entropy"] for layer in result.get("routers", {}).values() if layer["entropy"] is not None]
         entropy = f"{sum(entropies) / len(entropies):.3f}" if entropies else "-"
         value = "-" if result["value"] is None else f"{result['value']:.4f}"
         rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
+        if varies:
+            rows[-1].append("-" if mean is None else f"{mean:.2f}")
     return aligned(rows)

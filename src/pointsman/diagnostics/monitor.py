@@ -29,7 +29,7 @@ from pointsman.routing import Routing, RoutingContext
 
 logger = logging.getLogger("pointsman.routing")
 ENOUGH = 20  # mean assignments per expert from which on a dead expert causes a warning
-COLLAPSED = 0.1  # (effective number of experts - k) / (E - k) below this is a collapse
+COLLAPSED = 0.1  # (effective number of experts - k) / (E - k) below this is a collapse; k: mean experts a token
 MOST_LAYERS = 16  # scalars are written per layer up to this number, above it only their minimum, mean and maximum
 
 
@@ -45,14 +45,15 @@ class _Window:
         self.assigned.zero_()
         self.tokens.zero_()
         self.entropy, self.margin = Moments(), Margin()  # of the sampled forwards
-        self.k = 0
 
-    def count(self, routing: Routing) -> None:
+    def count(self, routing: Routing, mask: Tensor | None) -> None:
         if self.assigned.device != routing.experts.device:
             self.assigned, self.tokens = (t.to(routing.experts.device) for t in (self.assigned, self.tokens))
         self.assigned += expert_counts(routing.experts, routing.num_experts)
-        self.tokens += (routing.experts >= 0).any(-1).sum()
-        self.k = routing.experts.shape[-1]
+        self.tokens += len(routing.experts) if mask is None else mask.sum()
+
+    def experts_per_token(self) -> float:
+        return float(self.assigned.sum()) / max(float(self.tokens), 1.0)
 
     def sample(self, routing: Routing, mask: Tensor | None) -> None:
         self.entropy.add(entropies(unmixed(routing)), mask)
@@ -63,14 +64,18 @@ class RoutingMonitor:
     """Counts the load in every observed forward, entropy and margin only at every N-th step.
 
     One row for each layer at every N-th step:
-    `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "tokens", "batches"}`.
+    `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "experts_per_token", "tokens",
+    "batches"}`.
     `load` is the share of each expert [E] over the `batches` and `tokens` observed since the previous row (X-MoE uses
-    windows of 100 batches), and `dead` the number of experts without a token; `entropy` (nats, before mixing) and
+    windows of 100 batches), `dead` the number of experts without a token, and `experts_per_token` the mean over those
+    tokens, without dropped assignments: k, unless the router gives each token its own number. `entropy` (nats, before
+    mixing) and
     `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None stands for no value.
 
     Two things are warned of by name: an expert that got no token in a window, and a collapsed layer. A layer has
-    collapsed if its effective number of experts exp(H(load)) is close to k, so that nearly all tokens share the same k
-    experts. This is judged only while k is at most E/2: with a larger k any two tokens share most of their experts.
+    collapsed if its effective number of experts exp(H(load)) is close to the mean number of experts a token, so that
+    nearly all tokens share the same experts. This is judged only while that mean is at most E/2: above it any two
+    tokens share most of their experts.
     Warnings go to the logger `pointsman.routing`, with router and seed, and into rows
     `{"kind": "warning", "step", "layer", "experts", "message"}`; the same warning comes again only after twice as many
     steps.
@@ -107,9 +112,9 @@ class RoutingMonitor:
 
     def _update(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
         window = self._windows[name]
-        window.count(routing)
+        mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
+        window.count(routing, mask)
         if self._step % self.every == 0:
-            mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
             window.sample(routing, mask)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -129,6 +134,7 @@ class RoutingMonitor:
                         "load": summary["share"],
                         "margin": window.margin.margin.mean,
                         "dead": len(summary["dead"]),
+                        "experts_per_token": window.experts_per_token() if window.tokens else None,
                         "tokens": int(window.tokens),
                         "batches": self._batches,
                     }
@@ -139,15 +145,15 @@ class RoutingMonitor:
         return rows
 
     def _warnings(self, name: str, window: _Window, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-        experts, k = window.assigned.numel(), window.k
+        experts, mean = window.assigned.numel(), window.experts_per_token()
         total = float(window.assigned.sum())
         if total < ENOUGH * experts:
             return []
         found: dict[str, tuple[list[int], str]] = {}
         if dead := summary["dead"]:
             found["dead"] = dead, f"{_names(dead)} of {experts} got no token in {self._batches} batches"
-        if 2 * k <= experts and (summary["effective"] - k) / (experts - k) < COLLAPSED:
-            top = sorted(window.assigned.topk(k).indices.tolist())
+        if 2 * mean <= experts and (summary["effective"] - mean) / (experts - mean) < COLLAPSED:
+            top = sorted(window.assigned.topk(max(1, round(mean))).indices.tolist())
             taken = float(window.assigned[top].sum()) / total
             found["collapse"] = top, f"routing has collapsed: {_names(top)} took {taken:.0%} of all assignments"
         rows = []
@@ -182,8 +188,8 @@ def _names(experts: list[int]) -> str:
 def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Rows of one step as tag -> value for experiment trackers; the number of tags does not depend on that of experts.
 
-    `routing/<layer>/entropy|margin|effective|dead|busiest` for each layer; with more than 16 layers instead
-    `routing/least|mean|greatest/…` over layers.
+    `routing/<layer>/entropy|margin|effective|dead|busiest|experts_per_token` for each layer; with more than 16 layers
+    instead `routing/least|mean|greatest/…` over layers.
     """
     by_layer: dict[str, dict[str, float]] = {}
     by_key: dict[str, list[float]] = {}
@@ -197,6 +203,7 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
             "effective": load_summary(load)["effective"],
             "dead": float(row["dead"]),
             "busiest": float(load.max()),
+            "experts_per_token": row.get("experts_per_token"),
         }
         by_layer[row["layer"]] = {key: value for key, value in values.items() if value is not None}
         for key, value in by_layer[row["layer"]].items():

@@ -39,6 +39,7 @@ COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
     ("neighbours", lambda f: _at(f, "mixing", "effective_mean", 1)),
     ("margin", lambda f: _at(f, "margin", "mean", 4)),
     ("experts used", lambda f: f"{_at(f, 'load', 'effective', 1)}/{f['num_experts']}"),
+    ("experts/token", lambda f: _experts_per_token(f)),
     ("dead", lambda f: str(len(f["load"]["dead"])) if "load" in f else NONE),
     ("load CV", lambda f: _at(f, "load", "cv", 3)),
     ("RC", lambda f: _at(f, "collapse", "value", 1)),
@@ -94,6 +95,14 @@ def _notes(found: Found) -> str:
         if dead := of.get("load", {}).get("dead"):
             notes.append(f"{name}: expert{'s'[: len(dead) > 1]} {', '.join(map(str, dead))} got no token")
     return "\n".join(notes)
+
+
+def _experts_per_token(found: Found) -> str:
+    """The mean number of experts a token, where it is not k."""
+    load = found.get("load", {})
+    if not load.get("tokens") or load.get("dropped") == 0:
+        return NONE
+    return f"{load['assignments'] / load['tokens']:.2f}"
 
 
 def _at(found: Found, kind: str, key: str, digits: int) -> str:

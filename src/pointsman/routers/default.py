@@ -23,6 +23,7 @@ class WithMeans(Selector):
 
     needs_moe = True
     needs_step_end = True
+    renormalize = False
     means: Tensor
 
     def __init__(self, dim: int, num_experts: int, decay: float) -> None:

@@ -62,6 +62,7 @@ class ExpertsChoose(Selector):
     """
 
     causal = False
+    overrides = frozenset({"capacity"})
 
     def __init__(self, group: str) -> None:
         super().__init__()

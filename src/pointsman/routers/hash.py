@@ -94,7 +94,7 @@ class Walk(Selector):
 
     def __init__(self, gated: bool, renormalize: bool) -> None:
         super().__init__()
-        self.gated, self.renormalize = gated, renormalize and gated
+        self.gated, self.renormalize = gated, renormalize if gated else None
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         experts = scores.extra["order"].flatten(0, 1)[:, :k]

@@ -172,6 +172,7 @@ def build_router(
     common = {name: option.default for name, option in COMMON.options.items()} | {"balance": entry.balance}
     common |= {name: values.pop(name) for name in COMMON.options if name in values}
     _check_common(common, spec)
+    given = {name for name, value in common.items() if value != COMMON.options[name].default}
     renormalize = common.pop("renormalize")
     layer.renormalize = entry.renormalize(layer) if renormalize is None else renormalize
     stages: Stages = entry.build(layer, **values)
@@ -180,6 +181,9 @@ def build_router(
         mixer_entry = MIXERS[parsed.mixer]
         mixer = mixer_entry.build(layer, **_convert(parsed.mixer_options, mixer_entry, spec))
     select: Selector = stages.select or TopK(layer.renormalize)
+    overridden = select.overrides | ({"renormalize"} if select.renormalize != renormalize else set())
+    for name in sorted(overridden & given):
+        raise ValueError(f"router spec {spec!r}: {parsed.router} has its own rule for {name}; leave the option out")
     temperature = stages.balance_temperature
     training, evaluation = common.pop("capacity"), common.pop("eval_capacity")
     order, scope = common.pop("capacity_order"), common.pop("capacity_scope")

@@ -260,10 +260,15 @@ class Selector(Stage):
     Attributes:
         ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
         needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
+        overrides: options of every router that this selector has its own rule for; `build_router` refuses them.
+        renormalize: whether weights are divided by their sum; None: they have a rule of their own, and `build_router`
+            refuses the option.
     """
 
     ragged: bool = False
     needs_moe: bool = False
+    overrides: frozenset[str] = frozenset()
+    renormalize: bool | None = None
 
     def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
         """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
