@@ -140,7 +140,8 @@ class MoE(nn.Module):
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if self.router.score.asking:
             context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
-        routing: Routing = self.router(rows if hidden.dim() == 2 else rows.view(hidden.shape), context)
+        seen = hidden if hidden.dim() == 2 or torch.compiler.is_exporting() else rows.view(hidden.shape)
+        routing: Routing = self.router(seen, context)
         output, statistics = combine(self.experts, rows, routing)
         if self.router.training and statistics:
             routing = replace(routing, statistics={**routing.statistics, **statistics})

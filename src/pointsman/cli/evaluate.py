@@ -146,7 +146,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
     from pointsman.lab.report.results import experts_per_token
 
-    each = [experts_per_token(result) for result in results]
+    each = [experts_per_token(dict(result)) for result in results]
     varies = any(
         mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
     )

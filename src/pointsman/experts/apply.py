@@ -49,7 +49,7 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
     pairs = routing.flat
     if pairs is None:
         weight, token, expert = routing.weights, None, routing.experts
-        if len(expert) != len(hidden):
+        if expert.shape[0] != hidden.shape[0]:
             raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
     else:
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
@@ -75,8 +75,13 @@ def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES.get(kind, set()):
         return "plain"
+    known: set[type] = {Tensor, Parameter}
+    if torch.compiler.is_exporting():
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        known.add(FakeTensor)
     for tensor in (hidden, *parameters):
-        if tensor is not None and (tensor.dtype != dtype or type(tensor) not in (Tensor, Parameter)):
+        if tensor is not None and (tensor.dtype != dtype or type(tensor) not in known):
             return "plain"  # sharded over processes, quantised, …
     if kind == "cuda" and dtype == torch.bfloat16 and len(parameters.w_in) >= grouped_mm.MOST_GROUPS:
         return "plain"

@@ -50,13 +50,14 @@ def activation_of(experts: Any) -> str | None:
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
-    if hidden_states.device.type != "cpu":
+    activation = activation_of(self)
+    # our way through experts of another form reads the routing, which torch.export cannot
+    if hidden_states.device.type != "cpu" or (activation is None and torch.compiler.is_exporting()):
         output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return output
     if self._is_expert_parallel:  # an index from num_experts on means an expert of another process
         top_k_index = top_k_index.masked_fill(top_k_index >= self.num_experts, -1)
     weights = top_k_weights.reshape(top_k_index.shape)
-    activation = activation_of(self)
     if activation is None and len(hidden_states) == 1:
         return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     scores = weights.new_empty(0, self.num_experts)

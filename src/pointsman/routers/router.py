@@ -227,6 +227,8 @@ class Router(nn.Module):
 
     def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The weighted losses by name, and the statistics of the balance loss."""
+        if torch.compiler.is_exporting():  # for inference
+            return {}, {}
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
         values = {
             name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in every.items() if loss.weight

@@ -32,8 +32,9 @@ def apply(
     code: str,
 ) -> Tensor:
     """`cpu.apply` for graphs: the seed is a tensor."""
-    # a constant of the graph, so that torch does not reuse a cached graph of a version that needed another size
-    room = room_for(expert, parameters) if torch.is_grad_enabled() else 0
+    # a constant of the graph, so that torch does not reuse a cached graph of a version that needed another size; an
+    # exported program is for inference, whatever the number of tokens
+    room = room_for(expert, parameters) if torch.is_grad_enabled() and not torch.compiler.is_exporting() else 0
     outputs: tuple[Tensor, Tensor] = experts_forward(
         hidden, weight, token, expert, *parameters, seed, activation, dropout, code, room
     )
@@ -143,6 +144,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     packed, *tensors = ctx.saved_tensors
+    if not packed.numel() and tensors[3].numel():
+        raise RuntimeError("pointsman: a layer exported by torch.export is for inference; it has no backward")
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[1], *needs[4:10]]
     results = experts_backward(gradient, packed, *tensors, *ctx.options, wanted)

@@ -73,8 +73,7 @@ def inform(
     if torch.compiler.is_compiling():
         from pointsman.routers.mutual import eager
 
-        result: tuple[Tensor, Tensor] = eager.inform(prepare, batched, shared, visible, normalization)
-        return result
+        return eager.inform(prepare, batched, shared, visible, normalization)
     gemm = active_gemm(torch.float32) if batched[0].device.type == "cpu" else None
     options = _Options(prepare, visible, len(batched), normalization, gemm)
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
@@ -87,21 +86,23 @@ def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Ten
     if torch.compiler.is_compiling():
         from pointsman.routers.mutual import eager
 
-        result: tuple[Tensor, Tensor] = eager.inform_biased(prepared, bias, visible)
-        return result
+        return eager.inform_biased(prepared, bias, visible)
     parts = []
     for start, stop in visible.blocks(prepared.query.device):
         if torch.is_grad_enabled():
             part = checkpoint(
-                _biased_block, prepared, bias, visible, start, stop, use_reentrant=False, preserve_rng_state=False
+                biased_block, prepared, bias, visible, start, stop, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            part = _biased_block(prepared, bias, visible, start, stop)
+            part = biased_block(prepared, bias, visible, start, stop)
         parts.append(part)
     return torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 1)
 
 
-def _biased_block(prepared: Prepared, bias: Bias, visible: Visible, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def biased_block(
+    prepared: Prepared, bias: Bias | None, visible: Visible, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """What `inform` returns, of the rows `start:stop`, in plain operations."""
     scores, value = block_scores(prepared, visible, start, stop, bias), prepared.value
     lse = torch.logsumexp(scores, -1)
     return torch.softmax(scores, -1) @ value[:, : scores.shape[-1]] if value is not None else lse[..., :0], lse
