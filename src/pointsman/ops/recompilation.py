@@ -1,6 +1,7 @@
 """Functions that run while torch.compile traces. Imported only then, because this imports the compiler."""
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pointsman.ops import kernels
 from pointsman.ops.gemm import GEMMS, choose
@@ -26,13 +27,15 @@ def allow_a_graph_for_each_k(num_experts: int) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def active_code() -> str:
     """`kernels.active().code` at the time of tracing."""
-    return kernels.active().code
+    with torch._C.DisableTorchFunction(), _disable_current_modes():  # no part of a program of torch.export
+        return kernels.active().code
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def active_gemm(dtype: torch.dtype) -> str:
     """The name in `GEMMS` of the products that are active at the time of tracing."""
-    gemm = choose(kernels.active().gemm, dtype)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        gemm = choose(kernels.active().gemm, dtype)
     return next(name for name, one in GEMMS.items() if one is gemm)
 
 

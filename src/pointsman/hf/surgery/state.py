@@ -60,7 +60,7 @@ class ForwardState:
         hidden = tokens if tokens is not None else given.get("inputs_embeds")
         if hidden is None:
             raise ValueError("a mixing router needs input_ids or inputs_embeds, for the shape of the batch")
-        self.shape = (int(hidden.shape[0]), int(hidden.shape[1]))
+        self.shape = (hidden.shape[0], hidden.shape[1])
         self.cache = given.get("past_key_values")
         self.fresh = {}
         self.padding = self._padding(given.get("attention_mask"))
@@ -78,7 +78,7 @@ class ForwardState:
             raise ValueError(f"a mixing router needs the attention mask [B, T], not one of {mask.dim()} dimensions")
         assert self.shape is not None
         recent = mask[:, -self.shape[1] :].bool()
-        return None if bool(recent.all()) else recent
+        return recent if torch.compiler.is_exporting() or not bool(recent.all()) else None
 
     def _check_cache(self) -> None:
         assert self.shape is not None
