@@ -274,3 +274,39 @@ def test_class_without_the_shared_gate_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=r"Router|JetMoe"):
         hf.replace_routers(model, "hyperrouter")
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("smoe", "for those, call pointsman.hf.materialize(model) before saving"),
+        ("xmoe", "pointsman.hf.materialize cannot make plain gates of xmoe"),
+    ],
+)
+def test_saving_says_once_who_can_open_the_checkpoint(
+    spec: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = zoo.tiny_model("mixtral")
+    model.save_pretrained(tmp_path)
+    assert not caplog.records
+    hf.replace_routers(model, spec, start="fresh")
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+    (record,) = (one for one in caplog.records if one.name == "pointsman.hf")
+    message = record.getMessage()
+    assert says in message
+    assert "random gates (2 layers)" in message
+    assert "\n" not in message
+
+
+def test_quantisers_leave_routers_alone() -> None:
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    model = hf.replace_routers(zoo.tiny_model("mixtral"), "xmoe+similarity", start="fresh")
+    loaded = AutoModelForCausalLM.from_config(model.config)
+    skipped = HfQuantizer.get_modules_to_not_convert(loaded, None, loaded._keep_in_fp32_modules)
+    linear = [name for name, module in loaded.named_modules() if isinstance(module, torch.nn.Linear)]
+    left = [name for name in linear if not should_convert_module(name, skipped)]
+    assert left == [name for name in linear if ".pointsman." in name or name == "lm_head"]
+    assert len(left) == 3

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import wraps
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,9 +23,11 @@ from pointsman.routers.registry import build_router, parse_spec, split_specs
 from pointsman.routers.router import Router
 from pointsman.routers.stages import Sigmoid, Softmax
 
+logger = logging.getLogger("pointsman.hf")
 CONFIG_KEY = "pointsman"
 FORMAT = 1
 Start = Literal["pretrained", "fresh"]
+_said: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start = "pretrained") -> nn.Module:
@@ -191,7 +195,13 @@ def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: 
     entry = {"router": router.spec, "start": start, "form": asdict(form)}
     kept["gates"] = {**kept["gates"], name: entry}
     setattr(config, CONFIG_KEY, kept)
+    _keep_precise(model)
+
+
+def _keep_precise(model: PreTrainedModel) -> None:
+    """Tells transformers to load routers in float32, and its quantisers to leave them alone."""
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}
+    model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{CONFIG_KEY}"}
 
 
 def restore_routers(model: PreTrainedModel) -> None:
@@ -220,14 +230,45 @@ def restore_routers(model: PreTrainedModel) -> None:
             router = make_router(gate, entry["router"], form, entry["start"], shared, heads)
         _attach(gate, form, router)
         _inform(model, name, gate, state)
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), CONFIG_KEY}
+    _keep_precise(model)
+
+
+def say_what_was_saved(model: PreTrainedModel) -> None:
+    """Logs, once a model, what a checkpoint with replaced gates is where `pointsman.hf` is not imported."""
+    routers: list[Any] = [gate.pointsman for gate in model.modules() if hasattr(gate, "pointsman_form")]
+    if not routers or model in _said:
+        return
+    _said.add(model)
+    with torch.no_grad():
+        lost = sorted({one.spec for one in routers if _has_mixed(one) or one.score.plain_linear() is None})
+    offer = (
+        f"pointsman.hf.materialize cannot make plain gates of {', '.join(lost)}"
+        if lost
+        else "for those, call pointsman.hf.materialize(model) before saving"
+    )
+    logger.warning(
+        "save_pretrained: processes that do not import pointsman.hf give this checkpoint random gates (%d layers); %s",
+        len(routers),
+        offer,
+    )
+
+
+def _has_mixed(router: Any) -> bool:
+    return router.mix is not None and bool(router.mix.strength())
 
 
 def install() -> None:
-    """Patches transformers so that models whose configuration names pointsman routers are built with them."""
-    own = PreTrainedModel.post_init
+    """Patches transformers so that models whose configuration names pointsman routers are built with them, and saving
+    one says who can open it."""
+    own, own_save = PreTrainedModel.post_init, PreTrainedModel.save_pretrained
     if getattr(own, CONFIG_KEY, False):
         return
+
+    @wraps(own_save)
+    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        saved = own_save(self, *args, **kwargs)
+        say_what_was_saved(self)
+        return saved
 
     @wraps(own)
     def post_init(self: PreTrainedModel) -> None:
@@ -236,3 +277,4 @@ def install() -> None:
 
     setattr(post_init, CONFIG_KEY, True)
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
