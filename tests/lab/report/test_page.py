@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from tests.lab.report.fixtures import write_attacks, write_comparison, write_fin
 
 from pointsman._errors import RunError
 from pointsman.lab.report import write_report
+from pointsman.lab.report.page import asset
 from pointsman.lab.report.protocol import command, pairing
 from pointsman.lab.report.series import binned, over_seeds
+from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import read_comparison
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
@@ -215,3 +219,24 @@ def test_a_recipe_of_textattack_stands_beside_the_clean_figures(tmp_path: Path) 
     found = page(path)
     assert "recipe TextFoolerJin2019" in found.text
     assert "20.00" in found.text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_labels_of_an_axis_tell_its_ticks_apart() -> None:
+    ticks = [[274.86, 274.87, 274.88], [0, 0.5, 1], [12340.5, 12341, 12341.5], [7, 7]]
+    script = f"globalThis.addEventListener = () => {{}};{asset('charts.js')}"
+    script += f"console.log(JSON.stringify({json.dumps(ticks)}.map(tickLabels)))"
+    done = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        ["274.86", "274.87", "274.88"], ["0", "0.5", "1"], ["12.3405k", "12.341k", "12.3415k"], ["7", "7"],
+    ]  # fmt: skip
+
+
+def test_an_audit_has_no_seeds_and_no_costs(tmp_path: Path) -> None:
+    (write_run(tmp_path / "run", seed=0, steps=4) / "audit.json").write_text("{}")
+    table = ComparisonTable.read(tmp_path / "run")
+    assert table.grid().header == ["router", "k=1", "k=2", "k=4", "k=8", "entropy"]
+    assert "Seeds" not in table.latex()
+    text = page(tmp_path / "run").text
+    assert "seeds 0" not in text
+    assert "runs done" not in text

@@ -37,8 +37,11 @@ def facts(comparison: Comparison, table: ComparisonTable) -> list[tuple[str, str
         ("steps", _setting(comparison, "steps")),
         ("experts", next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)),
         ("trained with k", _setting(comparison, "train_top_k")),
-        ("seeds", ", ".join(map(str, comparison.seeds))),
-        ("runs done", f"{done} of {total}"),
+        (
+            "seed" if len(comparison.seeds) == 1 else "seeds",
+            "" if table.audit else ", ".join(map(str, comparison.seeds)),
+        ),
+        ("runs done", "" if table.audit else f"{done} of {total}"),
         ("measure", f"{table.metric.label}, {table.metric.direction}"),
     ]
     return [(name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in found if value]

@@ -91,6 +91,7 @@ class ComparisonTable(Forms):
         rows: in the comparison's order. top_k: all k of the rows, ascending.
         metric: of the cells. split: of the data.
         baseline: the row that is subtracted in paired differences.
+        audit: whether the rows are audits of models, which have no seeds and no costs.
     """
 
     rows: Sequence[Row]
@@ -98,6 +99,7 @@ class ComparisonTable(Forms):
     metric: Metric
     baseline: str
     split: str = "test"
+    audit: bool = False
 
     @classmethod
     def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
@@ -122,7 +124,8 @@ class ComparisonTable(Forms):
         rows = [_row(comparison, router, split) for router in comparison.routers]
         ks = sorted({k for row in rows for k in row.quality})
         first = baseline or (comparison.routers[0] if comparison.routers else NONE)
-        return cls(rows, ks, metric(names.pop() if names else "bits_per_character"), first, split)
+        audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
+        return cls(rows, ks, metric(names.pop() if names else "bits_per_character"), first, split, audit)
 
     def quality(self, row: Row, top_k: int) -> Cell:
         """One cell; empty where the row has none."""
@@ -167,16 +170,26 @@ class ComparisonTable(Forms):
                 *(self.quality(row, k).shown(self.metric) for k in self.top_k),
                 row.entropy.text(3),
                 *([row.experts.text(2)] if self.varies else []),
-                NONE if row.router_parameters is None else f"{row.router_parameters:,}",
-                NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
-                f"{len(row.done)}/{len(row.done) + len(row.missing)}",
+                *([] if self.audit else self._costs(row)),
             ]
             for row in self.rows
         ]
-        header = ["router", *self.titles, "entropy", *self.experts_title, "router params", "s/step", "seeds"]
+        header = ["router", *self.titles, *(title.lower() for title in self._tail)]
         winners = [self.best(k) for k in self.top_k]
         best = {(i, j) for i, row in enumerate(self.rows) for j, won in enumerate(winners, 1) if row.router in won}
         return Grid(header, rows, best, self.caption)
+
+    @property
+    def _tail(self) -> list[str]:
+        """The titles of the columns after those of k."""
+        return ["Entropy", *self.experts_title, *([] if self.audit else ["Router params", "s/step", "Seeds"])]
+
+    def _costs(self, row: Row) -> list[str]:
+        return [
+            NONE if row.router_parameters is None else f"{row.router_parameters:,}",
+            NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
+            f"{len(row.done)}/{len(row.done) + len(row.missing)}",
+        ]
 
     def quality_grid(self) -> Grid:
         """Routers x k alone."""
@@ -204,6 +217,11 @@ class ComparisonTable(Forms):
 
     @property
     def caption(self) -> str:
+        if self.audit:
+            return (
+                f"{self.metric.label} on the text ({self.metric.direction}). Entropy: nats, of the router's full "
+                "distribution, mean over tokens and layers at the largest k."
+            )
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
             "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
@@ -249,9 +267,7 @@ class ComparisonTable(Forms):
     def latex(self) -> str:
         """A LaTeX table for the booktabs package."""
         titles = [f"${title}$" for title in self.titles]
-        return self.grid().latex(
-            ["Router", *titles, "Entropy", *self.experts_title, "Router params", "s/step", "Seeds"]
-        )
+        return self.grid().latex(["Router", *titles, *self._tail])
 
     def rich(self) -> Any:
         """The table for a terminal, as a `rich.table.Table`."""

@@ -92,11 +92,19 @@ function logTicks(low, high, count) {
   }
   return niceTicks(low, high, count);
 }
-function short(value) {
+function short(value, digits = 4) {
   const size = Math.abs(value);
-  if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
-  if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  return `${+value.toPrecision(4)}`;
+  if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits - 1)}M`;
+  if (size >= 1e4) return `${+(value / 1e3).toPrecision(digits - 1)}k`;
+  return `${+value.toPrecision(digits)}`;
+}
+/* The labels of an axis: as many digits as tell its ticks apart. */
+function tickLabels(ticks) {
+  for (let digits = 4; digits < 12; digits++) {
+    const labels = ticks.map((t) => short(t, digits));
+    if (new Set(labels).size === labels.length) return labels;
+  }
+  return ticks.map(String);
 }
 
 /* spec: {series: [{name, style, points: [{x, y, low?, high?}]}], xLabel, yLabel, xLog2, xNames: [label of x = 0, 1, …], yLog, zero, format(p),
@@ -147,11 +155,13 @@ function lineChart(root, spec) {
     const bottom = margin.top + inner.height;
     const count = Math.max(3, Math.round(inner.height / 44));
     const ticks = log ? logTicks(10 ** y0, 10 ** y1, count) : niceTicks(y0, y1, count);
-    for (const t of ticks) svg.append(shape("line", { class: "gridline", x1: margin.left, x2: width - margin.right, y1: Y(t), y2: Y(t) }),
-      shape("text", { x: margin.left - 8, y: Y(t) + 4, "text-anchor": "end" }, short(t)));
+    const yLabels = tickLabels(ticks);
+    for (const [i, t] of ticks.entries()) svg.append(shape("line", { class: "gridline", x1: margin.left, x2: width - margin.right, y1: Y(t), y2: Y(t) }),
+      shape("text", { x: margin.left - 8, y: Y(t) + 4, "text-anchor": "end" }, yLabels[i]));
     const xTicks = spec.xLog2 || spec.xNames ? xs : niceTicks(x0, x1, Math.max(3, Math.round(inner.width / 80)));
-    for (const t of xTicks) svg.append(shape("line", { class: "axis", x1: X(t), x2: X(t), y1: bottom, y2: bottom + 4 }),
-      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xNames ? spec.xNames[t].replace(/^layer /, "") : spec.xLog2 ? String(t) : short(t)));
+    const xLabels = tickLabels(xTicks);
+    for (const [i, t] of xTicks.entries()) svg.append(shape("line", { class: "axis", x1: X(t), x2: X(t), y1: bottom, y2: bottom + 4 }),
+      shape("text", { x: X(t), y: bottom + 17, "text-anchor": "middle" }, spec.xNames ? spec.xNames[t].replace(/^layer /, "") : spec.xLog2 ? String(t) : xLabels[i]));
     svg.append(shape("line", { class: "axis", x1: margin.left, x2: width - margin.right, y1: bottom, y2: bottom }));
     if (spec.zero) svg.append(shape("line", { class: "zero", x1: margin.left, x2: width - margin.right, y1: Y(0), y2: Y(0) }));
     svg.append(shape("text", { x: margin.left + inner.width / 2, y: height - 6, "text-anchor": "middle" }, spec.xLabel),
