@@ -25,7 +25,7 @@ After an interruption the same command continues. The table is also written as C
 
 TRAINING_FLAGS = (
     "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
-    "--set", "--jobs",
+    "--track", "--set", "--jobs",
 )  # fmt: skip
 
 

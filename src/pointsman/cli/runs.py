@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole
+from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole, words
 
 if TYPE_CHECKING:
     from pointsman.lab.training.config import RunConfig
@@ -46,6 +46,7 @@ def add_run_flags(flags: Parser) -> None:
         help="tokens of the test split to score (default: the preset's; tiny: 200000)",
     )
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
+    flags.add_argument("--track", type=words, metavar="NAME,…", help="send the metrics to wandb, trackio or both")
 
 
 def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:
@@ -90,6 +91,7 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
         "tokenizer": values.tokenizer,
         "imports": tuple(values.imports) or None,
         "tensorboard": values.tensorboard or None,
+        "track": tuple(values.track or ()) or None,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     return config.with_overrides({**changes, **overrides(values.set)})

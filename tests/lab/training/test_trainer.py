@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import Corpus
 from pointsman.lab.runs.checkpoints import open_checkpoint, steps_of
@@ -277,6 +278,68 @@ def test_tensorboard(settings: Settings, run: Callable[..., TrainResult]) -> Non
     tags = events.Tags()["scalars"]
     assert {"train/loss", "valid/bits_per_character/k=1", "routing/layers.0.moe/entropy"} <= set(tags)
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+class FakeLibrary:
+    """wandb's and trackio's interface: what a run sends."""
+
+    Settings = dict
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.sent: dict[int, dict[str, float]] = {}
+        self.finished = 0
+
+    def init(self, **given: Any) -> FakeLibrary:
+        print("a line of the library's own")
+        self.begun.append(given)
+        return self
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.sent.setdefault(step, {}).update(metrics)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers(
+    name: str,
+    settings: Settings,
+    run: Callable[..., TrainResult],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    library, listener = FakeLibrary(), Listener(3)
+    monkeypatch.setitem(sys.modules, name, library)
+    config = settings(track=(name,), observe_every=2)
+    with pytest.raises(Interrupted):
+        run(config, progress=listener, stop=listener, monitor=RoutingMonitor)
+    run(config, resume=True, monitor=RoutingMonitor)
+    first, second = library.begun
+    assert first["name"] == second["name"]
+    assert first.get("id") == second.get("id")
+    assert first["config"]["steps"] == 8
+    assert sorted(library.sent) == list(range(1, 9))
+    assert library.sent[2]["train/loss"] > 0
+    assert "routing/layers.0.moe/experts_per_token" in library.sent[2]
+    assert library.finished == 2
+    assert not capsys.readouterr().out
+
+
+def test_a_tracker_that_is_missing_or_refuses_is_named(
+    settings: Settings, run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunError, match="did you mean 'wandb'"):
+        settings(track=("wandbb",))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RunError, match="wandb is not installed: pip install"):
+        run(settings(track=("wandb",)))
+    monkeypatch.setattr(FakeLibrary, "init", lambda self, **given: 1 / 0)
+    monkeypatch.setitem(sys.modules, "trackio", FakeLibrary())
+    with pytest.raises(RunError, match="trackio does not begin: division by zero"):
+        run(settings(track=("trackio",)))
 
 
 def test_deterministic_takes_the_plain_path(settings: Settings, run: Callable[..., TrainResult]) -> None:

@@ -20,6 +20,7 @@ from pointsman.routers.elsewhere import import_recorded
 from pointsman.routers.registry import split_specs
 
 FORMAT = 1
+TRACKERS = ("wandb", "trackio")
 
 DERIVED = {
     "model.vocab_size": "it is the vocabulary of the data",
@@ -34,7 +35,7 @@ DERIVED = {
 NO_EFFECT_ON_TRAINING = {
     "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
     "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
-    "cuda_graph", "imports", "tensorboard", "preset",
+    "cuda_graph", "imports", "tensorboard", "track", "preset",
 }  # fmt: skip
 """Settings that may change when a run is continued: none of them touches a weight."""
 
@@ -83,6 +84,7 @@ class RunConfig:
         log_every: steps between two training lines in metrics.jsonl.
         observe_every: steps between two looks at the routing.
         tensorboard: whether to write TensorBoard files as well.
+        track: where the metrics go besides: "wandb", "trackio".
         imports: modules and files of the user that registered routers, as `--import` takes them.
         preset: name of the preset or recipe that the settings come from, for the record.
     """
@@ -133,6 +135,7 @@ class RunConfig:
     log_every: int = 10
     observe_every: int = 50
     tensorboard: bool = False
+    track: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     preset: str = ""
 
@@ -164,6 +167,9 @@ class RunConfig:
                 raise RunError(f"eval_top_k: k={k!r} is no whole number from 1 to {most_k}, the number of experts")
         if len(set(self.eval_top_k)) != len(self.eval_top_k):
             raise RunError(f"eval_top_k={','.join(map(str, self.eval_top_k))}: a k is given twice")
+        for name in self.track:
+            if name not in TRACKERS:
+                raise RunError(f"track={name!r}: {did_you_mean(name, TRACKERS)}")
         split_specs(self.model.router)
         object.__setattr__(self, "model", replace(self.model, seed=self.seed, top_k=self.top_k_schedule.low))
 

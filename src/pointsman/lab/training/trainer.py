@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from pointsman._errors import Stopped
-from pointsman._files import alone, within, write_whole
+from pointsman._files import alone, write_whole
 from pointsman.lab.data import Corpus
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, remove_leftovers
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.metrics import MetricsFile
-from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, TENSORBOARD, VOCABULARY
+from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, VOCABULARY
+from pointsman.lab.runs.record import label
 from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
@@ -29,8 +30,8 @@ from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
 from pointsman.lab.training.state import TrainingState
 from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tasks import pretraining_task
-from pointsman.lab.training.tensorboard import Board
 from pointsman.lab.training.times import Times
+from pointsman.lab.training.trackers import begin_trackers, tracked
 from pointsman.ops.kernels import Kernels, using
 
 
@@ -154,7 +155,11 @@ class _Training:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.metrics = MetricsFile(directory.path / METRICS, state.step)
-        self.board = Board(within(directory.path, TENSORBOARD), state.step) if self.config.tensorboard else None
+        config = self.config
+        name = f"{label(config.model.router)}, seed {config.seed}"
+        self.trackers = begin_trackers(
+            config.track, config.tensorboard, directory.path, state.step, name, config.to_dict()
+        )
         self.saved = state.step if state.step else -1
         self.times = Times()
 
@@ -163,8 +168,8 @@ class _Training:
 
     def __exit__(self, *_: object) -> None:
         self.metrics.close()
-        if self.board:
-            self.board.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def loop(self) -> None:
         """Steps until the run is done; validates and saves on the way."""
@@ -268,8 +273,8 @@ class _Training:
         rows = list(rows)
         if rows:
             self.metrics.write(rows)
-            if self.board:
-                self.board.write(rows)
+            for tracker in self.trackers:
+                tracker.log(tracked(rows), rows[0]["step"])
 
     def _due(self, every: int) -> bool:
         step = self.state.step
