@@ -70,6 +70,11 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["evaluate"], "RUN"),
         (["report", "nowhere"], "no such directory"),
         (["export", "nowhere"], "no run directory"),
+        (["hf", "repace"], "did you mean 'replace'"),
+        (["hf", "replace", "model", "--out", "o"], "--router is missing"),
+        (["hf", "replace", "model", "--out", "o", "--router", "hyperouter"], "did you mean 'hyperrouter'"),
+        (["hf", "upcycle", "model", "--experts", "0"], "whole numbers from 1"),
+        (["hf", "materialize", "nowhere", "--out", "o"], "there is no such folder here"),
         (["evaluate", "run", "--attack-rate", "0.1"], "--attack-rate has no effect without --attack"),
         (["evaluate", "run", "--task", "sst2"], "--task has no effect without --attack"),
         ([*COMPARE, "--task-steps", "3"], "--task-steps has no effect without --task"),
@@ -133,6 +138,8 @@ def test_a_row_that_cannot_be_built_is_told_before_any_is_trained(
         ("smoe:z_loss=-0.5", "option z_loss=-0.5: allowed are numbers from 0"),
         ("smoe:capacity=0", "allowed are numbers above 0"),
         ("smoe+attention:heads=lowest-entropy-sequence", "later tokens"),
+        ("expert-choice", "--set model.allow_non_causal=true"),
+        ("thor:renormalize=false", "thor has its own rule for renormalize"),
     ]:
         assert says in refused(capsys, *words, "--routers", f"smoe,{spec}")
         assert not out.exists()
@@ -273,6 +280,24 @@ def test_out_of_memory_is_one_line(
     line = refused(capsys, "routers")
     assert "out of memory" in line
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("transformers.models", "pip install 'pointsman[hf]'"),
+        ("jinja2", "pip install 'pointsman[report]'"),
+        ("x", "pip install x"),
+    ],
+)
+def test_a_missing_package_names_its_extra_alone(
+    name: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(words: list[str]) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("pointsman.cli.audit.run", run)
+    assert refused(capsys, "audit", "model").endswith(says)
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,17 @@ COMMANDS = {
     "bench": "measure the MoE layer against the dense limit and other libraries",
     "export": "write a run's weights for use elsewhere",
     "generate": "continue prompts with a run's language model, at any k",
+    "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
 }
+EXTRAS = {
+    "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
+    "report": ("matplotlib", "jinja2", "umap"),
+    "track": ("tensorboard", "wandb", "trackio"),
+    "vision": ("PIL", "scipy"),
+    "text": ("sentencepiece",),
+    "attack": ("textattack",),
+}
+"""The packages of each extra of pyproject.toml that commands import."""
 USAGE = """usage: pointsman COMMAND [options]
 
 routing for sparse mixtures of experts
@@ -82,8 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
         return fail(f"out of memory: {told}")
     except ImportError as error:
-        if error.name and not error.name.startswith("pointsman"):
-            return fail(f"the package {error.name!r} is not installed: pip install 'pointsman[report,hf,track]'")
+        package = (error.name or "pointsman").partition(".")[0]
+        if package != "pointsman":
+            extra = next((f"'pointsman[{name}]'" for name, of in EXTRAS.items() if package in of), package)
+            return fail(f"the package {package!r} is not installed: pip install {extra}")
         raise
 
 

@@ -117,12 +117,12 @@ class Stack(nn.Module, Generic[Config]):
         if causal and not router.causal:
             raise ValueError(
                 f"router {router.spec!r} looks at later tokens, which a language model predicts; "
-                "allow_non_causal=True takes it all the same"
+                "allow_non_causal=True (--set model.allow_non_causal=true) takes it all the same"
             )
         if training and not router.training_causal:
             raise ValueError(
                 f"router {router.spec!r} looks at later tokens in training, though not in evaluation; "
-                "allow_non_causal_training=True takes it all the same"
+                "allow_non_causal_training=True (--set model.allow_non_causal_training=true) takes it all the same"
             )
 
     def _dense(self, width: int, dropout: float, experts: dict[str, Any], blocks: int = 1) -> FeedForward:

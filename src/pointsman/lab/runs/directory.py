@@ -14,6 +14,7 @@ from pointsman.lab.data.vocabulary import read_vocabulary
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.metrics import read_metrics
 from pointsman.lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
+from pointsman.lab.runs.record import refuse_model
 
 
 class Settings(Protocol):
@@ -57,6 +58,7 @@ class RunDirectory:
         Raises:
             RunError: there is no run here, or its config.json is damaged.
         """
+        refuse_model(self.path)
         file = self.path / CONFIG
         try:
             return kind.from_json(read_text(file), str(file))

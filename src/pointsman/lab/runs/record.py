@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import read_json
+from pointsman._files import parse_json, read_json, read_text
 from pointsman._values import finite
 from pointsman.lab.runs.evaluation import clean_results
 from pointsman.lab.runs.metrics import read_metrics
@@ -18,6 +18,19 @@ from pointsman.lab.runs.paths import AUDIT, CONFIG, DIAGNOSTICS, ENVIRONMENT, EV
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} where there is no such file; RunError where it is damaged."""
     return read_json(path) or {}
+
+
+def refuse_model(folder: Path) -> None:
+    """RunError for the folder of a Hugging Face model, which has a config.json, too: what can be done with it."""
+    try:
+        found = parse_json(read_text(folder / CONFIG, "replace"))
+    except (OSError, ValueError):
+        return
+    if isinstance(found, dict) and "model_type" in found and "model" not in found:
+        raise RunError(
+            f"{folder} is a Hugging Face model, not a run: `pointsman audit {folder}` measures its routing and its "
+            "loss at every k; `pointsman hf --help` says how to change its routers"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ def label(router: Any) -> str:
 
 def read_run(path: Path) -> RunRecord:
     """Reads a run directory; RunError where it is none."""
+    refuse_model(path)
     config = read_object(path / CONFIG)
     if not config:
         raise RunError(f"{path}: no run directory (it has no {CONFIG})")
