@@ -183,6 +183,8 @@ class Routing:
         """The assignments [P] in the order of their experts, their experts, and `Pairs.offsets`."""
         chosen = self.experts.reshape(-1)
         order = torch.argsort(chosen, stable=True)
+        if chosen.is_meta:  # shapes alone: as if no assignment were to -1
+            return order, chosen, chosen.new_empty(self.num_experts + 1)
         order = order[chosen.index_select(0, order) >= 0]
         expert = chosen.index_select(0, order)
         offsets = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)

@@ -59,7 +59,41 @@ def test_without_transformers(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["audit", "model", "--data", str(text), "--device", "cpu"]) == 2
-    assert "the package 'transformers' is not installed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the package 'transformers' is not installed: pip install 'pointsman[hf]'" in said
+    assert "report" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.jsonl", b'{"text": "w1 \\ud800 w2"}\n', "line 1: half a surrogate pair"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n', "line 1: not UTF-8 (byte 0xe9)"),
+        ("empty.jsonl", b"", "there is no text to read"),
+        ("empty.txt", b"", "there is no text to read"),
+        ("blank.txt", b"\n \n", "there is no text to read"),
+    ],
+)
+def test_texts_that_cannot_be_read(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, says: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    assert main(["audit", str(saved), "--data", str(file), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert says in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 0}))
+    text.write_text("w1 w2 w3 " * 20)
+    assert main(["audit", str(folder), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert "pointsman" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_conversations(saved: Path, tmp_path: Path) -> None:

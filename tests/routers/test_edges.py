@@ -181,10 +181,11 @@ def test_other_capacities_are_refused(capacity: float) -> None:
         build_router("smoe", dim=8, num_experts=4, capacity=capacity)
 
 
+@pytest.mark.parametrize("experts", ["ffn", "base"])
 @pytest.mark.parametrize("router", ["smoe", "xmoe+similarity", "smoe:capacity=1.5", "thor"])
-def test_shapes_alone_on_the_meta_device(router: str) -> None:
+def test_shapes_alone_on_the_meta_device(router: str, experts: str) -> None:
     with torch.device("meta"):
-        layer, hidden = MoE(16, 32, 4, router=router), torch.empty(2, 5, 16, requires_grad=True)
+        layer, hidden = MoE(16, 32, 4, router=router, experts=experts), torch.empty(2, 5, 16, requires_grad=True)
         output = layer(hidden)
     assert output.is_meta
     assert output.shape == hidden.shape
