@@ -92,7 +92,7 @@ def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: 
     (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 0}))
     text.write_text("w1 w2 w3 " * 20)
     assert main(["audit", str(folder), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
-    assert "pointsman" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "its k is 0" in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -219,7 +219,7 @@ def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tupl
 def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int, int]:
     """Positions of logits, weights and indices in the output of a gate of class `kind` for this number of tokens."""
     tensors = [
-        (place, item.reshape(-1, item.shape[-1]) if item.dim() > 1 else item[:, None])
+        (place, item.flatten(0, -2) if item.dim() > 1 else item[:, None])
         for place, item in enumerate(output)
         if isinstance(item, Tensor) and item.dim() > 0
     ]
@@ -229,6 +229,8 @@ def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int
     if len(integers) != 1:
         raise NotAGateError(f"{kind} does not return the chosen experts [tokens, k]")
     indices, chosen = integers[0]
+    if not chosen.shape[1]:
+        raise NotAGateError(f"{kind} chooses no expert: its k is 0")
     if chosen.shape[1] > 1 and bool((chosen.sort(-1).values.diff(dim=-1) == 0).any()):
         raise NotAGateError(f"{kind} returns a mask over experts, not the chosen experts [tokens, k]")
     wide = [place for place, item in floats if item.shape[1] > chosen.shape[1]]
