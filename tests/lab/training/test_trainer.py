@@ -329,13 +329,14 @@ def test_trackers(
 
 
 def test_a_tracker_that_is_missing_or_refuses_is_named(
-    settings: Settings, run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, run: Callable[..., TrainResult], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match="did you mean 'wandb'"):
         settings(track=("wandbb",))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RunError, match="wandb is not installed: pip install"):
         run(settings(track=("wandb",)))
+    assert not (tmp_path / "run" / "config.json").exists()
     monkeypatch.setattr(FakeLibrary, "init", lambda self, **given: 1 / 0)
     monkeypatch.setitem(sys.modules, "trackio", FakeLibrary())
     with pytest.raises(RunError, match="trackio does not begin: division by zero"):

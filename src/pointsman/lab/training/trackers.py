@@ -55,10 +55,7 @@ class Library:
     """
 
     def __init__(self, name: str, folder: Path, label: str, settings: Mapping[str, Any]) -> None:
-        try:
-            library = importlib.import_module(name)
-        except ImportError:
-            raise RunError(f"{name} is not installed: pip install 'pointsman[track]'") from None
+        library = find_library(name)
         key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
         begin: dict[str, Callable[[], Any]] = {
             "wandb": lambda: library.init(
@@ -82,6 +79,14 @@ class Library:
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._run.finish()
+
+
+def find_library(name: str) -> Any:
+    """wandb or trackio; RunError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise RunError(f"{name} is not installed: pip install 'pointsman[track]'") from None
 
 
 def begin_trackers(

@@ -31,7 +31,7 @@ from pointsman.lab.training.state import TrainingState
 from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.times import Times
-from pointsman.lab.training.trackers import begin_trackers, tracked
+from pointsman.lab.training.trackers import begin_trackers, find_library, tracked
 from pointsman.ops.kernels import Kernels, using
 
 
@@ -109,6 +109,8 @@ def _trained(
 ) -> TrainResult:
     """`train` in a directory that no other process works in."""
     config, task = state.config, state.task
+    for name in config.track:
+        find_library(name)
     directory.claim(config, resume=resume)
     checkpoint = _restored(state, watch, directory, progress) if resume else None
     for note in task.notes if checkpoint is None else ():
@@ -154,12 +156,12 @@ class _Training:
     ) -> None:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
-        self.metrics = MetricsFile(directory.path / METRICS, state.step)
         config = self.config
         name = f"{label(config.model.router)}, seed {config.seed}"
         self.trackers = begin_trackers(
             config.track, config.tensorboard, directory.path, state.step, name, config.to_dict()
         )
+        self.metrics = MetricsFile(directory.path / METRICS, state.step)
         self.saved = state.step if state.step else -1
         self.times = Times()
 
