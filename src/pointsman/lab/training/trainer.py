@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pointsman._errors import Stopped
-from pointsman._files import alone, write_whole
+from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, remove_leftovers
