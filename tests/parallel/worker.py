@@ -245,6 +245,7 @@ def refused(ranks: Ranks) -> list[str]:
     torch.manual_seed(ranks.rank)
     attempt(Layout(ranks.count), Foreign())
     attempt(Layout(ranks.count, experts=2), nn.Sequential(MoE(8, 8, 3)))
+    attempt(Layout(ranks.count), nn.Sequential(MoE(8, 8, 4, router="compete")))
     return told
 
 

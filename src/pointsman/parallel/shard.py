@@ -142,6 +142,9 @@ def _check(name: str, layer: MoE, layout: Layout) -> None:
         layout.check_experts(layer.experts.num_experts)
     except RunError as error:
         raise RunError(f"layer {name!r}: {error}") from None
+    for stage in layer.router.modules():
+        if layout.world > 1 and isinstance(stage, Stage) and stage.one_process:
+            raise RunError(f"layer {name!r}: router {layer.router.spec!r} trains in one process: {stage.one_process}")
     update = getattr(layer.router.select, "update", None)
     if layout.world > 1 and getattr(update, "bins", None) == 0:
         raise RunError(f"layer {name!r}: router {layer.router.spec!r}: bins=0 sorts in one process only; use bins=1000")

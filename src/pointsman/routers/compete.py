@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman._values import check_whole
-from pointsman.auxiliary import token_mean
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY, TopK
@@ -31,6 +30,7 @@ class CompetingScorer(LinearScorer):
     number of the step, so that micro-batches, processes and a resumed run agree.
     """
 
+    one_process = "in a competition each token runs all experts where it is"
     asks_experts = True
     needs_step_end = True
     steps: Tensor
@@ -89,10 +89,10 @@ class CompetingScorer(LinearScorer):
         winners = top_k(a, given.experts.shape[-1])
         if self.version == 1:
             target = torch.zeros_like(a).scatter(-1, winners, torch.softmax(a.gather(-1, winners), -1))
-            return token_mean((given.unmixed - target).square(), given.mask).mean()
+            return given.token_mean((given.unmixed - target).square()).mean()
         squares = (given.unmixed - torch.softmax(a, -1)).square()
         both = squares.mean(-1) + WINNERS * squares.gather(-1, winners).mean(-1)
-        return token_mean(both[:, None], given.mask).sum()
+        return given.token_mean(both[:, None]).sum()
 
     def diversity(self, given: LossInput) -> Tensor:
         """The mean cosine of the outputs of every two winners."""
@@ -103,7 +103,7 @@ class CompetingScorer(LinearScorer):
         rows = given.extra["cosines"].gather(1, winners[..., None].expand(-1, -1, given.logits.shape[-1]))
         pairs = rows.gather(2, winners[:, None].expand(-1, k, -1))
         others = pairs.sum((1, 2)) - pairs.diagonal(dim1=1, dim2=2).sum(-1)
-        return token_mean(others[:, None] / (k * (k - 1)), given.mask).sum()
+        return given.token_mean(others[:, None] / (k * (k - 1))).sum()
 
 
 class Winners(TopK):

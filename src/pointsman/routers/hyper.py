@@ -64,7 +64,7 @@ class HyperScorer(Scorer):
 
     def penalty(self, given: LossInput) -> Tensor:
         """|e|^2."""
-        return self.embedding.square().sum()
+        return given.ranks.once(self.embedding.square().sum())
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
-from pointsman.auxiliary import assignment_counts, token_mean
+from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
@@ -54,15 +54,15 @@ class TwoStageScorer(Scorer):
     def load(self, given: LossInput) -> Tensor:
         """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
         experts, gates = self._chosen(given)
-        counts = assignment_counts(experts, given.logits.shape[-1]).to(gates.dtype)
+        (counts,) = given.ranks.total(assignment_counts(experts, given.logits.shape[-1]).to(gates.dtype))
         excess = counts / counts.mean().clamp_min(TINY) - 1
-        return self._first_stage(token_mean(gates * excess[experts.clamp_min(0)], given.mask).sum())
+        return self._first_stage(given.token_mean(gates * excess[experts.clamp_min(0)]).sum())
 
     def distill(self, given: LossInput) -> Tensor:
         """The light router's mean cross entropy with the choice by z; of several experts their mean."""
         experts, _ = self._chosen(given)
         log_probs = torch.log_softmax(given.extra["light"].flatten(0, 1), -1).gather(-1, experts.clamp_min(0))
-        return self._first_stage(-token_mean(log_probs.mean(-1, keepdim=True), given.mask).sum())
+        return self._first_stage(-given.token_mean(log_probs.mean(-1, keepdim=True)).sum())
 
     def _chosen(self, given: LossInput) -> tuple[Tensor, Tensor]:
         experts = top_k(given.choice, given.experts.shape[-1])

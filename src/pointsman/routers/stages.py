@@ -141,6 +141,7 @@ class Stage(nn.Module):
         needs: fields of `RoutingContext` that must be there.
         needs_step_end: whether training without `step_end` is a mistake.
         ranks: who shares the batch; set by `parallel.parallelize`.
+        one_process: why several processes cannot train it; "" = they can.
         sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
     """
 
@@ -153,6 +154,7 @@ class Stage(nn.Module):
     needs: frozenset[str] = frozenset()
     needs_step_end: bool = False
     ranks: Ranks = ALONE
+    one_process: str = ""
 
     def __init__(self) -> None:
         super().__init__()
