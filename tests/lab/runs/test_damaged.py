@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.runs.checkpoints import open_checkpoint, remove_leftovers, steps_of, write_folder
+from pointsman.lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
 from pointsman.lab.runs.compact import RECORD, read_record
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.config import RunConfig
@@ -49,3 +49,12 @@ def test_a_kill_while_old_checkpoints_go_leaves_none_torn(tmp_path: Path, monkey
     assert steps_of(tmp_path)[0] == 3
     remove_leftovers(tmp_path)
     assert all(entry.name.startswith("step-") for entry in tmp_path.iterdir())
+
+
+def test_pruning_keeps_the_checkpoint_that_is_used(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_folder(tmp_path, step, {}, {})
+    prune(tmp_path, 2, keep=1)  # step-3 is damaged, say
+    assert steps_of(tmp_path) == [3, 2]
+    prune(tmp_path, 3, keep=0)
+    assert steps_of(tmp_path) == [3, 2]

@@ -84,11 +84,17 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
             passed_over = folder / f"passed-over-step-{later}"
             shutil.rmtree(passed_over, ignore_errors=True)
             (folder / f"step-{later}").rename(passed_over)
-        if keep:
-            for old in steps_of(folder)[keep:]:  # renamed first: a kill must leave no part of one called step-N
-                (folder / f"step-{old}").rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / "old")
-            remove_leftovers(folder)
+        prune(folder, step, keep)
     return target
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Removes the oldest checkpoints before `step` until, with it, `keep` are left (0 = removes none)."""
+    if keep:
+        for old in [other for other in steps_of(folder) if other < step][keep - 1 :]:
+            # renamed first: a kill must leave no part of one called step-N
+            (folder / f"step-{old}").rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / "old")
+        remove_leftovers(folder)
 
 
 def steps_of(folder: Path) -> list[int]:

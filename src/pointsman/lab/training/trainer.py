@@ -15,7 +15,7 @@ from pointsman._errors import Stopped
 from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus
 from pointsman.lab.progress import Progress, Quiet, Stop
-from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, remove_leftovers
+from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.metrics import MetricsFile
@@ -302,6 +302,7 @@ def _restored(
         progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
         return None
     state.restore(found, monitor)
+    prune(directory.checkpoints, found.step, state.config.keep_checkpoints)  # a kill may have come before it
     if found.step < state.config.steps:
         progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
     return found
