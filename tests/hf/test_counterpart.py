@@ -115,7 +115,7 @@ def test_audit_names_router_and_shared_experts() -> None:
     assert {layer["router"] for layer in result.layers.values()} == {SPECS["deepseek_v3"]}
     assert result.findings()[0] == f"Router of 2 layers: `{SPECS['deepseek_v3']}`, with 1 shared expert."
     assert (
-        "router without a counterpart" in hf.audit(spread(zoo.tiny_model("phimoe")), tokenizer(), texts(1)).markdown()
+        "router without a counterpart" in hf.audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1)).markdown()
     )
 
 
