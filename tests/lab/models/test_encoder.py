@@ -95,9 +95,10 @@ def test_the_loss_is_that_of_the_masked_positions() -> None:
 
 
 def batch_invariant() -> list[str]:
-    specs = [*list_routers(), *(f"smoe+{mixer}" for mixer in list_mixers())]
-    routers = {spec: build_router(spec, dim=8, num_experts=4, vocab_size=30) for spec in specs}
-    return [spec for spec, router in routers.items() if router.batch_invariant and not router.stochastic]
+    routers = [name for name in list_routers() if name != "forced"]  # which goes by the place in the batch
+    specs = [*routers, *(f"smoe+{mixer}" for mixer in list_mixers())]
+    built = {spec: build_router(spec, dim=8, num_experts=4, vocab_size=30) for spec in specs}
+    return [spec for spec, router in built.items() if router.batch_invariant and not router.stochastic]
 
 
 @pytest.mark.parametrize("spec", batch_invariant())
