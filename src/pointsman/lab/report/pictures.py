@@ -25,8 +25,8 @@ from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.paths import CHECKPOINTS
 from pointsman.lab.runs.record import RunRecord, read_object
 from pointsman.lab.training.image_classification import open_images
+from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import load_run
-from pointsman.lab.training.state import autocast
 from pointsman.ops.kernels import using
 from pointsman.routing import Routing
 

@@ -21,8 +21,8 @@ from pointsman.lab.robustness.images import Frame, on_hard_images, on_outliers, 
 from pointsman.lab.runs.comparison import read_plan, saved_runs
 from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.image_classification import open_images
+from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import Run, load_run
-from pointsman.lab.training.state import autocast
 from pointsman.ops.kernels import using
 
 FORMAT = 1
