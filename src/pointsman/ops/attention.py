@@ -143,7 +143,7 @@ class _Products:
                 return self.gemm.linear(left[0], right[0])[None]
             output = self.memory(name, *left.shape[:2], right.shape[1])
             for part in _tiles(right.shape[1]):
-                self.gemm.linear_into(output[0, :, part], left[0], right[0, part])
+                self.gemm.linear(left[0], right[0, part], out=output[0, :, part])
             return output
         if torch.compiler.is_compiling():
             return torch.bmm(left, right.transpose(1, 2))

@@ -88,13 +88,13 @@ def gate_of(router: Router) -> tuple[GateRule, GateWeights]:
     select: Any = router.select
     correction = torch.zeros(router.num_experts)
     if type(select) is TopK:
-        rule = GateRule(kind, select.renormalize, router.scale)
+        rule = GateRule(kind, bool(select.renormalize), router.scale)
     elif type(select) is BiasedTopK:
         if select.groups > 1 and select.group_score != "top2":
             raise ValueError(f"{where} has group_score={select.group_score}, and the classes have top2")
         kept = max(select.kept, math.ceil(router.top_k * select.groups / router.num_experts))
         correction = select.bias.detach().float().cpu()
-        rule = GateRule(kind, select.renormalize, router.scale, select.groups, kept, bool(correction.any()))
+        rule = GateRule(kind, bool(select.renormalize), router.scale, select.groups, kept, bool(correction.any()))
         if rule.groups == rule.kept:
             rule = replace(rule, groups=1, kept=1)
     else:
