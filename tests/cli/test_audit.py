@@ -67,7 +67,7 @@ def test_without_transformers(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("rows.jsonl", b'{"text": "w1 \\ud800 w2"}\n', "line 1: half a surrogate pair"),
+        ("rows.jsonl", b'{"text": "w1 \\ud800 w2"}\n', "line 1: not JSON: half a surrogate pair"),
         ("latin.jsonl", b'{"text": "caf\xe9"}\n', "line 1: not UTF-8 (byte 0xe9)"),
         ("empty.jsonl", b"", "there is no text to read"),
         ("empty.txt", b"", "there is no text to read"),

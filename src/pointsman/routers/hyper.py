@@ -57,7 +57,8 @@ class HyperScorer(Scorer):
     def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
         """W [E, dim] and b [E] (None without a bias), generated from e, of which a share `dropout` is dropped."""
         first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
-        embedding = nn.functional.dropout(self.embedding.to(first.weight.dtype), dropout)
+        embedding = self.embedding.to(first.weight.dtype)
+        embedding = nn.functional.dropout(embedding, dropout) if dropout else embedding
         given = embedding if self.places is None else embedding + self.places
         generated = self.hypernetwork(given).view(self.shape)
         return generated[:, :-1], generated[:, -1] if self.has_bias else None
@@ -145,4 +146,4 @@ def hyperrouter(
     score = HyperScorer(
         layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
     )
-    return Stages(score, losses={"l2": Loss(score.penalty, l2)})
+    return Stages(score, losses={"l2": Loss(score.penalty, l2)} if l2 else {})

@@ -30,7 +30,7 @@ def column_potentials(scores: Tensor, mask: Tensor | None, iterations: int) -> T
     groups, tokens, num_experts = scores.shape
     real = scores.new_full((groups, 1), tokens) if mask is None else mask.sum(1, keepdim=True).to(scores.dtype)
     potential = scores.new_zeros(groups, 1, num_experts)
-    if tokens == 0:
+    if not scores.numel():
         return potential
     if scores.device.type == "cpu" and not torch.compiler.is_compiling():
         from_best = scores - scores.amax(-1, keepdim=True)

@@ -95,7 +95,7 @@ def test_words_without_newlines() -> None:
 
 
 @pytest.mark.parametrize(
-    "vocabulary", [Vocabulary.of_bytes(b"\x00\xffa"), Vocabulary.of_characters("a𝄞\ud800"), of_words("é x\n")]
+    "vocabulary", [Vocabulary.of_bytes(b"\x00\xffa"), Vocabulary.of_characters("a𝄞"), of_words("é x\n")]
 )
 def test_json_round_trip(vocabulary: Vocabulary) -> None:
     again = Vocabulary.from_json(vocabulary.to_json())

@@ -29,5 +29,5 @@ def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunC
         merged(Plan(settings(learning_rate=1.0), ("smoe",), (0,)), tmp_path)
     values["settings"]["model"]["rooms"] = 3
     (tmp_path / COMPARISON).write_text(json.dumps(values))
-    with pytest.raises(RunError, match=r"model\.rooms: unknown setting"):
+    with pytest.raises(RunError, match=r"model\.rooms: did you mean"):
         merged(more, tmp_path)
