@@ -105,8 +105,10 @@ class record_routing:  # noqa: N801 - used like a function
         return self.records
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> None:
-            context = args[1] if len(args) > 1 else kwargs.get("context")
+        def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+            # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
+            routing: Routing = rest[-1]
+            context = args[1] if len(args) > 1 else rest[0].get("context") if len(rest) > 1 else None
             if self._callback is None:
                 self.records[name] = routing.detach()
             else:

@@ -205,10 +205,13 @@ def run_line(line: dict[str, Any], folder: Path) -> str:
     return "refused"  # lines before the last are notes of what was done or passed over
 
 
+HF = ("hf replace", "hf materialize", "hf upcycle")
+
+
 def drawn_line(random: Random) -> dict[str, Any]:
-    command = random.choice([name for name in COMMANDS if name != "bench"] * 3 + ["bench"])
+    command = random.choice([name for name in COMMANDS if name not in ("bench", "hf")] * 3 + ["bench", *HF])
     actions = [a for a in _actions(command) if a.option_strings and "--help" not in a.option_strings]
-    words = [command]
+    words = command.split()
     config = None
     if random.random() < 0.16:
         words += TEMPLATES.get(command, [])
@@ -314,7 +317,8 @@ _CACHE: dict[str, Any] = {}
 
 def _actions(command: str) -> list[Action]:
     if command not in _CACHE:
-        _CACHE[command] = importlib.import_module(f"pointsman.cli.{command}").parser()._actions
+        name, *action = command.split()
+        _CACHE[command] = importlib.import_module(f"pointsman.cli.{name}").parser(*action)._actions
     return list(_CACHE[command])
 
 
