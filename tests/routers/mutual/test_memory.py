@@ -56,4 +56,4 @@ def peak(what: str, tokens: int) -> float:
 def test_resident_memory_grows_linearly(what: str) -> None:
     half, whole = peak(what, 8192), peak(what, 16384)
     assert half < 100
-    assert whole < 2.2 * half
+    assert whole < 2.2 * half + 4  # MB by which equal runs differ
