@@ -105,7 +105,8 @@ class Layer:
         count = max(len(flat), 1)
         losses = []
         if weight:
-            temperature = {"softmax": 0.3, "sigmoid": 0.07}[self.options.get("gate", "softmax")]
+            usual = {"softmax": 0.3, "sigmoid": 0.07}[self.options.get("gate", "softmax")]
+            temperature = float(self.options.get("tau0", usual))
             over = torch.softmax(flat / (temperature if self.router == "xmoe" else 1.0), -1)
             chosen = F.one_hot(experts[experts >= 0], flat.shape[-1]).sum(0).double()
             shares = chosen / chosen.sum().clamp_min(1)

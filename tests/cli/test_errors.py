@@ -27,6 +27,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "says"),
     [
         (["compar"], "did you mean 'compare'"),
+        (["hf"], "the action is missing; allowed: replace, materialize, upcycle"),
         (["compare"], "--routers is missing"),
         (["compare", "--routers", "hyperouter"], "did you mean 'hyperrouter'"),
         (["compare", "--routers", "smoe,,switch"], "empty name"),

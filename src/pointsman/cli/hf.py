@@ -50,10 +50,12 @@ def parser(action: str) -> Parser:
 
 
 def run(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE.format(actions="\n".join(f"  {name:<12} {text}" for name, text in ACTIONS.items())), end="")
-        return 0 if words else 2
+    if not words:
+        raise RunError(f"pointsman hf: the action is missing; allowed: {', '.join(ACTIONS)}")
     action = words[0]
+    if action in ("-h", "--help"):
+        print(USAGE.format(actions="\n".join(f"  {name:<12} {text}" for name, text in ACTIONS.items())), end="")
+        return 0
     if action not in ACTIONS:
         raise RunError(f"pointsman hf: unknown action {action!r}: {did_you_mean(action, ACTIONS)}")
     flags = parser(action)
