@@ -81,9 +81,13 @@ def describe(kind: Any) -> str:
 
 def finite(value: Any) -> float | None:
     """`value` as a finite float; None for everything else, nan, infinities and booleans included."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return None
+    return number if math.isfinite(number) else None
 
 
 def is_utf8(text: str) -> bool:

@@ -27,7 +27,13 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
 
 def load_tokenizer(name: str) -> Any:
     """A model's tokenizer; RunError if it cannot be loaded."""
-    return _load(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(name))
+
+    def load() -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer("a")  # some settings of a wrong type are found by the first text only
+        return tokenizer
+
+    return _load(name, "tokenizer", load)
 
 
 def _load(name: str, what: str, load: Callable[[], Any]) -> Any:

@@ -9,16 +9,28 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
+from pointsman._values import finite
 from pointsman.lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
 from pointsman.lab.runs.compact import RECORD, read_record
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.kernels import recorded_kernels
 
 READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda folder: RunDirectory(folder).vocabulary(),
     "config.json": lambda folder: RunDirectory(folder).config(RunConfig),
     RECORD: lambda folder: list(read_record(folder)),
 }
+
+
+def test_recorded_kernels_that_are_none_are_refused_with_their_file() -> None:
+    with pytest.raises(RunError, match=r"cmp/comparison.json: its kernels .* did you mean 'gemm'"):
+        recorded_kernels({"gemmm": "x"}, Path("cmp/comparison.json"))
+
+
+def test_a_number_beyond_every_float_is_not_finite() -> None:
+    assert finite(10**400) is None
+    assert finite(2**70) == 2.0**70
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -25,6 +25,13 @@ def test_json_and_back(settings: Settings) -> None:
     assert values["model"]["router"] == "hyperrouter:hyper_dim=8"
 
 
+@pytest.mark.parametrize(("name", "value"), [("valid_tokens", -1), ("label_smoothing", 1.0)])
+def test_a_saved_setting_out_of_range_is_refused_with_its_file(settings: Settings, name: str, value: float) -> None:
+    saved = json.dumps({**settings().to_dict(), name: value})
+    with pytest.raises(RunError, match=f"run/config.json: {name}={value}: allowed are"):
+        RunConfig.from_json(saved, "run/config.json")
+
+
 def test_overrides_are_read_as_their_type(settings: Settings) -> None:
     config = settings().with_overrides(
         {

@@ -12,10 +12,10 @@ from pointsman.lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import read_plan, saved_runs
-from pointsman.lab.runs.paths import run_path
+from pointsman.lab.runs.paths import COMPARISON, run_path
 from pointsman.lab.training.compare import Watcher
+from pointsman.lab.training.kernels import recorded_kernels
 from pointsman.lab.training.progress import Interrupted
-from pointsman.ops.kernels import Kernels
 
 REPEAT = 1000
 """The fine-tuning seed of repeat j from pre-training seed s is s + 1000 j."""
@@ -52,7 +52,7 @@ def compare_tasks(
     plan = read_plan(out)
     if plan is None:
         raise RunError(f"{out} holds no comparison: train its routers first")
-    kernels = Kernels.from_dict(plan["kernels"]) if plan.get("kernels") else None
+    kernels = recorded_kernels(plan["kernels"], out / COMPARISON) if plan.get("kernels") else None
     loaded = {settings.task: open_task(settings.task) for settings in tasks}  # before anything is trained
     runs = saved_runs(out, plan, progress.note, routers)
     todo = [

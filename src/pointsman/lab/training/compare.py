@@ -28,7 +28,7 @@ from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.jobs import Work, available_cores, side_by_side
-from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.tasks import pretraining_task
@@ -169,7 +169,10 @@ def compare(
             raise RunError(
                 f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
             )
-        kernels = choose_kernels(plan.base, before.get("kernels"), None)
+        if (recorded := before.get("kernels")) is not None:
+            kernels = recorded_kernels(recorded, out / COMPARISON)
+        else:
+            kernels = choose_kernels(plan.base, None)
         write_plan(
             out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
             kernels=kernels.to_dict(), data=task.fingerprint,

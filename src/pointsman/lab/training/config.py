@@ -242,7 +242,11 @@ class RunConfig:
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
         values = {key: value for key, value in model.items() if key != "family"}
-        return cls(model=kind(**typed_fields(kind, values, f"{where}: model.")), **kept)
+        typed = typed_fields(kind, values, f"{where}: model.")
+        try:
+            return cls(model=kind(**typed), **kept)
+        except ValueError as error:
+            raise RunError(f"{where}: {error}") from None
 
     @classmethod
     def from_json(cls, text: str, where: str = "config") -> RunConfig:

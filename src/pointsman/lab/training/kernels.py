@@ -5,30 +5,41 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pointsman._errors import RunError
+from pointsman.lab.runs.checkpoints import Checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
 
 
-def choose_kernels(config: RunConfig, recorded: Mapping[str, Any] | None, given: Kernels | None) -> Kernels:
-    """The kernels of a run: those its checkpoint recorded, the plain ones if it is to be deterministic, those given to
-    it, or the faster ones by a timing.
+def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
+    """The kernels recorded in a checkpoint or comparison.
 
     Raises:
-        RunError: this machine cannot use the recorded ones.
+        RunError: this machine cannot use them; names `where`.
     """
-    if recorded is not None:
-        try:
-            return Kernels.from_dict(recorded)
-        except (TypeError, ValueError) as error:
-            raise RunError(f"the checkpoint's kernels cannot be used here: {error}") from None
+    try:
+        return Kernels.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{where}: its kernels cannot be used here: {error}") from None
+
+
+def choose_kernels(config: RunConfig, given: Kernels | None) -> Kernels:
+    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the faster ones by a
+    timing."""
     if config.deterministic:
         return PLAIN
     return given or measure_kernels()
+
+
+def saved_kernels(config: RunConfig, checkpoint: Checkpoint) -> Kernels:
+    """Those of a checkpoint; chosen as for a new run where an older version wrote it. Errors as in recorded_kernels."""
+    recorded = checkpoint.state.get("kernels")
+    return choose_kernels(config, None) if recorded is None else recorded_kernels(recorded, checkpoint.path)
 
 
 @contextmanager

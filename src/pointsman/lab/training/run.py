@@ -21,7 +21,7 @@ from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_ch
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import VOCABULARY
 from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.kernels import choose_kernels
+from pointsman.lab.training.kernels import saved_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.state import load_weights
@@ -159,5 +159,5 @@ def model_of(
     """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run."""
     model = build_model(config.model) if model is None else model
     load_weights(model, checkpoint)
-    kernels = choose_kernels(config, checkpoint.state.get("kernels"), None)
+    kernels = saved_kernels(config, checkpoint)
     return model.to(torch.device(device)).eval(), kernels

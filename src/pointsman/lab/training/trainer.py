@@ -23,7 +23,7 @@ from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, VOCABULAR
 from pointsman.lab.runs.record import label
 from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms
+from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
@@ -119,7 +119,7 @@ def _trained(
     if record is not None and state.step == config.steps and task.is_current(record, config):
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
         return TrainResult(directory.path, state.step, record, already_finished=True)
-    kernels = choose_kernels(config, checkpoint.state.get("kernels") if checkpoint else None, kernels)
+    kernels = choose_kernels(config, kernels) if checkpoint is None else saved_kernels(config, checkpoint)
     cuda = state.device.type == "cuda"
     here = environment(
         kernels.to_dict(),
