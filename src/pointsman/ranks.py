@@ -7,14 +7,16 @@ torch.distributed before a collective is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,59 @@ class Ranks:
         """Checks that all ranks have equal values.
 
         Raises:
-            RunError: naming the ranks that differ from rank 0.
+            RunError: naming the first rank that differs from rank 0 and, of mappings, the first key that does.
         """
         if self.count == 1:
             return
+        values = self.gather(value)
+        others = [rank for rank, one in enumerate(values) if one != values[0]]
+        if not others:
+            return
+        first, other = values[0], values[others[0]]
+        if isinstance(first, Mapping) and isinstance(other, Mapping):
+            key = next(key for key in {**first, **other} if first.get(key) != other.get(key))
+            what, first, other = f"{what}: {key}", first.get(key), other.get(key)
+        raise RunError(
+            f"ranks differ in {what}: rank 0 has {first!r}, rank {others[0]} has {other!r}"
+            + (f" (and {len(others) - 1} more differ)" if len(others) > 1 else "")
+        )
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in order; anything that can be pickled."""
+        if self.count == 1:
+            return [value]
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
-        others = [rank for rank, one in enumerate(values) if one != values[0]]
-        if others:
-            raise RunError(
-                f"ranks differ in {what}: rank 0 has {values[0]!r}, rank {others[0]} has {values[others[0]]!r}"
-                + (f" (and {len(others) - 1} more differ)" if len(others) > 1 else "")
-            )
+        return values
+
+    def by_first(self, function: Callable[[], T]) -> T:
+        """What the function returns on rank 0, which alone calls it; what it raises there is raised on every rank.
+
+        Raises:
+            RunError: it raised one, or the system refused it something.
+        """
+        return self.each(lambda: function() if self.first else None)[0]  # type: ignore[return-value]
+
+    def each(self, function: Callable[[], T]) -> list[T]:
+        """What the function returns on every rank, in order.
+
+        Raises:
+            RunError: the function raised one on some rank, or the system refused it something; on all ranks, and the
+                message names the first such rank unless it is 0.
+        """
+        if self.count == 1:
+            return [function()]
+        try:
+            done: tuple[T | None, str | None] = (function(), None)
+        except (RunError, OSError) as error:
+            done = (None, str(error))
+        gathered = self.gather(done)
+        for rank, (_, message) in enumerate(gathered):
+            if message is not None:
+                raise RunError(message if rank == 0 else f"rank {rank}: {message}")
+        return [value for value, _ in gathered]  # type: ignore[misc]
 
 
 ALONE = Ranks()

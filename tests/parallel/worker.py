@@ -15,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import MoE, record_routing, set_top_k, step_end
+from pointsman._errors import RunError, Stopped
 from pointsman.control import named_routers, set_loss_scale
+from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts.modules import EXPERTS
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.lab.training import trainer
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.objectives import objective_of
 from pointsman.lab.training.state import seed_step
 from pointsman.ops import kernels
@@ -260,6 +265,71 @@ def recorded(ranks: Ranks) -> bool:
         expected = alone(inputs).logits[rows]
     assert set(records) == {"layers.0.moe", "layers.1.moe"}
     return bool((logits - expected).abs().max() < 1e-12)
+
+
+class Float64(LanguageModelling):
+    """Language modelling in float64."""
+
+    def build_model(self, config: RunConfig) -> Any:
+        return super().build_model(config).double()
+
+
+class Watch(RoutingMonitor):
+    """A monitor that is a stop as well, from a step on."""
+
+    step, last = 0, 0
+
+    def observe(self, step: int) -> Any:
+        Watch.step = step
+        return super().observe(step)
+
+    @classmethod
+    def is_set(cls) -> bool:
+        return cls.step >= cls.last > 0
+
+
+def run_config(text: str, spec: str = "smoe:balance=0.05", **changes: Any) -> RunConfig:
+    model = TransformerXLConfig(
+        64, num_layers=2, dim=32, num_heads=2, head_dim=16, hidden_dim=32, num_experts=4, router=spec, dropout=0.0
+    )
+    config = RunConfig(
+        model=model, data=text, steps=6, batch_size=8, accumulation=2, segment_length=8, memory_length=8,
+        eval_batch_size=3, eval_segment_length=8, eval_memory_length=8, eval_tokens=200, valid_tokens=100,
+        learning_rate=3e-3, validate_every=3, checkpoint_every=2, observe_every=2, log_every=1, deterministic=True,
+    )  # fmt: skip
+    return config.with_overrides(changes)
+
+
+def training(
+    ranks: Ranks, text: str, out: str, layout: str = "", resume: bool = False, stop: int = 0,
+    spec: str = "smoe:balance=0.05", changes: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """A run of the lab in float64; what it raised."""
+    config = run_config(text, spec, **(changes or {}))
+    Watch.step, Watch.last = 0, stop if ranks.rank == ranks.count - 1 else 0  # of one rank
+    try:
+        trainer.train(
+            config, out, resume=resume, task=Float64.open(config), monitor=Watch, stop=Watch, ranks=ranks,
+            layout=Layout.parse(layout, ranks.count) if ranks.count > 1 else None,
+        )  # fmt: skip
+    except (RunError, Stopped) as error:
+        return str(error)
+    return ""
+
+
+def full_disk(ranks: Ranks, text: str, out: str) -> str:
+    """What a run says in which rank 1 can write no large file."""
+    import resource
+
+    Float64.open(run_config(text))  # its ids are in the cache then
+    if ranks.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return training(ranks, text, out)
+
+
+def differing(ranks: Ranks, text: str, out: str) -> str:
+    """What ranks with other settings say."""
+    return training(ranks, text, out, changes={"learning_rate": 1e-3 * (1 + ranks.rank)})
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from pointsman._errors import RunError, Stopped, did_you_mean
+from pointsman._errors import Stopped, did_you_mean
 from pointsman._values import is_utf8
 from pointsman.ops.allocator import keep_freed_memory
 
@@ -73,30 +73,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     try:
         return int(importlib.import_module(f"pointsman.cli.{name}").run(words[1:]))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     except BrokenPipeError:
         sys.stderr.close()
         return 0
-    except (RunError, ValueError) as mistake:
-        return fail(str(mistake))
-    except Stopped as saved:
-        print(f"pointsman: {saved}", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except OSError as error:
-        return fail(describe(error))
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
+    except (Exception, KeyboardInterrupt) as error:
+        told = explain(error)
+        if told is None:
             raise
+        code, line = told
+        print(line, file=sys.stderr)
+        return code
+
+
+def explain(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and line of what the user can do something about; None for a fault of the program."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "interrupted"
+    if isinstance(error, Stopped):
+        return 128 + signal.SIGINT, f"pointsman: {error}"
+    if isinstance(error, OSError):
+        return 2, as_line(describe(error))
+    if isinstance(error, ValueError):
+        return 2, as_line(str(error))
+    if isinstance(error, MemoryError | RuntimeError) and out_of_memory(error):
         told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
-        return fail(f"out of memory: {told}")
-    except ImportError as error:
+        return 2, as_line(f"out of memory: {told}")
+    if isinstance(error, ImportError):
         package = (error.name or "pointsman").partition(".")[0]
         if package != "pointsman":
             extra = next((f"'pointsman[{name}]'" for name, of in EXTRAS.items() if package in of), package)
-            return fail(f"the package {package!r} is not installed: pip install {extra}")
-        raise
+            return 2, as_line(f"the package {package!r} is not installed: pip install {extra}")
+    return None
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -124,9 +131,14 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def fail(message: str) -> int:
-    line = " ".join(message.split())
-    print(line if line.startswith("pointsman ") else f"pointsman: {line}", file=sys.stderr)
+    print(as_line(message), file=sys.stderr)
     return 2
+
+
+def as_line(message: str) -> str:
+    """An error as one line."""
+    line = " ".join(message.split())
+    return line if line.startswith("pointsman ") else f"pointsman: {line}"
 
 
 if __name__ == "__main__":

@@ -177,15 +177,20 @@ def _clock(seconds: float) -> str:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once."""
+def stop_on_signals(*, tell: bool = True) -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM set the event, so that a command can save and end; a second Ctrl-C interrupts at once.
+
+    Args:
+        tell: whether to say so.
+    """
     stop = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        print("\nstopping: saving first (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
+        if tell:
+            print("\nstopping: saving first (Ctrl-C again to stop at once)", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
 from pointsman.cli.options import Parser, choose_device, whole
 from pointsman.cli.progress import Display, stop_on_signals
+from pointsman.cli.ranks import add_rank_flags, joined, launched
 from pointsman.cli.runs import add_run_flags, changed, run_config, use_recorded_imports
+from pointsman.ranks import Ranks
+
+if TYPE_CHECKING:
+    from pointsman.parallel.layout import Layout
 
 EPILOG = """examples:
   pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper
   pointsman train hyperrouter-enwik8-small --out runs/paper
   pointsman train --router hyperrouter --data enwik8 --out runs/hyper --resume
   pointsman train --from models/olmoe --data notes.txt --preset tiny-decoder --router smoe+similarity
+  pointsman train --router hyperrouter --data enwik8 --out runs/hyper --processes 8 --parallel experts=8
 """
 
 
@@ -33,13 +42,24 @@ def parser() -> Parser:
     flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")
     flags.add_argument("--resume", action="store_true", help="continue from the last valid checkpoint")
     add_run_flags(flags)
+    add_rank_flags(flags)
     flags.common("the run directory (default: runs/ROUTER-DATA-PRESET-seed-S)")
     return flags
 
 
 def run(arguments: Sequence[str]) -> int:
-    values = parser().read(arguments)
+    flags = parser()
+    values = flags.read(arguments)
     device = choose_device(values.device)
+    code = launched(flags, values, device, "train", arguments)
+    if code is not None:
+        return code
+    with joined(values, device) as (ranks, layout, device):
+        _train(values, device, ranks, layout)
+    return 0
+
+
+def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout | None) -> None:
     from pointsman.cli.evaluate import table
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman.lab.runs.paths import slug
@@ -72,10 +92,11 @@ def run(arguments: Sequence[str]) -> int:
         config = config.with_overrides({"checkpoint_every": values.checkpoint_every})
     name = f"{slug(config.model.router)}-{slug(Path(config.data).name)}-{config.preset}-seed-{config.seed}"
     out = values.out or Path("runs") / name
-    with Display() as display, stop_on_signals() as stop:
+    with Display() if ranks.first else nullcontext() as display, stop_on_signals(tell=ranks.first) as stop:
         result = train(
-            config, out, resume=values.resume, device=device, progress=display, monitor=RoutingMonitor, stop=stop
-        )
-    print(table(result.evaluation["results"]))
-    print(f"\nrun: {out}", file=sys.stderr)
-    return 0
+            config, out, resume=values.resume, device=device, progress=display, monitor=RoutingMonitor, stop=stop,
+            ranks=ranks, layout=layout,
+        )  # fmt: skip
+    if ranks.first:
+        print(table(result.evaluation["results"]))
+        print(f"\nrun: {out}", file=sys.stderr)

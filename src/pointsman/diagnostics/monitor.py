@@ -25,6 +25,7 @@ from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.distribution import Margin, entropies
 from pointsman.diagnostics.load import load_summary
+from pointsman.ranks import ALONE
 from pointsman.routing import Routing, RoutingContext
 
 logger = logging.getLogger("pointsman.routing")
@@ -51,6 +52,17 @@ class _Window:
             self.assigned, self.tokens = (t.to(routing.experts.device) for t in (self.assigned, self.tokens))
         self.assigned += expert_counts(routing.experts, routing.num_experts)
         self.tokens += len(routing.experts) if mask is None else mask.sum()
+
+    def to_cpu(self) -> None:
+        self.assigned, self.tokens = self.assigned.cpu(), self.tokens.cpu()
+        for moments in (self.entropy, self.margin.margin, self.margin.first):
+            moments.tensors = [tensor.cpu() for tensor in moments.tensors]
+
+    def merge(self, other: _Window) -> None:
+        self.assigned += other.assigned
+        self.tokens += other.tokens
+        self.entropy.merge(other.entropy)
+        self.margin.merge(other.margin)
 
     def experts_per_token(self) -> float:
         return float(self.assigned.sum()) / max(float(self.tokens), 1.0)
@@ -80,8 +92,10 @@ class RoutingMonitor:
     `{"kind": "warning", "step", "layer", "experts", "message"}`; the same warning comes again only after twice as many
     steps.
 
+    With several ranks every rank counts its own tokens, and rows are of all of them: each rank must ask for them.
+
     Args:
-        model: any model with MoE layers.
+        model: any model with MoE layers; after `parallel.parallelize`, with several ranks.
         every: N.
         seed: of the run, for the warnings; None: they name none.
     """
@@ -95,6 +109,7 @@ class RoutingMonitor:
         self._runs = {name: router.spec for name, router in named_routers(model)}
         if seed is not None:
             self._runs = {name: f"{spec}, seed {seed}" for name, spec in self._runs.items()}
+        self._ranks = next((router.ranks for _, router in named_routers(model)), ALONE)
         self._batches = 0
         self._step = -1
         self._next_warning: dict[tuple[str, str], int] = {}
@@ -122,7 +137,7 @@ class RoutingMonitor:
         if self._batches == 0 or self._step % self.every:
             return []
         rows: list[dict[str, Any]] = []
-        for name, window in self._windows.items():
+        for name, window in self._over_ranks().items():
             if window.entropy.tensors:
                 summary = load_summary(window.assigned)
                 rows.append(
@@ -140,9 +155,22 @@ class RoutingMonitor:
                     }
                 )
                 rows.extend(self._warnings(name, window, summary))
+        for window in self._windows.values():
             window.clear()
         self._batches = 0
         return rows
+
+    def _over_ranks(self) -> dict[str, _Window]:
+        """The windows of all ranks' tokens, on every rank."""
+        if self._ranks.count == 1:
+            return self._windows
+        for window in self._windows.values():
+            window.to_cpu()
+        whole, *others = self._ranks.gather(self._windows)
+        for other in others:
+            for name, window in other.items():
+                whole[name].merge(window)
+        return whole
 
     def _warnings(self, name: str, window: _Window, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         experts, mean = window.assigned.numel(), window.experts_per_token()
@@ -160,24 +188,27 @@ class RoutingMonitor:
         for kind, (which, message) in found.items():
             if self._step >= self._next_warning.get((name, kind), 0):
                 self._next_warning[name, kind] = 2 * self._step
-                logger.warning("router %s, step %d, layer %s: %s", self._runs[name], self._step, name, message)
+                if self._ranks.first:
+                    logger.warning("router %s, step %d, layer %s: %s", self._runs[name], self._step, name, message)
                 row = {"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message}
                 rows.append(row)
         return rows
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The counts since the last row, so that a resumed run writes identical rows."""
+        """The counts since the last row, of all ranks, so that a resumed run writes identical rows."""
         state = {"batches": torch.tensor(self._batches)}
         for name, window in self._windows.items():
-            state[f"{name}.assigned"] = window.assigned.cpu().clone()
-            state[f"{name}.tokens"] = window.tokens.cpu().clone()
+            assigned, tokens = self._ranks.total(window.assigned, window.tokens)
+            state[f"{name}.assigned"] = assigned.cpu().clone()
+            state[f"{name}.tokens"] = tokens.cpu().clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._batches = int(state["batches"])
         for name, window in self._windows.items():
-            window.assigned = state[f"{name}.assigned"].clone()
-            window.tokens = state[f"{name}.tokens"].clone()
+            share = 1 if self._ranks.first else 0  # the sums over ranks go on as before
+            window.assigned = state[f"{name}.assigned"] * share
+            window.tokens = state[f"{name}.tokens"] * share
 
 
 def _names(experts: list[int]) -> str:

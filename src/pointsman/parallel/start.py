@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE, Ranks
 
+T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a rank that does not come."""
+STORE = "POINTSMAN_RANKS_STORE"
+"""Environment variable: the file through which the ranks of `launch` find each other."""
+LOST = 75
+"""Exit code of a rank that waited for another in vain."""
+PATIENCE = 3.0
+"""Seconds in which ranks that can still answer report that they are lost."""
 
 
 def start(
@@ -40,12 +50,70 @@ def start(
         raise RunError(f"RANK={rank}: allowed are 0 to {count - 1} (WORLD_SIZE={count})")
     if count == 1:
         return ALONE
+    if store is None and STORE in os.environ:
+        store = Path(os.environ[STORE])
     import torch.distributed as dist
 
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = f"file://{store}" if store is not None else "env://"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=count, timeout=timeout)
     return Ranks(rank, count)
+
+
+def one_after_another(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What the function returns; the first rank of each machine calls it before the others, who wait up to an hour.
+
+    For what is made once and kept in a cache.
+    """
+    if ranks.count == 1:
+        return function()
+    machine = os.environ.get("GROUP_RANK", "0")
+    key, store = f"made-{machine}", _store()
+    if os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
+        made = function()
+        store.set(key, "1")
+        return made
+    store.wait([key], timedelta(hours=1))
+    return function()
+
+
+def first_to_tell(ranks: Ranks) -> bool:
+    """Whether this rank is the first that reports why the job ends: rank 0 if it has anything to say."""
+    if not ranks.first:
+        time.sleep(1)
+    try:
+        return bool(_store().add("told", 1) == 1)
+    except RuntimeError:  # its owner has ended
+        return True
+
+
+def lost_ranks(ranks: Ranks) -> list[int]:
+    """The ranks that report nothing within `PATIENCE`, for one that lost the connection: they ended, or they hang."""
+    try:
+        store = _store()
+        store.set(f"lost-{ranks.rank}", "1")
+        silent = [rank for rank in range(ranks.count) if rank != ranks.rank]
+        until = time.monotonic() + PATIENCE
+        while silent and time.monotonic() < until:
+            time.sleep(0.05)
+            silent = [rank for rank in silent if not store.check([f"lost-{rank}"])]
+    except RuntimeError:  # the store's owner has ended
+        return [0]
+    return silent
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank did not come to a collective."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Timed out", "timeout", "pair closure", "NCCL")
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__.startswith("Dist") or any(word in str(error) for word in words)
+    )
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def _number(name: str) -> int:

@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream
 from pointsman.lab.data.catalog import Level
+from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.data.vocabulary import IdArray
+from pointsman.lab.evaluation.over_ranks import divides_rows
 from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.progress import Progress, Stop, check_stop
+from pointsman.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def evaluate(
     progress: Progress | None = None,
     phase: str = "evaluate",
     stop: Stop | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """Evaluates a model at every k of `top_k`, one pass over the text each.
 
@@ -120,6 +124,8 @@ def evaluate(
         precision: an autocast context.
         progress: a display, in segments over all k values.
         stop: asks the evaluation to stop.
+        ranks: who shares the rows; every rank gets the results of all. Where a row's figures depend on what is read
+            beside it, or on draws, every rank reads all rows.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
@@ -140,6 +146,8 @@ def evaluate(
     else:
         stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
     values = eval_top_k(model, top_k)
+    if marks is not None or not divides_rows(model):
+        ranks = ALONE
     if progress:
         progress.phase(phase, len(stream) * len(values))
     results = []
@@ -148,8 +156,10 @@ def evaluate(
             gathered = RoutingSummary(model) if routing else None
             with set_top_k(model, k) if k else nullcontext():
                 sums = _sums(
-                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop
+                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop, ranks
                 )  # fmt: skip
+            if gathered:
+                gathered.gather(ranks)
             metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
             result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
             result |= {"nats": figures[0]["nats"], "metric": metric, **figures[0]}
@@ -175,6 +185,7 @@ def _sums(
     progress: Progress | None,
     done: int,
     stop: Stop | None,
+    ranks: Ranks,
 ) -> list[tuple[float, int]]:
     """(nats, targets) of all targets, and of the unmarked ones."""
     totals = torch.zeros(2, dtype=torch.float64)
@@ -182,6 +193,7 @@ def _sums(
     memory: Memory | None = None
     for index, (inputs, targets) in enumerate(stream):
         check_stop(stop)
+        inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
         if gathered:
             gathered.mask = None if bool(real.all()) else real.reshape(-1)
@@ -196,4 +208,14 @@ def _sums(
         done += 1
         if progress:
             progress.advance(done, {})
+    totals, counts = ranks.total(totals, counts)
     return list(zip(totals.tolist(), counts.tolist(), strict=True))
+
+
+def _own_rows(tensor: Tensor, fill: int, ranks: Ranks) -> Tensor:
+    """This rank's share of rows [rows, t]; as many on every rank, if need be with rows of `fill`."""
+    if ranks.count == 1:
+        return tensor
+    each = -(-len(tensor) // ranks.count)
+    own = tensor[ranks.rank * each : (ranks.rank + 1) * each]
+    return torch.cat([own, own.new_full((each - len(own), *own.shape[1:]), fill)])

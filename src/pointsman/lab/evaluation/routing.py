@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pointsman.control import named_routers, record_routing
 from pointsman.diagnostics.collection import Diagnostics
+from pointsman.ranks import Ranks
 from pointsman.routing import Routing, RoutingContext
 
 
@@ -25,6 +26,11 @@ class RoutingSummary:
 
     def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
         self.diagnostics.update(name, routing, self.mask)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Adds what the other ranks have seen."""
+        if ranks.count > 1:
+            self.diagnostics = self.diagnostics.gather(ranks.group)
 
     def result(self) -> dict[str, dict[str, Any]]:
         results = {}

@@ -12,14 +12,18 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._files import disk_errors, open_own, read_json, sync_folder, write_synced
 
 FORMAT = 1
+SHARDED = 2
+"""The format of checkpoints of many ranks: folders of safetensors files, each with parts of tensors."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d+)")
@@ -38,11 +42,15 @@ class Checkpoint:
         path: its folder, `…/step-N`.
         step: N, the number of finished optimizer steps.
         state: the content of state.json.
+        format: `FORMAT` or `SHARDED`.
+        aliases: of a sharded one: file name -> tensor name -> the name under which it is stored.
     """
 
     path: Path
     step: int
     state: Mapping[str, Any]
+    format: int = FORMAT
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Mapping[str, Any], keep: int = 0) -> Path:
@@ -59,33 +67,68 @@ def write_folder(folder: Path, step: int, files: Mapping[str, bytes], state: Map
     Raises:
         RunError: no space, no permission, or another fault of the disk; earlier checkpoints are untouched.
     """
-    target = folder / f"step-{step}"
-    with disk_errors(target, f"checkpoint step-{step} was not written"):
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        aside = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder))
+    with writing(folder, step):
+        aside = begin_folder(folder)
         try:
-            manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": {}}
-            for name, content in {**files, STATE: json.dumps(state, indent=2).encode()}.items():
+            described = {}
+            for name, content in files.items():
                 write_synced(aside / name, content)
-                manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            write_synced(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
-            sync_folder(aside)
-            if target.exists():  # a damaged one: the run has come through step N again
-                target.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / target.name)
-            aside.chmod(0o755)
-            aside.rename(target)
-            sync_folder(folder)
+                described[name] = _described(content)
+            return complete_folder(folder, step, aside, described, state, keep)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        remove_leftovers(folder)
-        for later in [other for other in steps_of(folder) if other > step]:
-            passed_over = folder / f"passed-over-step-{later}"
-            shutil.rmtree(passed_over, ignore_errors=True)
-            (folder / f"step-{later}").rename(passed_over)
-        prune(folder, step, keep)
+
+
+def writing(folder: Path, step: int) -> AbstractContextManager[None]:
+    """Turns what the disk refuses while `folder/step-N` is written into one line."""
+    return disk_errors(folder / f"step-{step}", f"checkpoint step-{step} was not written")
+
+
+def begin_folder(folder: Path) -> Path:
+    """A folder under a temporary name, for the files of a checkpoint; what killed writers left is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    return Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder))
+
+
+def complete_folder(
+    folder: Path,
+    step: int,
+    aside: Path,
+    described: Mapping[str, Mapping[str, Any]],
+    state: Mapping[str, Any],
+    keep: int,
+    rest: Mapping[str, Any] = MappingProxyType({"format": FORMAT}),
+) -> Path:
+    """Adds state.json and the manifest to the synced files in `aside`, and names the whole `folder/step-N`.
+
+    Args:
+        described: {"bytes", "sha256"} of each file, by its path in `aside`.
+        rest: what the manifest says besides.
+    """
+    target = folder / f"step-{step}"
+    content = json.dumps(state, indent=2).encode()
+    write_synced(aside / STATE, content)
+    manifest = {**rest, "step": step, "files": {**described, STATE: _described(content)}}
+    write_synced(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
+    sync_folder(aside)
+    if target.exists():  # a damaged one: the run has come through step N again
+        target.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder)) / target.name)
+    aside.chmod(0o755)
+    aside.rename(target)
+    sync_folder(folder)
+    remove_leftovers(folder)
+    for later in [other for other in steps_of(folder) if other > step]:
+        passed_over = folder / f"passed-over-step-{later}"
+        shutil.rmtree(passed_over, ignore_errors=True)
+        (folder / f"step-{later}").rename(passed_over)
+    prune(folder, step, keep)
     return target
+
+
+def _described(content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
@@ -121,13 +164,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a folder called step-N is one")
     step = int(match[1])
     manifest = _json(path, MANIFEST)
-    if manifest.get("format") != FORMAT or manifest.get("step") != step or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"checkpoint {path} is foreign: its {MANIFEST} is not of format {FORMAT} and step {step}")
+    form = manifest.get("format")
+    if form not in (FORMAT, SHARDED) or manifest.get("step") != step or not isinstance(manifest.get("files"), dict):
+        told = f"its {MANIFEST} is not of format {FORMAT} or {SHARDED} and step {step}"
+        raise CheckpointError(f"checkpoint {path} is foreign: {told}")
     for name, expected in manifest["files"].items():
         _check_file(path, name, expected)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"checkpoint {path} is foreign: it has no {STATE}")
-    return Checkpoint(path, step, _json(path, STATE))
+    return Checkpoint(path, step, _json(path, STATE), int(form), manifest.get("aliases", {}))
 
 
 def last_checkpoint(
@@ -170,10 +215,11 @@ def whole_checkpoint(folder: Path, note: Callable[[str], None] | None = None) ->
 
 
 def _check_file(path: Path, name: str, expected: Any) -> None:
-    if "/" in name or "\\" in name:
+    parts = name.split("/")
+    if len(parts) > 2 or "\\" in name or not {"", ".", ".."}.isdisjoint(parts):
         raise CheckpointError(f"checkpoint {path} is foreign: its {MANIFEST} names {name!r}")
     file = path / name
-    if file.is_symlink() or not file.is_file():
+    if file.is_symlink() or file.parent.is_symlink() or not file.is_file():
         raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
     try:
         size = file.stat().st_size

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pointsman._files import parse_json, within
-from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError, write_folder
+from pointsman.lab.runs.checkpoints import FORMAT, Checkpoint, CheckpointError, write_folder
+from pointsman.ops.exchange import local_part
 
 _ALIASES = "aliases"
 
@@ -27,9 +29,86 @@ def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, 
     return write_folder(folder, step, packed, state, keep)
 
 
-def checkpoint_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, on the CPU; shared ones under each of their names."""
-    return read_tensors(checkpoint.path / f"{name}.safetensors")
+def checkpoint_tensors(checkpoint: Checkpoint, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names.
+
+    Args:
+        only: names; None: all of them.
+    """
+    if checkpoint.format == FORMAT and only is None:
+        return read_tensors(checkpoint.path / f"{name}.safetensors")
+    stored = stored_tensors(checkpoint, name)
+    wanted = {one: torch.empty_like(meta, device="cpu") for one, meta in stored.items() if only is None or one in only}
+    read_into(checkpoint, name, wanted)
+    return wanted
+
+
+def stored_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    """The same on the meta device: shapes and types alone.
+
+    Raises:
+        CheckpointError: the file, or the folder of parts, cannot be read.
+    """
+    try:
+        described = _reader(checkpoint, name).read_metadata().state_dict_metadata
+        names: Iterable[str] = described
+        if checkpoint.format == FORMAT:  # the reader sees all files of the folder
+            with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
+                names = opened.keys()
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint.path / name} cannot be read: {error}") from None
+    found = {
+        one: torch.empty(described[one].size, dtype=described[one].properties.dtype, device="meta") for one in names
+    }
+    return {**found, **{alias: found[kept] for alias, kept in _aliases(checkpoint, name).items()}}
+
+
+def read_into(checkpoint: Checkpoint, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Fills tensors, or this rank's parts of them, in place.
+
+    Raises:
+        CheckpointError: one is missing or of another shape; [] and [1] fit each other.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    stored, aliases = stored_tensors(checkpoint, name), _aliases(checkpoint, name)
+    request: dict[str, Tensor] = {}
+    copies: list[tuple[Tensor, str]] = []
+    for one, tensor in tensors.items():
+        kept = aliases.get(one, one)
+        if kept in request or (one in stored and stored[one].dim() != tensor.dim() and tensor.numel() == 1):
+            request.setdefault(kept, torch.empty_like(stored[one], device="cpu")) if one in stored else None
+            copies.append((tensor, kept))
+        elif tensor.numel():
+            request[kept] = tensor
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another one for this
+            load(request, storage_reader=_reader(checkpoint, name), no_dist=True)
+    except CheckpointException as error:
+        why = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {str(why).splitlines()[0]}") from None
+    for tensor, kept in copies:
+        part, value = local_part(tensor), local_part(request[kept])
+        assert part is not None
+        assert value is not None
+        if part.numel() and part is not value:
+            part.copy_(value.view(part.shape))
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    return HuggingFaceStorageReader(str(checkpoint.path if checkpoint.format == FORMAT else checkpoint.path / name))
+
+
+def _aliases(checkpoint: Checkpoint, name: str) -> Mapping[str, str]:
+    if checkpoint.format != FORMAT:
+        return checkpoint.aliases.get(name, {})
+    with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
+        found: dict[str, str] = parse_json((opened.metadata() or {}).get(_ALIASES, "{}"))
+        return found
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.exchange import local_part
+
 
 def first_bad_layer(model: nn.Module, forward: Callable[[], object]) -> str | None:
     """Runs `forward` again, without gradients, and names the first layer whose output is not finite."""
@@ -30,9 +32,13 @@ def first_bad_layer(model: nn.Module, forward: Callable[[], object]) -> str | No
 
 
 def first_bad_gradient(parameters: Mapping[str, nn.Parameter]) -> str | None:
-    """The parameter nearest to the loss whose gradient is not finite: backward met it first."""
+    """The parameter nearest to the loss whose gradient is not finite: backward met it first.
+
+    Of several ranks each looks at the parts that it holds.
+    """
     for name, parameter in reversed(list(parameters.items())):
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+        gradient = local_part(parameter.grad)
+        if gradient is not None and not gradient.isfinite().all():
             return name
     return None
 

@@ -100,6 +100,7 @@ class LanguageModelling(Task):
             progress=context.progress,
             phase=context.phase,
             stop=context.stop,
+            ranks=context.ranks,
         )
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:

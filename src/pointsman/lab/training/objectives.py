@@ -18,6 +18,7 @@ from pointsman.control import named_routers
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.ops.linear import upcast
+from pointsman.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,39 @@ class Objective:
     run: Loss
     weighted_by_targets: bool = False
 
-    def shares(self, targets: Sequence[Tensor]) -> list[Tensor] | None:
-        """The share of each micro-batch in the step's loss, by its targets; None: all alike."""
-        if not self.weighted_by_targets or len(targets) == 1:
+    def shares(self, targets: Sequence[Tensor], ranks: Ranks = ALONE, *, even: bool = False) -> list[Tensor] | None:
+        """The share of this rank's part of each micro-batch in the step's loss; None: micro-batches count alike.
+
+        Args:
+            targets: of this rank's rows.
+            even: whether every row of every batch has equally many targets.
+        """
+        parts = len(targets)
+        if ranks.count > 1:
+            if even:
+                return list(targets[0].new_full((parts,), 1 / (parts * ranks.count), dtype=torch.float64))
+            own = torch.stack([targets_in(each) for each in targets]).double()
+            (every,) = ranks.total(own)
+            return list(own / (every.sum() if self.weighted_by_targets else parts * every).clamp_min(1))
+        if not self.weighted_by_targets or parts == 1:
             return None
         counts = torch.stack([(each >= 0).sum() for each in targets])
         return list(counts / counts.sum().clamp_min(1))
+
+
+def targets_in(targets: Tensor) -> Tensor:
+    """How many rows or places of targets count, a scalar: all shares of classes [B, C], and numbers from 0."""
+    return targets.new_tensor(len(targets)) if targets.is_floating_point() else (targets >= 0).sum()
+
+
+def with_a_target(targets: Tensor) -> Tensor:
+    """The same, with one target where there is none, for a rank whose share of the loss is 0: a mean over no targets
+    is no number, and 0 times it neither."""
+    if targets.is_floating_point() or bool((targets >= 0).any()):
+        return targets
+    targets = targets.clone()
+    targets.view(-1)[0] = 0
+    return targets
 
 
 def next_token_loss(

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.lab.training.config import RunConfig
+from pointsman.parallel import shard
+from pointsman.ranks import ALONE, Ranks
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -79,13 +81,14 @@ def build_adam(
     """
     if not parameters:
         raise RunError("nothing in the model trains")
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, Any], list[nn.Parameter]] = {}
     for parameter in parameters.values():
         decay = 0.0 if id(parameter) in undecayed else config.weight_decay
-        groups.setdefault((scales.get(id(parameter), 1.0), decay), []).append(parameter)
+        mesh = getattr(parameter, "device_mesh", None)  # a fused optimizer takes no two meshes at a time
+        groups.setdefault((scales.get(id(parameter), 1.0), decay, mesh), []).append(parameter)
     adam = torch.optim.AdamW if config.decay == "decoupled" else torch.optim.Adam
     return adam(
-        [{"params": group, "lr_scale": scale, "weight_decay": decay} for (scale, decay), group in groups.items()],
+        [{"params": group, "lr_scale": scale, "weight_decay": decay} for (scale, decay, _), group in groups.items()],
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.adam_eps,
@@ -123,6 +126,8 @@ def restore_optimizer(
     order = {name: places[id(parameter)] for name, parameter in parameters.items()}
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition(".")
+        if name in order and tensor.dim() != parameters[name].dim() and tensor.numel() == parameters[name].numel() == 1:
+            tensor = tensor if key == "step" else tensor.view(parameters[name].shape)  # [] of one process, [1] of many
         if name not in order or (tensor.dim() and tensor.shape != parameters[name].shape):
             raise RunError(f"the optimizer's {full_name} {list(tensor.shape)} belongs to another model")
         state.setdefault(order[name], {})[key] = tensor
@@ -130,12 +135,12 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
 
 
-def gradient_norm(parameters: Mapping[str, nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Mapping[str, nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
     """Norm of the whole gradient."""
-    return torch.nn.utils.get_total_norm([weight.grad for weight in parameters.values() if weight.grad is not None])
+    return shard.gradient_norm(parameters.values(), ranks)
 
 
 def clip_gradient(parameters: Mapping[str, nn.Parameter], norm: Tensor, clip_norm: float) -> None:
     """Scales the whole gradient, of this norm, down to `clip_norm` if it is larger; 0 = leaves it alone."""
     if clip_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters.values(), clip_norm, norm)
+        shard.clip_gradient(parameters.values(), norm, clip_norm)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
 from pointsman.lab.models.transformer_xl import Memory
+from pointsman.lab.progress import Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
 from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, Recorder, cuda_recorder
+from pointsman.lab.training.objectives import with_a_target
 from pointsman.lab.training.optimizer import (
     build_adam,
     clip_gradient,
@@ -33,8 +36,12 @@ from pointsman.lab.training.optimizer import (
 )
 from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Monitor
+from pointsman.lab.training.sharded import restore_sharded, rows_of_all
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.times import Clock
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.shard import parallelize
+from pointsman.ranks import ALONE, Ranks
 
 
 class TrainingState:
@@ -49,15 +56,40 @@ class TrainingState:
         task: what is learned.
         device: where the model trains.
         recorder: what captures and replays steps with `cuda_graph`; None: CUDA graphs.
+        ranks: who shares each batch. Each rank has its rows of each micro-batch, so that micro-batches hold the same
+            rows for every number of ranks.
+        layout: how the ranks divide the model; None: in shards.
+
+    Attributes:
+        stopping: whether some rank was asked to stop before the end of the last step; of several ranks.
+
+    Raises:
+        RunError: ranks that do not divide a micro-batch, or settings that one process only can have.
     """
 
-    def __init__(self, config: RunConfig, task: Task, device: torch.device, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        *,
+        ranks: Ranks = ALONE,
+        layout: Layout | None = None,
+    ) -> None:
+        if ranks.count > 1:
+            _check_ranks(config, ranks)
         self.config = config
+        self.ranks = ranks
+        self.stopping = False
         self.device = device
         self.task = task
         if config.cuda_graph and recorder is None:
             recorder = cuda_recorder(config, device, fixed_shapes=task.fixed_shapes)
         self.model = task.build_model(config).to(device)
+        self.layout = layout or Layout(ranks.count)
+        if ranks.count > 1:
+            parallelize(self.model, self.layout, ranks)
         self.batches = task.batches(config, device)
         self.objective = task.objective(self.model, config)
         self.tokens_per_step = self.batches.tokens_per_step
@@ -74,8 +106,11 @@ class TrainingState:
         if config.cuda_graph and recorder:
             self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder)
 
-    def train_step(self, monitor: Monitor | None = None) -> dict[str, Any]:
-        """One optimizer step; returns its line of metrics.
+    def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
+        """One optimizer step; returns its line of metrics, which is that of all ranks.
+
+        Args:
+            stop: of this rank; all of them learn in `stopping` whether one was set.
 
         Raises:
             Diverged: loss or gradient are not finite; no weight has changed.
@@ -96,7 +131,7 @@ class TrainingState:
         batches = self._micro_batches()
         with work:
             passed = self._forward_and_backward(k, batches, monitor)
-            loss, size = passed.figures.tolist()  # the one wait for a GPU
+            loss, size = self._over_ranks(passed.figures, stop).tolist()  # the one wait for a GPU
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise Diverged(self._what_diverged(loss, size))
         with work:
@@ -132,8 +167,10 @@ class TrainingState:
         """Leaves gradients of the (weighted) mean over micro-batches, and nothing else: a graph may stand for it."""
         losses: list[Tensor] = []
         kept: list[Memory | None] = []
-        shares = self.objective.shares([targets for _, targets in batches])
+        even = self.task.fixed_shapes
+        shares = self.objective.shares([targets for _, targets in batches], self.ranks, even=even)
         for index, ((inputs, targets), memory) in enumerate(zip(batches, memories, strict=True)):
+            targets = targets if self.ranks.count == 1 or even else with_a_target(targets)
             with observe(), autocast(self.config, self.device):
                 outcome = self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
             loss = outcome.loss / self.config.accumulation if shares is None else outcome.loss * shares[index]
@@ -142,12 +179,25 @@ class TrainingState:
             kept.append(outcome.memory)
         each = torch.stack(losses)
         mean = each.mean() if shares is None else (each * torch.stack(shares)).sum()
-        return Passed(torch.stack([mean, gradient_norm(self.parameters)]), kept)
+        norm = gradient_norm(self.parameters, self.ranks)
+        return Passed(torch.stack([mean, norm.to(mean.dtype)]), kept)
+
+    def _over_ranks(self, figures: Tensor, stop: Stop | None) -> Tensor:
+        """The figures with the loss of all ranks, and whether one was asked to stop."""
+        if self.ranks.count == 1:
+            return figures
+        asked = figures.new_tensor(stop is not None and stop.is_set(), dtype=torch.float64)
+        loss, asked = self.ranks.total(figures[0], asked)
+        self.stopping = bool(asked)
+        return torch.stack([loss, figures[1]])
 
     def _micro_batches(self) -> Batches:
         inputs, targets = self.batches.batch(self.step)
         parts = self.config.accumulation
-        return list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
+        whole = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
+        if self.ranks.count == 1:
+            return list(whole)
+        return [tuple(tensor[self.ranks.rows(len(tensor))] for tensor in both) for both in whole]  # type: ignore[misc]
 
     def _what_diverged(self, loss: float, size: float) -> str:
         """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
@@ -159,23 +209,33 @@ class TrainingState:
                     self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
 
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
-        if layer := first_bad_layer(self.model, forward):
+        if layer := self._first_of_ranks(
+            first_bad_layer(self.model, forward), [n for n, _ in self.model.named_modules()]
+        ):
             return f"step {self.step + 1}: {what}; the first output that is not finite is that of layer {layer}"
         if not math.isfinite(loss):
             return (
                 f"step {self.step + 1}: {what}; every layer's output is finite, so the fault is in the softmax's loss"
             )
-        name = first_bad_gradient(self.parameters)
+        name = self._first_of_ranks(first_bad_gradient(self.parameters), list(reversed(self.parameters)))
         where = f"the first gradient that is not finite is that of {name}" if name else "the sum over layers overflows"
         return f"step {self.step + 1}: {what}; {where}"
 
+    def _first_of_ranks(self, name: str | None, order: Sequence[str]) -> str | None:
+        """Of the names that the ranks found, the first in this order."""
+        found = [one for one in self.ranks.gather(name) if one is not None]
+        return min(found, key=order.index, default=None)
+
     def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds: model.safetensors, and trainer.safetensors with optimizer, memories and monitor."""
+        """What a checkpoint holds: "model", and "trainer" with optimizer, memories and monitor; parts of several ranks'
+        tensors as DTensors."""
         rest = {
             f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer, self.parameters).items()
         }
         for index, memory in enumerate(self.memories):
             tensors = memory.to_tensors() if memory else {}
+            if self.ranks.count > 1:
+                tensors = {name: rows_of_all(rows, self) for name, rows in tensors.items()}
             rest |= {f"memory.{index}.{name}": value for name, value in tensors.items()}
         if monitor:
             rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
@@ -189,7 +249,10 @@ class TrainingState:
         if strange := sorted(weights.keys() - own.keys()):
             return f"its weights belong to another model: this one has no {strange[0]}"
         for name, tensor in own.items():
-            if tensor.numel() and tensor.shape != weights[name].shape:  # an empty buffer takes the shape that it finds
+            one = tensor.numel() == weights[name].numel() == 1  # [] of one process is [1] of many
+            if (
+                tensor.numel() and tensor.shape != weights[name].shape and not one
+            ):  # an empty buffer takes what it finds
                 return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
         return None
 
@@ -199,6 +262,10 @@ class TrainingState:
         Raises:
             CheckpointError: its tensors belong to another model; this state is then unusable.
         """
+        if self.ranks.count > 1:
+            restore_sharded(checkpoint, self, monitor)
+            self.step = checkpoint.step
+            return
         load_weights(self.model, checkpoint)
         rest = checkpoint_tensors(checkpoint, "trainer")
         try:
@@ -232,6 +299,17 @@ def seed_step(seed: int, step: int) -> None:
     """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
     digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _check_ranks(config: RunConfig, ranks: Ranks) -> None:
+    parts = config.accumulation
+    each = config.batch_size // parts
+    if each % ranks.count:
+        allowed = ", ".join(str(count) for count in range(1, each + 1) if each % count == 0)
+        of = f"batch_size={config.batch_size}" + (f" in accumulation={parts} parts" if parts > 1 else "")
+        raise RunError(f"{ranks.count} ranks cannot share {of} evenly; {allowed} can")
+    if config.cuda_graph:
+        raise RunError(f"cuda_graph=true: a graph holds one process; there are {ranks.count} ranks")
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

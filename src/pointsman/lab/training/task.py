@@ -22,6 +22,7 @@ from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.evaluation import evaluation_record, is_current
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.registry import has_one_k
 
 
@@ -51,12 +52,15 @@ class EvaluationContext:
         progress: a display.
         stop: asks it to stop; then `Stopped` is raised.
         final: whether it is the evaluation of the finished run; otherwise a validation during training.
+        ranks: who evaluates, each with the same arguments; `evaluate` gives every rank the results of the whole. A task
+            that does not divide its rows has every rank read all of them.
     """
 
     precision: AbstractContextManager[Any] | None = None
     progress: Progress | None = None
     stop: Stop | None = None
     final: bool = True
+    ranks: Ranks = ALONE
 
     @property
     def phase(self) -> str:

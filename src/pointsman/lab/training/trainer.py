@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from pointsman._errors import Stopped
 from pointsman._files import alone, within, write_whole
 from pointsman.lab.data import Corpus
+from pointsman.lab.evaluation.over_ranks import AgreedStop, each_its_own
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
 from pointsman.lab.runs.directory import RunDirectory
@@ -21,18 +22,22 @@ from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.metrics import MetricsFile
 from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, VOCABULARY
 from pointsman.lab.runs.record import label
-from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
-from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.checkpoint import stored_tensors, write_checkpoint
+from pointsman.lab.training.config import RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
+from pointsman.lab.training.sharded import Saver
 from pointsman.lab.training.state import TrainingState
 from pointsman.lab.training.task import EvaluationContext, Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.times import Times
-from pointsman.lab.training.trackers import begin_trackers, find_library, tracked
+from pointsman.lab.training.trackers import Tracker, begin_trackers, find_library, tracked
 from pointsman.ops.kernels import Kernels, using
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.start import one_after_another
+from pointsman.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,13 @@ def train(
     progress: Progress | None = None,
     monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
     stop: Stop | None = None,
+    ranks: Ranks = ALONE,
+    layout: Layout | None = None,
 ) -> TrainResult:
     """Trains and evaluates the run that `config` describes, in the run directory `out`.
+
+    With several ranks every rank calls it with the same arguments. Rank 0 writes the files, all of them the
+    checkpoints, and the figures are those of one process with the whole batch.
 
     Args:
         config: the settings.
@@ -78,23 +88,35 @@ def train(
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
             (`diagnostics.RoutingMonitor`).
-        stop: asks the run to save and end.
+        stop: asks the run to save and end; one rank's is enough.
+        ranks: who shares each batch.
+        layout: how they divide the model; None: in shards.
 
     Raises:
         RunError: settings, data, directory or disk that do not allow the run; in one line.
         Diverged: a loss or gradient that is not finite (also a RunError); names step, layer and last good checkpoint.
         Interrupted: `stop` was set; the run has saved.
     """
-    progress = progress or Quiet()
+    progress = progress if progress and ranks.first else Quiet()
     directory = RunDirectory(out)
     if task is None:
-        task = pretraining_task(config) if corpus is None else LanguageModelling(corpus)
+        given = None if corpus is None else LanguageModelling(corpus)
+        task = given or one_after_another(ranks, lambda: pretraining_task(config))
     config = task.prepared(config)
-    state = TrainingState(config, task, torch.device(device))  # before anything is written: checks all settings
+    ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
+    # before anything is written: checks all settings
+    state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
-    directory.check(config, resume=resume)  # before a lock file is left in somebody else's folder
-    with alone(directory.path):
+    ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
+    with ExitStack() as held:
+        ranks.by_first(lambda: held.enter_context(alone(directory.path)))
         return _trained(state, directory, watch, kernels, progress, stop, resume=resume)
+
+
+def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
+    here = {"layout": str(layout), "out": str(out), "resume": resume, "data": task.fingerprint}
+    versions = {f"version of {name}": of for name, of in environment({})["packages"].items()}
+    return {**flat(config.to_dict()), **here, **versions}
 
 
 def _trained(
@@ -108,33 +130,43 @@ def _trained(
     resume: bool,
 ) -> TrainResult:
     """`train` in a directory that no other process works in."""
-    config, task = state.config, state.task
+    config, task, ranks = state.config, state.task, state.ranks
     for name in config.track:
         find_library(name)
-    directory.claim(config, resume=resume)
+    ranks.by_first(lambda: directory.claim(config, resume=resume))
     checkpoint = _restored(state, watch, directory, progress) if resume else None
     for note in task.notes if checkpoint is None else ():
         progress.note(note)
-    record = directory.read_json(EVALUATION)
+    record = ranks.by_first(lambda: directory.read_json(EVALUATION))
     if record is not None and state.step == config.steps and task.is_current(record, config):
         progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
         return TrainResult(directory.path, state.step, record, already_finished=True)
-    kernels = choose_kernels(config, kernels) if checkpoint is None else saved_kernels(config, checkpoint)
+
+    def choose() -> Kernels:
+        return choose_kernels(config, kernels) if checkpoint is None else saved_kernels(config, checkpoint)
+
+    chosen = ranks.by_first(choose)
     cuda = state.device.type == "cuda"
     here = environment(
-        kernels.to_dict(),
+        chosen.to_dict(),
         device=str(state.device),
         device_name=torch.cuda.get_device_name(state.device) if cuda else None,
         threads=torch.get_num_threads(),
     )
     if checkpoint:
         _note_other_machine(checkpoint, here, progress)
-    directory.write_json(ENVIRONMENT, here)
-    for name, values in task.files.items():
-        directory.write_json(name, values)
-    write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
+    if ranks.count > 1:
+        here |= {"ranks": ranks.count, "layout": str(state.layout)}
+
+    def write() -> None:
+        directory.write_json(ENVIRONMENT, here)
+        for name, values in task.files.items():
+            directory.write_json(name, values)
+        write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
+
+    ranks.by_first(write)
     with (
-        using(kernels),
+        using(chosen),
         deterministic_algorithms(config.deterministic),
         _Training(state, directory, here, watch, progress, stop) as run,
     ):
@@ -156,20 +188,28 @@ class _Training:
     ) -> None:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
         self.monitor, self.progress, self.stop = monitor, progress, stop
-        config = self.config
-        name = f"{label(config.model.router)}, seed {config.seed}"
-        self.trackers = begin_trackers(
-            config.track, config.tensorboard, directory.path, state.step, name, config.to_dict()
-        )
-        self.metrics = MetricsFile(directory.path / METRICS, state.step)
+        self.ranks = state.ranks
+        self.trackers: list[Tracker] = []
+        self.metrics: MetricsFile | None = None  # of rank 0
+        self.ranks.by_first(self._open_files)
+        self.saver = Saver(self.ranks) if self.ranks.count > 1 else None
         self.saved = state.step if state.step else -1
         self.times = Times()
+
+    def _open_files(self) -> None:
+        config, folder, step = self.config, self.directory.path, self.state.step
+        name = f"{label(config.model.router)}, seed {config.seed}"
+        self.trackers = begin_trackers(config.track, config.tensorboard, folder, step, name, config.to_dict())
+        self.metrics = MetricsFile(folder / METRICS, step)
 
     def __enter__(self) -> _Training:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.metrics.close()
+        if self.saver:
+            self.saver.close()
+        if self.metrics:
+            self.metrics.close()
         for tracker in self.trackers:
             tracker.close()
 
@@ -178,7 +218,7 @@ class _Training:
         config, state = self.config, self.state
         self.progress.phase("train", config.steps, state.step)
         while True:
-            if self._due(config.validate_every) and (top_k := self._not_validated()):
+            if self._due(config.validate_every) and (top_k := self.ranks.by_first(self._not_validated)):
                 self.validate(top_k)
             if state.step == config.steps:
                 return
@@ -187,13 +227,15 @@ class _Training:
             if self._due(config.checkpoint_every) or self._stopping():
                 self.save()
             if self._stopping():
+                self._wait_for_save()
                 raise Interrupted(self.directory.path, state.step)
 
     def one_step(self) -> None:
         """One optimizer step, its line of metrics and the display."""
         try:
-            row = self.state.train_step(self.monitor)
+            row = self.state.train_step(self.monitor, self.stop)
         except Diverged as error:
+            self._wait_for_save()
             kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
             raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
         self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
@@ -212,6 +254,7 @@ class _Training:
         A run that is killed while it writes has the lines of some k only.
         """
         wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
+        assert self.metrics
         rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)
         return sorted(wanted - {row.get("top_k") for row in rows})
 
@@ -222,7 +265,7 @@ class _Training:
         if split is None:
             return
         with self._saving_if_stopped():
-            results = task.evaluate(self.state.model, config, split, top_k, self._context(final=False))
+            results = self._evaluated(split, top_k, final=False)
         self._write(
             {"kind": "valid", "step": self.state.step, "top_k": result["top_k"], "loss": result["nats"],
              "metric": result["metric"], "value": result["value"]}
@@ -232,10 +275,15 @@ class _Training:
 
     def evaluate(self) -> Mapping[str, Any]:
         """The final evaluation, of the last step's weights, at every k."""
-        task, model, config = self.state.task, self.state.model, self.config
         with self._saving_if_stopped():
-            split = task.reported_split(config)
-            results = task.evaluate(model, config, split, config.eval_top_k, self._context(final=True))
+            results = self._evaluated(self.state.task.reported_split(self.config), self.config.eval_top_k, final=True)
+        self._wait_for_save()
+        return self.ranks.by_first(lambda: self._report(results))
+
+    def _report(self, results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Writes and returns evaluation.json."""
+        task, model, config = self.state.task, self.state.model, self.config
+        assert self.metrics
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
         self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
         for name, content in task.result_files(config).items():
@@ -243,8 +291,12 @@ class _Training:
         self.directory.write_json(EVALUATION, record)
         return record
 
-    def _context(self, *, final: bool) -> EvaluationContext:
-        return EvaluationContext(autocast(self.config, self.state.device), self.progress, self.stop, final)
+    def _evaluated(self, split: str, top_k: Sequence[int], *, final: bool) -> list[dict[str, Any]]:
+        task, state = self.state.task, self.state
+        stop = self.stop if self.ranks.count == 1 else AgreedStop(self.ranks, self.stop)
+        context = EvaluationContext(autocast(self.config, state.device), self.progress, stop, final, self.ranks)
+        with each_its_own(state.model):
+            return task.evaluate(state.model, self.config, split, top_k, context)
 
     @contextmanager
     def _saving_if_stopped(self) -> Iterator[None]:
@@ -252,6 +304,7 @@ class _Training:
             yield
         except Stopped:
             self.save()
+            self._wait_for_save()
             raise Interrupted(self.directory.path, self.state.step) from None
 
     def save(self) -> None:
@@ -267,13 +320,21 @@ class _Training:
         }
         tensors = self.state.tensors(self.monitor)
         keep = self.config.keep_checkpoints
-        self.metrics.sync()
-        write_checkpoint(self.directory.checkpoints, self.state.step, tensors, description, keep)
-        self.saved = self.state.step
+        self.ranks.by_first(lambda: self.metrics.sync() if self.metrics else None)
+        folder, step = self.directory.checkpoints, self.state.step
+        if self.saver:
+            self.saver.save(folder, step, self.state.model, tensors, description, keep)
+        else:
+            write_checkpoint(folder, step, tensors, description, keep)
+        self.saved = step
+
+    def _wait_for_save(self) -> None:
+        if self.saver:
+            self.saver.wait()
 
     def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         rows = list(rows)
-        if rows:
+        if rows and self.metrics:
             self.metrics.write(rows)
             for tracker in self.trackers:
                 tracker.log(tracked(rows), rows[0]["step"])
@@ -283,6 +344,8 @@ class _Training:
         return step == self.config.steps or (every > 0 and step > 0 and step % every == 0)
 
     def _stopping(self) -> bool:
+        if self.ranks.count > 1:
+            return self.state.stopping
         return self.stop is not None and self.stop.is_set()
 
 
@@ -291,18 +354,24 @@ def _restored(
 ) -> Checkpoint | None:
     """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
 
+    ranks = state.ranks
+
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
-        return state.misfit(checkpoint_tensors(checkpoint, "model"))
+        return state.misfit(stored_tensors(checkpoint, "model"))
 
-    remove_leftovers(directory.checkpoints)
-    found = last_checkpoint(directory.checkpoints, progress.note, foreign)
+    def find() -> Checkpoint | None:
+        remove_leftovers(directory.checkpoints)
+        return last_checkpoint(directory.checkpoints, progress.note, foreign)
+
+    found = ranks.by_first(find)
     if found is None:
         progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
         return None
-    state.restore(found, monitor)
-    prune(directory.checkpoints, found.step, state.config.keep_checkpoints)  # a kill may have come before it
+    ranks.each(lambda: state.restore(found, monitor))
+    keep = state.config.keep_checkpoints  # a kill may have come before it
+    ranks.by_first(lambda: prune(directory.checkpoints, found.step, keep))
     if found.step < state.config.steps:
         progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
     return found

@@ -1,0 +1,67 @@
+"""Ranks as processes of one machine: exit codes, restarts, signals. The commands are a few lines without torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pointsman.parallel.launch import launch
+
+RANK = "import os, sys, time, signal\nrank, out = int(os.environ['RANK']), sys.argv[1]\n"
+
+
+def run(code: str, out: Path, restarts: int = 3, count: int = 2) -> int:
+    return launch([sys.executable, "-c", RANK + code, str(out)], count, restarts)
+
+
+def test_all_done(tmp_path: Path) -> None:
+    code = "open(f'{out}/{rank}', 'w').write(os.environ['WORLD_SIZE'] + os.environ['POINTSMAN_RANKS_STORE'][-5:])"
+    assert run(code, tmp_path, count=3) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["3store"] * 3
+
+
+def test_the_first_that_fails_ends_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert run("sys.exit(2) if rank else time.sleep(60)", tmp_path) == 2
+    assert run("sys.exit(1) if rank == 0 else time.sleep(60)", tmp_path) == 1
+    assert time.monotonic() - began < 30
+
+
+def test_one_that_is_killed_begins_again_with_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "open(f'{out}/{rank}', 'a').write(f'{sys.argv[2:]}')\n"
+        "if '--resume' not in sys.argv and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if '--resume' not in sys.argv: time.sleep(60)\n"
+    )
+    assert run(code, tmp_path) == 0
+    assert (tmp_path / "1").read_text() == "[]['--resume']"
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["pointsman: rank 1 was ended by SIGKILL", "pointsman: starting again (1 of 3)"]
+
+
+def test_the_number_of_restarts_has_an_end(tmp_path: Path) -> None:
+    assert run("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", tmp_path, restarts=1) == 137
+    assert run("sys.exit(75) if rank else time.sleep(60)", tmp_path, restarts=1) == 75
+
+
+def test_a_signal_reaches_all_ranks_and_they_end_with_the_launcher(tmp_path: Path) -> None:
+    code = RANK + (
+        "signal.signal(signal.SIGTERM, lambda *_: (open(f'{out}/{rank}', 'w').close(), sys.exit(130)))\n"
+        "open(f'{out}/here-{rank}', 'w').close()\n"
+        "time.sleep(0 if False else 60)\n"
+    )
+    script = f"import sys\nfrom pointsman.parallel.launch import launch\nsys.exit(launch({[sys.executable, '-c', code, str(tmp_path)]!r}, 2, 0))"  # noqa: E501
+    launcher = subprocess.Popen([sys.executable, "-c", script], env=dict(os.environ))
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("here-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 130
+    finally:
+        launcher.kill()
+    assert (tmp_path / "0").exists() or (tmp_path / "1").exists()

@@ -1,0 +1,152 @@
+"""`pointsman train --processes N` and `torchrun -m pointsman train`."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.parallel.test_training import content, difference
+
+from pointsman.cli.main import main
+
+SMALL = {
+    "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.hidden_dim": 16,
+    "model.num_experts": 4, "model.dropout": 0.0, "batch_size": 4, "segment_length": 8, "memory_length": 8,
+    "eval_batch_size": 4, "eval_segment_length": 8, "eval_memory_length": 8, "eval_tokens": 100, "valid_tokens": 50,
+    "checkpoint_every": 2, "validate_every": 100, "log_every": 1, "deterministic": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """The command of a small run, without --out."""
+    draw = random.Random(0)
+    file = tmp_path / "text.txt"
+    file.write_text("".join(draw.choice("abcdefgh \n") for _ in range(4000)))
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    return ["train", "--router", "smoe:balance=0.05", "--data", str(file), "--device", "cpu", "--top-k", "1,2", *sets]
+
+
+def pointsman(words: Sequence[str], launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, "-m", "pointsman", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--processes", "2", "--parallel", "experts=3"], "experts=3 does not divide 2 ranks"),
+        (["--processes", "2", "--parallel", "expert=2"], "did you mean 'experts'"),
+        (["--processes", "0"], "whole numbers from 1"),
+        (["--parallel", "experts=2"], "--parallel has no effect in one process: give --processes N, or start it with"),
+        (["--processes", "1", "--restarts", "2"], "--restarts has no effect in one process"),
+    ],
+)
+def test_mistakes_before_any_rank_starts(
+    flags: list[str], says: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, *flags]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+
+
+def test_mistakes_of_the_ranks_are_one_line(words: list[str], tmp_path: Path) -> None:
+    done = pointsman([*words, "--out", str(tmp_path / "run"), "--steps", "4", "--processes", "3"])
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["pointsman: 3 ranks cannot share batch_size=4 evenly; 1, 2, 4 can"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_and_torchrun_train_what_one_process_trains(words: list[str], tmp_path: Path) -> None:
+    runs = {"one": [], "two": ["--processes", "2", "--parallel", "experts=2"], "torchrun": ["--parallel", "experts=2"]}
+    for name, flags in runs.items():
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] * (name == "torchrun")
+        done = pointsman([*words, "--steps", "4", "--out", str(tmp_path / name), *flags], launcher)
+        assert done.returncode == 0, done.stderr
+        if name == "one":
+            table = done.stdout
+        assert done.stdout.splitlines()[0] == table.splitlines()[0]
+        assert len(done.stdout.splitlines()) == len(table.splitlines())
+    for name in ("two", "torchrun"):
+        assert difference(content(tmp_path / "one"), content(tmp_path / name)) < 1e-4  # float32
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named(words: list[str], tmp_path: Path) -> None:
+    """After the timeout; nothing is left running, and the run goes on afterwards."""
+    out = tmp_path / "run"
+    command = [*words, "--steps", "100000", "--out", str(out), "--processes", "2", "--timeout", "5", "--restarts", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "pointsman", *command], stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        try:
+            one = rank_of(launcher.pid, 1, out)
+            os.kill(one, signal.SIGSTOP)
+            _, told = launcher.communicate(timeout=120)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 75
+    lines = [line for line in told.splitlines() if line.startswith("pointsman: rank")]
+    assert len(lines) == 1, told
+    assert lines[0].startswith("pointsman: rank 1 ended or hangs: ")
+    with pytest.raises(ProcessLookupError):
+        os.kill(one, 0)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words: list[str], tmp_path: Path) -> None:
+    """A rank is killed at a random moment. At most the steps after the last checkpoint are done again."""
+    draw = random.Random(1)
+    words = [*words, "--steps", "400", "--processes", "2", "--parallel", "experts=2"]
+    assert pointsman([*words, "--out", str(tmp_path / "unbroken")]).returncode == 0
+    out = tmp_path / "broken"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pointsman", *words, "--out", str(out), "--restarts", "25"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
+        try:
+            for _ in range(20):
+                one = rank_of(launcher.pid, draw.randrange(2), out)
+                saved = max(steps(out), default=0)
+                time.sleep(draw.uniform(0, 1))
+                if launcher.poll() is not None:
+                    break
+                os.kill(one, signal.SIGKILL)
+                assert max(steps(out), default=0) >= saved  # what was whole is whole
+            _, told = launcher.communicate(timeout=280)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, told
+    assert told.count("was ended by SIGKILL") >= 10, told
+    assert not list((out / "checkpoints").glob(".*"))
+    assert difference(content(tmp_path / "unbroken"), content(out)) == 0  # equal layouts: bit for bit
+
+
+def steps(out: Path) -> list[int]:
+    """The steps of whole checkpoints: a folder called step-N has a manifest."""
+    found = list((out / "checkpoints").glob("step-*"))
+    assert all((folder / "manifest.json").is_file() for folder in found)
+    return [int(folder.name.removeprefix("step-")) for folder in found]
+
+
+def rank_of(launcher: int, rank: int, out: Path) -> int:
+    """The process of a rank, once the run trains."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for child in children:
+            try:
+                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"RANK={rank}".encode() in environment and (out / "metrics.jsonl").is_file():
+                return int(child)
+    raise AssertionError("no such rank")
