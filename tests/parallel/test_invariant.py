@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.parallel.ranks import on_ranks
 
-from pointsman import build_router, list_routers
+from pointsman import list_routers
 
 BOUND = 1e-10
 FEW = [
@@ -15,10 +15,14 @@ FEW = [
     "hyperrouter+attention",
     "loss-free",
     "base",
+    "noisy-topk",
 ]
 OPTIONS = [
     "smoe:balance=0.05:balance_scope=sequence",
     "smoe:capacity=1.0",
+    "smoe:noise=0.1",
+    "switch:jitter=0.1",
+    "gshard:second=sampled",
     "smoe:renormalize=false",
     "smoe+similarity:source=attention",
     "smoe+similarity:learned=true",
@@ -31,11 +35,9 @@ OPTIONS = [
 ]
 
 
-def repeatable() -> list[str]:
-    """The routers without those that draw a number for each token: another W draws other numbers."""
-    routers = [build_router(name, dim=8, num_experts=4, top_k=2, vocab_size=64) for name in list_routers()]
-    shared = [router.spec for router in routers if not router.training_stochastic or router.spec == "thor"]
-    return [spec for spec in shared if spec not in ("compete", "forced")]  # refused; and nothing is learned
+def every_router() -> list[str]:
+    """Those that draw a number for each token as well: ranks draw what one process draws."""
+    return [name for name in list_routers() if name not in ("compete", "forced")]  # refused; and nothing is learned
 
 
 def check(found: list[dict[str, list[float]]]) -> None:
@@ -53,7 +55,7 @@ def test_two_ranks(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["", "replicas=2", "experts=2"])
 def test_every_router(layout: str, tmp_path: Path) -> None:
     mixed = [f"{router}+{mixer}" for router in ("smoe", "xmoe", "thor") for mixer in ("similarity", "attention")]
-    check(on_ranks("invariant", 2, tmp_path, specs=[*repeatable(), *mixed, *OPTIONS], layout=layout))
+    check(on_ranks("invariant", 2, tmp_path, specs=[*every_router(), *mixed, *OPTIONS], layout=layout))
 
 
 @pytest.mark.slow
@@ -83,7 +85,7 @@ def test_a_wrong_factor_is_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_parameter_has_a_gradient_on_every_rank(tmp_path: Path) -> None:
     """Gradients that one rank lacks would be added to another parameter's."""
-    specs = [name for name in repeatable() if name not in ("default", "recurrent")]
+    specs = [name for name in every_router() if name not in ("default", "recurrent")]
     assert on_ranks("every_gradient", 2, tmp_path, specs=specs) == [[], []]
 
 
@@ -101,3 +103,11 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 def test_recording_on_a_sharded_model(tmp_path: Path) -> None:
     assert on_ranks("recorded", 2, tmp_path) == [True, True]
+
+
+@pytest.mark.slow
+def test_dropout(tmp_path: Path) -> None:
+    """On embeddings, positions and sublayers; that on experts' hidden units is each rank's own."""
+    changes = {"dropout": 0.2, "expert_dropout": 0.0}
+    check(on_ranks("invariant", 2, tmp_path, specs=["smoe:balance=0.05", "thor"], layout="experts=2", changes=changes))
+    check(on_ranks("invariant", 4, tmp_path, specs=["smoe:balance=0.05"], changes=changes))

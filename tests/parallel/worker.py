@@ -37,14 +37,14 @@ from pointsman.routing import Pairs, Routing
 BATCH, LENGTH, STEPS, EXPERT_COUNT = 8, 12, 4, 4
 
 
-def build(spec: str, experts: str = "ffn", checkpointing: bool = False) -> TransformerXL:
+def build(spec: str, experts: str = "ffn", checkpointing: bool = False, **changes: Any) -> TransformerXL:
     torch.manual_seed(0)
     config = TransformerXLConfig(
         vocab_size=64, num_layers=2, dim=32, num_heads=2, head_dim=16, hidden_dim=32, num_experts=EXPERT_COUNT,
         router=spec, dropout=0.0, pre_norm=True, init_std=0.1, experts=experts, allow_non_causal=True, top_k=2,
         checkpoint_activations=checkpointing, moe_layers="after:1" if experts == "base" else "all",
     )  # fmt: skip
-    return TransformerXL(config).double()
+    return TransformerXL(replace(config, **changes)).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -79,15 +79,16 @@ def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: floa
 
 def invariant(
     ranks: Ranks, specs: list[str], layout: str = "", experts: str = "ffn", checkpointing: bool = False,
-    sgd: bool = False, factor: float = 1.0,
+    sgd: bool = False, factor: float = 1.0, changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """spec -> the largest differences of loss and of any tensor to one process with the whole batch."""
     found = {}
     for spec in specs:
         with kernels.using(kernels.Kernels("plain")):
-            alone = build(spec, experts, checkpointing)
+            alone = build(spec, experts, checkpointing, **(changes or {}))
             expected, _ = train(alone, ALONE, sgd=sgd)
-            model = parallelize(build(spec, experts, checkpointing), Layout.parse(layout, ranks.count), ranks)
+            model = build(spec, experts, checkpointing, **(changes or {}))
+            parallelize(model, Layout.parse(layout, ranks.count), ranks)
             losses, _ = train(model, ranks, sgd=sgd, factor=factor)
         state = whole_tensors(model)
         worst = max(

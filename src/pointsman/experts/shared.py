@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.experts.reference import ACTIVATIONS
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
+from pointsman.ranks import ALONE, Ranks
 
 
 class SharedExperts(nn.Module):
@@ -28,6 +29,7 @@ class SharedExperts(nn.Module):
     """
 
     role = "shared-experts"
+    ranks: Ranks = ALONE
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class SharedExperts(nn.Module):
             units = activate(units)
         else:
             units = units * activate(linear(hidden, self.w_gate, self.b_gate))
-        output = linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
+        output = linear(dropout(units, self.dropout, self.training, self.ranks), self.w_out, self.b_out)
         return output if self.gate is None else output * torch.sigmoid(linear(hidden, self.gate))
 
     def extra_repr(self) -> str:

@@ -20,7 +20,6 @@ from pointsman.layer import MoE
 from pointsman.ops.exchange import Exchange, local_part
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.router import Router
 from pointsman.routers.stages import Stage
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
         mesh_dim_names=("replicas", "expert_shards", "experts"),
     )
     for module in model.modules():
-        if isinstance(module, Router | Stage):
+        if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
             module.ranks = ranks
     for _, layer in layers:
         _divide(layer.experts, sparse, layout)

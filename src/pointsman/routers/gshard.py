@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import LossInput, Scores, Selector, Stages
@@ -38,7 +39,7 @@ class FirstAndSecond(Selector):
         rule = self.second if self.training else self.second_eval
         experts = top_k(choice, k)
         if rule == "sampled" and k > 1:
-            gumbel = -torch.empty_like(choice).exponential_().log()
+            gumbel = -own_rows(lambda shape: choice.new_empty(shape).exponential_(), choice.shape, self.ranks).log()
             drawn = (scores.probs.flatten(0, 1).detach().log() + gumbel).scatter(1, experts[:, :1], -torch.inf)
             experts = torch.cat([experts[:, :1], top_k(drawn, k - 1)], 1)
         weights = probs.gather(-1, experts)
@@ -47,7 +48,7 @@ class FirstAndSecond(Selector):
         if rule in ("random", "threshold") and k > 1:
             factor = k if rule == "random" else 1 / THRESHOLD
             others = weights[:, 1:].detach()
-            lost = factor * others <= torch.rand_like(others)
+            lost = factor * others <= rand_like(others, self.ranks)
             lost = torch.cat([torch.zeros_like(lost[:, :1]), lost], 1)
             experts, weights = experts.masked_fill(lost, -1), weights.masked_fill(lost, 0)
         return experts, weights

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.ops.drawing import randn_like
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
 from pointsman.routers.registry import LayerSpec, register_router
@@ -34,7 +35,7 @@ class NoisyScorer(Scorer):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         clean = linear(hidden, self.weight)
         std = F.softplus(linear(hidden, self.noise_weight)) + self.epsilon
-        logits = clean + std * torch.randn_like(clean) if self.training else clean
+        logits = clean + std * randn_like(clean, self.ranks) if self.training else clean
         return Scored(logits, {"clean": clean, "std": std})
 
     def plain_linear(self) -> tuple[Tensor, None]:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from pointsman.ops.drawing import own_rows
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
@@ -31,7 +32,8 @@ class DroppedTopK(Selector):
         choice, probs = scores.choice.flatten(0, 1), scores.probs.flatten(0, 1)
         dropped = None
         if self.training and self.dropout:
-            dropped = torch.rand(choice.shape, device=choice.device) < self.dropout
+            dropped = own_rows(lambda shape: torch.rand(shape, device=choice.device), choice.shape, self.ranks)
+            dropped = dropped < self.dropout
             choice = choice.masked_fill(dropped, -math.inf)
         experts = top_k(choice, k)
         weights = probs.gather(-1, experts)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pointsman.ops.drawing import rand_like
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.select import TINY
 from pointsman.routers.stages import Scores, Selection, Selector, Stages
@@ -78,7 +79,7 @@ class Drawn(Selector):
             return largest, torch.softmax(left.masked_fill(far, -math.inf), -1).gather(-1, largest)
         q = torch.softmax(values.masked_fill(far, -math.inf), -1)
         # how many partial sums of q lie below a uniform number: a draw from q; 1 - U is above 0, where a sum of 0 is
-        place, luck = 1 - torch.rand_like(best), torch.rand_like(best)
+        place, luck = 1 - rand_like(best, self.ranks), rand_like(best, self.ranks)
         sums = q.cumsum(-1)
         drawn = (sums < place * sums[:, -1:]).sum(-1, keepdim=True)
         first = drawn == largest

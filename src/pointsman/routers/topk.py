@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
@@ -44,10 +45,14 @@ class LinearScorer(Scorer):
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
         if self.training and self.jitter:
             hidden = upcast(hidden)
-            hidden = hidden * torch.empty_like(hidden).uniform_(1 - self.jitter, 1 + self.jitter)
+            hidden = hidden * own_rows(
+                lambda shape: hidden.new_empty(shape).uniform_(1 - self.jitter, 1 + self.jitter),
+                hidden.shape,
+                self.ranks,
+            )
         logits = linear(hidden, self.weight, self.bias)
         if self.training and self.noise:
-            logits = logits + self.noise * torch.randn_like(logits)
+            logits = logits + self.noise * randn_like(logits, self.ranks)
         return logits
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pointsman.ops.drawing import randn_like
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.stages import Loss, LossInput, Scored, Stages
 from pointsman.routers.topk import LinearScorer
@@ -25,7 +26,7 @@ class NoisyScorer(LinearScorer):
             clean = super().forward(hidden, context)
         finally:
             self.noise = deviation
-        noisy = clean + deviation * torch.randn_like(clean) if self.training and deviation else clean
+        noisy = clean + deviation * randn_like(clean, self.ranks) if self.training and deviation else clean
         return Scored(noisy, {"clean": clean})
 
     def importance(self, given: LossInput) -> Tensor:

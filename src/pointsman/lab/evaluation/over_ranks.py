@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +12,6 @@ from torch import nn
 from pointsman.control import named_routers
 from pointsman.lab.progress import Stop
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.router import Router
-from pointsman.routers.stages import Stage
 
 
 class AgreedStop:
@@ -29,7 +28,7 @@ class AgreedStop:
 @contextmanager
 def each_its_own(model: nn.Module) -> Iterator[None]:
     """Inside, routers look at the rows of their own rank alone: for ranks that read the same rows, or rows apart."""
-    parts = [part for part in model.modules() if isinstance(part, Router | Stage) and part.ranks.count > 1]
+    parts: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "ranks", None), Ranks)]
     before = [part.ranks for part in parts]
     for part in parts:
         part.ranks = ALONE

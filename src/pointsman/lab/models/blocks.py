@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.experts.reference import ACTIVATIONS
 from pointsman.layer import MoE
 from pointsman.ops.attention import traced_attention
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.ops.views import no_view
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
 
@@ -34,6 +35,7 @@ class FeedForward(nn.Module):
     """
 
     role = "feed-forward"
+    ranks: Ranks = ALONE
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class FeedForward(nn.Module):
             units = ACTIVATIONS[self.activation](units)
         else:
             units = ACTIVATIONS[self.activation](linear(hidden, self.w_gate)) * units
-        return linear(F.dropout(units, self.dropout, self.training), self.w_out, self.b_out)
+        return linear(dropout(units, self.dropout, self.training, self.ranks), self.w_out, self.b_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,12 @@ class FeedForwardLayer(nn.Module):
 
     Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))). Experts whose output contains the
     input stand bare: x = f(x).
+
+    Attributes:
+        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
     """
+
+    ranks: Ranks = ALONE
 
     def __init__(
         self,
@@ -213,7 +220,7 @@ class FeedForwardLayer(nn.Module):
             inner = self.feed_forward(inner)
         if norm is None:
             return no_view(inner), handed
-        hidden = hidden + F.dropout(inner, self.feed_forward_dropout, self.training)
+        hidden = hidden + dropout(inner, self.feed_forward_dropout, self.training, self.ranks)
         return hidden if self.pre_norm else norm(hidden), handed
 
 
@@ -240,7 +247,7 @@ class TransformerLayer(FeedForwardLayer):
         if self.pre_norm:
             normed, before = self.attention_norm(hidden), self.attention_norm(memory)
         mixed, seen = self.attention(normed, before, context, trace or self.needs_attention)
-        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
         hidden, handed = self.mix(hidden, context, seen, past)

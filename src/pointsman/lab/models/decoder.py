@@ -28,6 +28,7 @@ from pointsman.lab.models.memory import Memory, mask_of_keys
 from pointsman.lab.models.rotary import Rotary, Scaling, rotated
 from pointsman.lab.models.stack import Sublayer
 from pointsman.ops.cross_entropy import linear_cross_entropy
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.ops.norm import rms_norm
 from pointsman.routing import AttentionTrace, RouterState
@@ -136,7 +137,7 @@ class DecoderLayer(FeedForwardLayer):
             rotate=context.rotate,
             trace=trace or self.needs_attention,
         )
-        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         hidden, handed = self.mix(hidden, context, seen, past)
         return hidden, new, handed, seen if trace else None
 

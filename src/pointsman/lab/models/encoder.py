@@ -23,6 +23,7 @@ from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.stack import Stack, Sublayer
 from pointsman.ops.cross_entropy import linear_cross_entropy
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, check_padding_mask
 
@@ -95,7 +96,7 @@ class EncoderLayer(FeedForwardLayer):
         mixed, _, seen = self.attention(
             normed, key_mask=context.key_mask, bias=context.bias, trace=trace or self.needs_attention
         )
-        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         if not self.pre_norm:
             hidden = self.attention_norm(hidden)
         hidden, handed = self.mix(hidden, context, seen, None)
@@ -153,7 +154,7 @@ class Encoder(Stack[EncoderConfig]):
                 key_mask=mask, padding_mask=mask, token_ids=tokens, causal=False, bias=self._bias(tokens.shape[1])
             )
         hidden = self.embedding(tokens.clamp_min(0), mask)
-        hidden, _ = self.run_layers(F.dropout(hidden, self.config.dropout, self.training), context, None, 0)
+        hidden, _ = self.run_layers(dropout(hidden, self.config.dropout, self.training, self.ranks), context, None, 0)
         return hidden if self.final_norm is None else self.final_norm(hidden), None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.lab.models.memory import Memory, Output
 from pointsman.lab.models.stack import Config, Stack
+from pointsman.ops.drawing import dropout
 from pointsman.ops.views import no_view
 
 
@@ -67,4 +67,4 @@ class LanguageModel(Stack[Config]):
         return losses if reduction == "none" else losses.sum() / counted.sum().clamp_min(1)
 
     def _drop(self, hidden: Tensor) -> Tensor:
-        return F.dropout(hidden, self.config.dropout, self.training)
+        return dropout(hidden, self.config.dropout, self.training, self.ranks)

@@ -18,6 +18,7 @@ from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import seeded
 from pointsman.lab.models.memory import Memory, newest
 from pointsman.layer import MoE
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.registry import BASELINES, build_router, split_specs
 from pointsman.routers.router import Router
 from pointsman.routing import RouterState
@@ -32,7 +33,12 @@ class Stack(nn.Module, Generic[Config]):
 
     Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember [B, T, width]
     or None, what the router hands on (`Handed`), the attention's trace if `trace` asks for it).
+
+    Attributes:
+        ranks: who shares the batch; set by `parallel.parallelize`.
     """
+
+    ranks: Ranks = ALONE
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.layout import parse_moe_layers
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.stack import Stack, Sublayer
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 
@@ -107,12 +108,12 @@ class TargetLayer(FeedForwardLayer):
         mixed, new, seen = self.attention(
             self.attention_norm(hidden), memory=memory, causal=True, trace=trace or self.needs_attention
         )
-        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         normed = self.cross_norm(hidden)
         crossed, _, _ = self.cross(
             normed, source=normed[:, :0], memory=context.source[self.index], key_mask=context.source_mask
         )
-        hidden = hidden + F.dropout(crossed, self.dropout, self.training)
+        hidden = hidden + dropout(crossed, self.dropout, self.training, self.ranks)
         hidden, handed = self.mix(hidden, context, seen, past)
         return hidden, new, handed, seen if trace else None
 
@@ -160,7 +161,7 @@ class TargetStack(Stack[TranslationConfig]):
         mask = tokens >= 0
         ids = tokens.clamp_min(0)
         start = 0 if memory is None else memory.length
-        hidden = F.dropout(self.embedding(ids, weight, start), self.config.dropout, self.training)
+        hidden = dropout(self.embedding(ids, weight, start), self.config.dropout, self.training, self.ranks)
         context = TargetContext(
             padding_mask=None if bool(mask.all()) else mask, token_ids=ids, source=source, source_mask=source_mask
         )

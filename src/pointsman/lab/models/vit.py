@@ -25,6 +25,7 @@ from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.encoder import EncoderContext, EncoderLayer
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.stack import Stack, Sublayer
+from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 
 POSITION_STD = 0.02  # of V-MoE's code
@@ -132,7 +133,7 @@ class VisionTransformer(Stack[VisionTransformerConfig]):
 
     def encode(self, images: Tensor) -> tuple[Tensor, None]:
         """images [B, 3, S, S] in [-1, 1] -> the last hidden states [B, T, dim]; there is no memory."""
-        hidden = F.dropout(self.embedding(images), self.config.dropout, self.training)
+        hidden = dropout(self.embedding(images), self.config.dropout, self.training, self.ranks)
         hidden, _ = self.run_layers(hidden, EncoderContext(causal=False), None, 0)
         return self.final_norm(hidden), None
 
