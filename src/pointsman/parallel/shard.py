@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     )
     for module in model.modules():
         if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
-            module.ranks = ranks
+            setattr(module, "ranks", ranks)  # noqa: B010
     for _, layer in layers:
         _divide(layer.experts, sparse, layout)
     blocks = _blocks(model)
