@@ -101,6 +101,34 @@ def test_dropout(problem: Callable[..., Any], activation: str) -> None:
     torch.testing.assert_close((w_out * case.parameters.w_out).sum(), (output * gradient).sum(), rtol=1e-3, atol=1e-3)
 
 
+def test_dropout_of_relu_reaches_all_gradients(problem: Callable[..., Any]) -> None:
+    """Without biases the output is homogeneous in the inputs and in each weight; ReLU's zeros stand for the mask."""
+    case = problem(200, 16, 24, 3, 2, bias=False)
+    output = run(case, 0.25)
+    gradient = torch.randn_like(output)
+    for leaf, found in zip(case.leaves, torch.autograd.grad(output, case.leaves, gradient), strict=True):
+        torch.testing.assert_close((leaf * found).sum(), (output * gradient).sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_an_expert_that_does_not_exist_is_refused(problem: Callable[..., Any]) -> None:
+    case = problem()
+    case.routing.experts[3, 0] = 6
+    with pytest.raises(RuntimeError, match="beyond the 6 that exist"):
+        run(case)
+
+
+@pytest.mark.parametrize("num_experts", [255, 256, 300])
+def test_layout_of_many_experts(num_experts: int) -> None:
+    expert = torch.randint(-1, num_experts, (500,))
+    where = grouped_mm.layout(expert, 1, torch.arange(500, dtype=torch.int32), num_experts)
+    keys = torch.where(expert < 0, num_experts, expert)
+    kept = int((expert >= 0).sum())
+    assert torch.equal(where.order[:kept], keys.argsort(stable=True)[:kept])
+    assert where.ends.tolist() == [int((keys <= one).sum()) for one in range(num_experts)]
+    assert bool((where.row[expert < 0] == 500).all())
+    assert torch.equal(where.order[where.row[expert >= 0].long()], (expert >= 0).nonzero()[:, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dropout_keeps_half_precision(problem: Callable[..., Any], dtype: torch.dtype) -> None:
     case = problem(200, 16, 16, 3, 2, dtype=dtype)
@@ -167,6 +195,7 @@ class TestOnDevice:
             return [output, *torch.autograd.grad(output, leaves, gradient)]
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 expected = [tensor.clone() for tensor in step()]
