@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pointsman.ops import relative
 from pointsman.ops.gemm import Gemm
 from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
@@ -96,12 +97,12 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
     """Blocks from the last rows to the first. The last rows see all keys: they write the gradients of keys, and earlier
     blocks add to them."""
     heads, batch, length, width = query.shape
-    rows = min(length, ROWS)
-    items = max(1, (GPU_ELEMENTS if query.is_cuda else CPU_ELEMENTS) // (rows * keys))
-    if not query.is_cuda and rows * keys * width >= SINGLE:
+    rows, on_cpu = min(length, ROWS), query.device.type == "cpu"
+    items = max(1, (CPU_ELEMENTS if on_cpu else GPU_ELEMENTS) // (rows * keys))
+    if on_cpu and rows * keys * width >= SINGLE:
         items = 1
     head_step, batch_step = max(1, min(heads, items // batch)), min(batch, items)
-    if not query.is_cuda and batch_step * rows * keys * width >= SINGLE:  # so is the product of a head's positions
+    if on_cpu and batch_step * rows * keys * width >= SINGLE:  # so is the product of a head's positions
         head_step = 1
     number = 0
     for stop in range(length, 0, -rows):
@@ -117,8 +118,10 @@ class _Products:
 
     def __init__(self, query: Tensor, positions: Tensor, settings: _Settings, key_mask: Tensor | None) -> None:
         self.query, self.settings, self.gemm = query, settings, settings.gemm
-        # one row more, for the distance -1: `by_key` needs rows of seen + 1 entries
-        self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], 1, positions.shape[2])], 1)
+        self.keys = positions.shape[1]
+        # rows of negative distances: `by_key` needs one, and rows of a GPU's products are aligned
+        more = relative.alignment(query.device)
+        self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], more, positions.shape[2])], 1)
         self.padded = None if key_mask is None else ~key_mask
         self.work: dict[str, Tensor] = {}
 
@@ -172,8 +175,13 @@ class _Products:
         return torch.add(rows, bias, out=rows.new_empty(rows.shape)).mul_(self.settings.scale)
 
     def block_positions(self, block: _Block) -> Tensor:
-        """r of the distances seen - 1 .. -1: [heads, seen + 1, D]."""
-        return self.positions[block.heads, self.positions.shape[1] - 1 - block.seen :]
+        """r of the distances from seen - 1 down to negative ones: [heads, W, D]."""
+        return self.positions[block.heads, self.distances(block)]
+
+    def distances(self, block: _Block) -> slice:
+        """Their places among `positions`."""
+        start = self.keys - block.seen
+        return slice(start, start + relative.distances(block.seen, self.query.device))
 
     def mask_padding(self, block: _Block, scores: Tensor, value: float) -> None:
         """Writes `value` at padded keys of [heads * batch, R, seen]."""
@@ -184,8 +192,9 @@ class _Products:
     def probabilities(self, block: _Block, content: Tensor, position: Tensor, keys: Tensor) -> Tensor:
         """[heads * batch, R, seen]; `content` and `position` are the block's two kinds of queries."""
         heads, batch, rows, width = content.shape
-        products = self.by_transpose(position.view(heads, batch * rows, width), self.block_positions(block), "products")
-        scores = by_key(products.view(heads * batch, rows, block.seen + 1))
+        positions = self.block_positions(block)
+        products = self.by_transpose(position.view(heads, batch * rows, width), positions, "products")
+        scores = by_key(products.view(heads * batch, rows, positions.shape[1]))[..., : block.seen]
         flat = content.view(heads * batch, rows, width)
         own = None if torch.compiler.is_compiling() else self.memory("probabilities", *scores.shape)
         if self.gemm is not None and len(flat) == 1:
@@ -282,10 +291,12 @@ class _RelativeAttention(torch.autograd.Function):
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32  # sums over blocks: at least float32
         d_query = query.new_empty(all_batch, length, all_heads, width).permute(2, 0, 1, 3)
         d_key_value = query.new_empty(all_batch, keys, 2, all_heads, width, dtype=exact).permute(2, 3, 0, 1, 4)
-        d_positions = torch.zeros(all_heads, keys + 1, width, dtype=exact, device=query.device)
+        more = relative.alignment(query.device)
+        aligned = more > 1
+        d_positions = torch.zeros(all_heads, keys + more, width, dtype=exact, device=query.device)
         d_content, d_position = torch.zeros(2, all_heads, width, dtype=exact, device=query.device).unbind(0)
         # softmax's backward is p * (dp - delta), delta = sum_j p_j dp_j = o . do
-        delta = torch.einsum("hbtd,hbtd->hbt", gradient, output).neg_()
+        delta = None if aligned else torch.einsum("hbtd,hbtd->hbt", gradient, output).neg_()
         with without_autocast(query.device.type):
             shared = _Products(query, positions, settings, key_mask)
             for block in _blocks(query, keys):
@@ -302,20 +313,27 @@ class _RelativeAttention(torch.autograd.Function):
                 if kept is not None:
                     d_probabilities = d_probabilities.mul_(kept)
                 # two views of the same memory: by key for the content term, by distance for the position term
-                by_distance = shared.memory("products", count, rows, block.seen + 1)
+                by_distance = shared.memory("products", count, rows, relative.distances(block.seen, query.device))
                 by_distance.view(count, -1)[:, : rows - 1].zero_()
                 by_distance[:, -1, -1].zero_()
-                d_scores = by_key(by_distance)
-                _multiply(d_probabilities.add_(delta[region].reshape(count, rows, 1)), probabilities, d_scores)
-                shared.mask_padding(block, d_scores, 0)
+                d_scores = by_key(by_distance)[..., : block.seen]
+                if delta is not None:
+                    _multiply(d_probabilities.add_(delta[region].reshape(count, rows, 1)), probabilities, d_scores)
+                    shared.mask_padding(block, d_scores, 0)
+                else:  # by key in memory of its own: rows of the view are not aligned
+                    turned = d_scores
+                    d_scores = torch._softmax_backward_data(d_probabilities, probabilities, -1, query.dtype)
+                    shared.mask_padding(block, d_scores, 0)
+                    turned.copy_(d_scores)
+                    by_key(by_distance)[..., block.seen :].zero_()
                 if kept is not None:
                     probabilities = probabilities.mul_(kept)
                 of_keys, of_values = (part[block.heads, block.batch, : block.seen] for part in d_key_value.unbind(0))
                 _add(of_values, shared.transposed(probabilities, upper).view(of_values.shape), last)
                 flat = content.view(count, rows, width)
                 _add(of_keys, shared.transposed(d_scores, flat).view(of_keys.shape), last)
-                by_head = by_distance.view(heads, batch * rows, block.seen + 1)
-                of_positions = d_positions[block.heads, keys - block.seen :]
+                by_head = by_distance.view(heads, batch * rows, -1)
+                of_positions = d_positions[block.heads, shared.distances(block)]
                 of_positions.add_(shared.transposed(by_head, position.view(heads, batch * rows, width)))
                 from_content = shared.plain(d_scores, block_keys).view(content.shape)
                 from_position = shared.plain(by_head, shared.block_positions(block)).view(content.shape)
@@ -326,5 +344,5 @@ class _RelativeAttention(torch.autograd.Function):
             if own is not None:
                 part, head = divmod(index, all_heads)
                 (d_query, *d_key_value.unbind(0))[part][head] += own
-        others = d_key_value, d_positions[:, :-1], d_content * settings.scale, d_position * settings.scale
+        others = d_key_value, d_positions[:, :keys], d_content * settings.scale, d_position * settings.scale
         return d_query, *(gradient.to(query.dtype) for gradient in others), None, None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pointsman.ops.gemm import BLAS, Gemm
 from pointsman.ops.kernels import active_gemm
+from pointsman.ops.relative import alignment
 
 ELEMENTS = 2**25  # logits in memory at once: 128 MB in float32
 
@@ -38,6 +40,12 @@ def _columns(tokens: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
+def _aligned(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """On a GPU, a part of the vocabulary with more words, of probability 0: its rows are to be aligned."""
+    more = -len(weight) % alignment(weight.device)
+    return (F.pad(weight, (0, 0, 0, more)), F.pad(bias, (0, more), value=-torch.inf)) if more else (weight, bias)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor, gemm: Gemm) -> Tensor:
     logits = gemm.linear(hidden, weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -52,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chosen = torch.zeros_like(normalizer)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _columns(len(hidden), len(weight)):
-                logits = _logits(hidden, weight[part].to(hidden.dtype), bias[part], gemm)
+                logits = _logits(hidden, *_aligned(weight[part].to(hidden.dtype), bias[part]), gemm)
                 normalizer = torch.logaddexp(normalizer, torch.logsumexp(logits, -1))
                 place, inside = _within(targets, part)
                 chosen += logits.gather(1, place[:, None])[:, 0] * inside
@@ -69,20 +77,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _columns(len(hidden), len(weight)):
-                cast = weight[part].to(hidden.dtype)
-                d_logits = _logits(hidden, cast, bias[part], gemm).sub_(normalizer[:, None]).exp_()
+                cast, of_part = _aligned(weight[part].to(hidden.dtype), bias[part])
+                size = part.stop - part.start
+                d_logits = _logits(hidden, cast, of_part, gemm).sub_(normalizer[:, None]).exp_()
                 place, inside = _within(targets, part)
                 d_logits.scatter_add_(1, place[:, None], -inside[:, None].to(d_logits.dtype))
                 d_logits.mul_(gradient[:, None])
-                d_bias[part] = d_logits.sum(0)
+                d_bias[part] = d_logits.sum(0)[:size]
                 d_logits = d_logits.to(hidden.dtype)
                 d_hidden += gemm.product(d_logits, cast)
-                if hidden.dtype == weight.dtype:
+                if hidden.dtype == weight.dtype and len(cast) == size:
                     gemm.weight_gradient(d_weight[part], d_logits, hidden)
                 else:
                     rounded = torch.empty_like(cast)
                     gemm.weight_gradient(rounded, d_logits, hidden)
-                    d_weight[part] = rounded
+                    d_weight[part] = rounded[:size]
         return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def by_key(products: Tensor) -> Tensor:
-    """[N, R, seen + 1] by falling distance, the last of them -1 -> a view [N, R, seen] by key.
+def alignment(device: torch.device) -> int:
+    """Of the rows of matrix products, in entries. On a GPU cuBLAS is slow where rows are not of whole 16 bytes (pytorch
+    issue 146817)."""
+    return 1 if device.type == "cpu" else 8
 
-    Row a moves left by R - 1 - a: in rows of seen + 1 entries, a start at R - 1 and a step of `seen` from row to row.
-    Keys after the query show entries of other rows: the caller masks them.
+
+def distances(seen: int, device: torch.device) -> int:
+    """How many distances a block's position term has, of which the first `seen` are seen - 1 .. 0: at least one more,
+    and so many that rows are aligned."""
+    step = alignment(device)
+    return (seen // step + 1) * step
+
+
+def by_key(products: Tensor) -> Tensor:
+    """[N, R, W] by falling distance, W > seen -> a view [N, R, W - 1], by key in its first `seen` columns.
+
+    Row a moves left by R - 1 - a: in rows of W entries, a start at R - 1 and a step of W - 1 from row to row. Keys
+    after the query show entries of other rows: the caller masks them.
     """
     count, rows, width = products.shape
     flat = products.reshape(count, rows * width)
@@ -52,9 +66,10 @@ class RelativeBias:
         rows = (self.query[:, :, start:stop] + self.position_bias[:, None]) * self.scale
         # heads first: one matrix product a head, over the rows of all sequences
         rows, positions = rows.transpose(0, 1).flatten(1, 2), self.positions[:, keys - seen :]
-        if rows.shape[1] < self.positions.shape[2]:  # one more distance, -1, on the side where padding copies less
-            products = F.pad(rows @ positions.transpose(1, 2), (0, 1))
+        width = distances(seen, rows.device)
+        if rows.shape[1] < self.positions.shape[2]:  # negative distances on the side where padding copies less
+            products = F.pad(rows @ positions.transpose(1, 2), (0, width - seen))
         else:
-            products = rows @ F.pad(positions, (0, 0, 0, 1)).transpose(1, 2)
-        by_keys = by_key(products.view(heads * batch, count, seen + 1)).view(heads, batch, count, seen)
+            products = rows @ F.pad(positions, (0, 0, 0, width - seen)).transpose(1, 2)
+        by_keys = by_key(products.view(heads * batch, count, width))[..., :seen].view(heads, batch, count, seen)
         return F.pad(by_keys.transpose(0, 1), (0, keys - seen))

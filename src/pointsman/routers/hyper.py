@@ -61,7 +61,10 @@ class HyperScorer(Scorer):
         embedding = nn.functional.dropout(embedding, dropout) if dropout else embedding
         given = embedding if self.places is None else embedding + self.places
         generated = self.hypernetwork(given).view(self.shape)
-        return generated[:, :-1], generated[:, -1] if self.has_bias else None
+        weight = generated[:, :-1]
+        if weight.device.type != "cpu":  # where rows of products are to be whole 16 bytes
+            weight = weight.contiguous()
+        return weight, generated[:, -1] if self.has_bias else None
 
     def penalty(self, given: LossInput) -> Tensor:
         """|e|^2."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops.linear import linear
-from pointsman.ops.relative import RelativeBias
+from pointsman.ops.relative import RelativeBias, alignment
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_scores, inform, inform_biased
 from pointsman.routers.mutual.visible import Visible
@@ -84,7 +84,7 @@ def _relative(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A bias for each key, queries for positions, and the positions."""
     content = (key @ content_bias[:, :, None]).squeeze(-1) * scale
-    return content, (query + position_bias[:, None]) * scale, F.pad(positions, (0, 0, 0, 1))
+    return content, (query + position_bias[:, None]) * scale, F.pad(positions, (0, 0, 0, alignment(positions.device)))
 
 
 class Posterior:

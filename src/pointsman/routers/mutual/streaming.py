@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from pointsman.ops import relative
 from pointsman.ops.gemm import ONEDNN, Gemm
 from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
@@ -36,7 +37,7 @@ class Prepared(NamedTuple):
     Attributes:
         query, key, value, key_bias: [N, T, D], [N, S, D], [N, S, E] or None, [N, S] or None.
         position_query, positions: p [N, T, D'] and r [1 or N, S + 1, D'] by falling distance, S - 1 to -1, the last
-            one 0; or None. Causal only.
+            one 0 (on a GPU 8 such, for `relative.alignment`); or None. Causal only.
     """
 
     query: Tensor
@@ -179,7 +180,8 @@ class _Workspace:
     def __init__(self, prepared: Prepared, visible: Visible) -> None:
         blocks = visible.blocks(prepared.query.device)
         rows = max((stop - start for start, stop in blocks), default=0)
-        self.query, self.cells = prepared.query, len(prepared.query) * rows * (visible.keys + 1)
+        self.query = prepared.query
+        self.cells = len(self.query) * rows * relative.distances(visible.keys, self.query.device)
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, name: str, rows: int, keys: int) -> Tensor:
@@ -201,9 +203,16 @@ def _scores(
     if prepared.position_query is not None:
         rows = prepared.position_query[:, start:stop]
         assert prepared.positions is not None
-        other = None if work is None else work("positions", stop - start, seen + 1)
-        scores += by_key(products.scores(rows, prepared.positions[:, -seen - 1 :], out=other))
+        positions = prepared.positions[:, _distances(prepared.positions, seen)]
+        other = None if work is None else work("positions", stop - start, positions.shape[1])
+        scores += by_key(products.scores(rows, positions, out=other))[..., :seen]
     return scores
+
+
+def _distances(positions: Tensor, seen: int) -> slice:
+    """The places among `positions` of the distances from seen - 1 down to negative ones."""
+    start = positions.shape[1] - relative.alignment(positions.device) - seen
+    return slice(start, start + relative.distances(seen, positions.device))
 
 
 def _sliced(inputs: tuple[Tensor, ...], count: int, group: slice) -> Iterator[Tensor]:
@@ -316,10 +325,11 @@ def _backward(
         if position_query is not None and positions is not None:
             assert dposition_query is not None
             assert dpositions is not None
-            by_distance = work("positions", stop - start, seen + 1).zero_()
-            by_key(by_distance).copy_(through)
-            dposition_query[:, start:stop] = products.times(by_distance, positions[:, -seen - 1 :])
-            products.add_inner(dpositions[:, :, -seen - 1 :], position_query[:, start:stop], by_distance)
+            places = _distances(positions, seen)
+            by_distance = work("positions", stop - start, places.stop - places.start).zero_()
+            by_key(by_distance)[..., :seen].copy_(through)
+            dposition_query[:, start:stop] = products.times(by_distance, positions[:, places])
+            products.add_inner(dpositions[:, :, places], position_query[:, start:stop], by_distance)
     return Prepared(dquery, dkey.mT, None if dvalue is None else dvalue.mT, dkey_bias, dposition_query,
                     None if dpositions is None else dpositions.mT)  # fmt: skip
 
