@@ -71,6 +71,7 @@ def test_every_token_is_evaluated_once(tokens: int, batch_size: int, segment: in
         there = targets != IGNORE
         assert torch.equal(targets[there], inputs[there] + 1)
         assert there[:, :-1].all()
+        assert stream.is_whole(index) == bool(there.all())
         seen.update(targets[there].tolist())
         if last is not None:
             assert torch.equal(inputs[:, 0], last + 1)

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman._errors import Stopped
 from pointsman.control import record_routing, set_top_k
+from pointsman.experts import apply
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate, quality
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
+from pointsman.ops.kernels import Kernels, using
 
 TOKENS = np.random.default_rng(0).integers(0, 20, 200).astype(np.uint8)
 WHOLE = EvalProtocol(batch_size=1, segment_length=16, memory_length=200)
@@ -122,3 +125,32 @@ def test_it_stops_when_asked() -> None:
 
     with pytest.raises(Stopped):
         evaluate(build(), TOKENS, "byte", split="test", top_k=[2], protocol=WHOLE, stop=Now())
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device: numbers out of tensors, and shapes that depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        known = "output_size" in (kwargs or {}) or "index" in func.__name__
+        self.count += torch.Tag.data_dependent_output in func.tags
+        self.count += torch.Tag.dynamic_output_shape in func.tags and not known
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("routing", [False, True])
+def test_it_waits_for_a_device_once_a_k(routing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
+    model, counts = build().float(), []
+    with using(Kernels()):
+        for segments in (2, 5):
+            text = np.arange(2 * 16 * segments + 1, dtype=np.uint8) % 20
+            with Waits() as waits:
+                evaluate(
+                    model, text, "byte", split="test", top_k=[1], protocol=EvalProtocol(2, 16, 16), routing=routing
+                )
+            counts.append(waits.count)
+    assert counts[0] == counts[1]

@@ -173,6 +173,11 @@ class EvalStream:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return (self.batch(index) for index in range(len(self)))
 
+    def is_whole(self, index: int) -> bool:
+        """Whether every position of a segment has a target: known without reading the device's copy."""
+        end = min((index + 1) * self.segment_length, int(self._lengths.max()))
+        return end <= int(self._lengths.min())
+
     @property
     def protocol(self) -> str:
         """The protocol line: which targets are evaluated."""

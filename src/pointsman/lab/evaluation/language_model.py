@@ -188,27 +188,29 @@ def _sums(
     ranks: Ranks,
 ) -> list[tuple[float, int]]:
     """(nats, targets) of all targets, and of the unmarked ones."""
-    totals = torch.zeros(2, dtype=torch.float64)
-    counts = torch.zeros(2, dtype=torch.int64)
+    device = next(model.parameters()).device  # nothing waits for it before the last segment
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
     memory: Memory | None = None
     for index, (inputs, targets) in enumerate(stream):
         check_stop(stop)
         inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
         if gathered:
-            gathered.mask = None if bool(real.all()) else real.reshape(-1)
+            gathered.mask = None if whole and stream.is_whole(index) else real.reshape(-1)
         with precision or nullcontext(), gathered.watch(model) if gathered else nullcontext():
             output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
         memory = output.memory
         assert output.loss is not None
         losses = output.loss.double()
         counted = real if marks is None else marks.batch(index)[1] == 0
-        totals += torch.stack([losses.sum(), torch.where(counted, losses, 0.0).sum()]).cpu()
-        counts += torch.stack([real.sum(), counted.sum()]).cpu()
+        totals += torch.stack([losses.sum(), losses.masked_fill(~counted, 0.0).sum()])
+        counts += torch.stack([real.sum(), counted.sum()])
         done += 1
         if progress:
             progress.advance(done, {})
-    totals, counts = ranks.total(totals, counts)
+    totals, counts = ranks.total(totals.cpu(), counts.cpu())
     return list(zip(totals.tolist(), counts.tolist(), strict=True))
 
 
