@@ -69,3 +69,26 @@ def test_from_pretrained(tmp_path: object) -> None:
         logits[name] = loaded(ids).logits
     torch.testing.assert_close(logits["pointsman"], logits["eager"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits["pointsman"], logits["grouped_mm"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "tokens", "taken"), [
+    ("mixtral", 20, "ours"), ("mixtral", 2, "batched_mm"), ("gpt_oss", 20, "grouped_mm"), ("gpt_oss", 2, "batched_mm"),
+])  # fmt: skip
+def test_what_other_devices_take(name: str, tokens: int, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "meta" stands for a GPU."""
+    from pointsman.hf import experts as module
+
+    seen: list[str] = []
+
+    def noting(name: str) -> object:
+        return lambda *given: (seen.append(name), torch.empty(tokens, 1))[1]
+
+    monkeypatch.setattr(module, "apply_experts", noting("ours"))
+    for way in ("batched_mm", "grouped_mm"):
+        monkeypatch.setattr(module.huggingface, f"{way}_experts_forward", noting(way))
+    model = zoo.tiny_model(name)
+    experts = next(one for path, one in model.named_modules() if path.endswith(".experts")).to("meta")
+    dim = experts.down_proj.shape[-1 if experts.is_transposed else 1]
+    index = torch.zeros(tokens, 3, dtype=torch.int64, device="meta")
+    module.experts_forward(experts, torch.empty(tokens, dim, device="meta"), index, torch.empty(tokens, 3))
+    assert seen == [taken]

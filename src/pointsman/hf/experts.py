@@ -1,9 +1,10 @@
-"""`experts_implementation="pointsman"`: the experts of Hugging Face models on pointsman's CPU kernels.
+"""`experts_implementation="pointsman"`: the experts of Hugging Face models on pointsman's kernels.
 
 Hugging Face's layout: `gate_up_proj` [E, 2 * hidden, dim] (gate first) and `down_proj` [E, dim, hidden]. Some classes
 transpose both, interleave gate and up, add biases, use their own gating function, or have no gate. Experts of the form
 act(gate) * up in the plain layout use `pointsman.experts`; all others run one expert at a time on sorted tokens, with
-the class's own gating function. On other devices than the CPU, transformers' `grouped_mm` is used.
+the class's own gating function. On a GPU the plain layout uses `pointsman.experts`, too; a few tokens, as in decoding,
+transformers' `batched_mm`, and other forms of experts its `grouped_mm`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     GELUActivation: "gelu",
 }
 NAME = "pointsman"
+FEW = 16  # assignments on a GPU up to which `batched_mm`, which copies each one's weights, is expected to be faster
 
 
 def register() -> None:
@@ -50,9 +52,12 @@ def activation_of(experts: Any) -> str | None:
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
-    activation = activation_of(self)
-    # our way through experts of another form reads the routing, which torch.export cannot
-    if hidden_states.device.type != "cpu" or (activation is None and torch.compiler.is_exporting()):
+    activation, on_cpu = activation_of(self), hidden_states.device.type == "cpu"
+    if not on_cpu and top_k_index.numel() <= FEW and not torch.compiler.is_exporting():
+        few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return few
+    # our way through experts of another form reads the routing: torch.export cannot, a GPU would wait
+    if activation is None and (not on_cpu or torch.compiler.is_exporting()):
         output: Tensor = huggingface.grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return output
     if self._is_expert_parallel:  # an index from num_experts on means an expert of another process
