@@ -93,6 +93,17 @@ def test_somebody_elses_model(tmp_path: Path) -> None:
     assert max(on_ranks("own_model", 2, tmp_path, layout="experts=2")) < BOUND
 
 
+@pytest.mark.slow
+def test_somebody_elses_model_in_a_loop_of_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert max(on_ranks("own_model", 2, tmp_path, layout="experts=2", accelerate=True)) < BOUND
+
+
+@pytest.mark.slow
+def test_a_replayed_routing(tmp_path: Path) -> None:
+    assert max(on_ranks("replayed", 2, tmp_path, layout="experts=2")) < BOUND
+
+
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for world, weights, experts, one_process in on_ranks("refused", 2, tmp_path):
         assert world == "layout shards is of 4 ranks; there are 2"

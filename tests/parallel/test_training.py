@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tests.parallel.ranks import on_ranks
-from tests.parallel.worker import run_config, training
+from tests.parallel.worker import masked, run_config, training
 
 from pointsman._errors import RunError
+from pointsman.lab.evaluation.over_ranks import own_share
 from pointsman.lab.runs.checkpoints import open_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.checkpoint import checkpoint_tensors
@@ -107,11 +108,30 @@ def test_saved_on_four_ranks_it_goes_on_on_any(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["thor", "expert-choice:group=batch", "hyperrouter:share=true", "loss-free"])
+@pytest.mark.parametrize("spec", [
+    "thor", "expert-choice:group=batch", "hyperrouter:share=true", "loss-free", "noisy-topk",
+    "smoe:balance=0.05:balance_scope=step", "smoe:balance=0.05:balance_scope=sequence",
+])  # fmt: skip
 def test_four_ranks_write_what_one_process_writes(spec: str, text: str, tmp_path: Path) -> None:
     one = alone(text, tmp_path / "one", spec=spec, changes={"model.allow_non_causal": True})
     over(4, text, tmp_path / "four", spec=spec, layout="experts=2", changes={"model.allow_non_causal": True})
     assert difference(content(one), content(tmp_path / "four")) < 1e-10
+
+
+@pytest.mark.slow
+def test_masked_language_modelling(tmp_path: Path) -> None:
+    """Micro-batches count by their targets, of which a rank may have none."""
+    pytest.importorskip("sentencepiece")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmno", k=draw.randint(2, 7))) for _ in range(80)]
+    for language in ("aa", "bb"):
+        lines = [" ".join(draw.choices(words, k=draw.randint(3, 12))) + "." for _ in range(900)]
+        (folder / f"{language}.txt").write_text("\n".join(lines))
+    masked(ALONE, str(folder), str(tmp_path / "one"))
+    on_ranks("masked", 4, tmp_path, folder=str(folder), out=str(tmp_path / "four"), layout="experts=2")
+    assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
 
 
 def test_a_full_disk_and_other_settings_are_one_line_that_names_the_rank(text: str, tmp_path: Path) -> None:
@@ -131,6 +151,13 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(text: str, tmp_path: Pat
     task = LanguageModelling.open(config)
     with pytest.raises(RunError, match="3 ranks cannot share batch_size=8 in accumulation=2 parts evenly; 1, 2, 4 can"):
         TrainingState(task.prepared(config), task, torch.device("cpu"), ranks=Ranks(0, 3))
+
+
+@pytest.mark.parametrize(("count", "shares"), [(5, [[0, 2, 4], [1, 3, None]]), (1, [[0], [None]]), (0, [[], []])])
+def test_ranks_share_batches_and_read_equally_many(count: int, shares: list[list[int | None]]) -> None:
+    for rank, share in enumerate(shares):
+        found = own_share(range(count), count, Ranks(rank, 2))
+        assert [batch if counts else None for batch, counts in found] == share
 
 
 def test_a_rank_without_targets_has_no_part_in_the_loss() -> None:

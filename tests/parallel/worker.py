@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman import MoE, record_routing, set_top_k, step_end
+from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
 from pointsman.control import named_routers, set_loss_scale
 from pointsman.diagnostics.monitor import RoutingMonitor
@@ -30,7 +30,7 @@ from pointsman.ops import kernels
 from pointsman.ops.exchange import Exchange
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize, parameter_groups, whole_tensors
-from pointsman.parallel.start import start
+from pointsman.parallel.start import one_after_another, start
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import Pairs, Routing
 
@@ -210,18 +210,21 @@ class Foreign(nn.Module):
         return self.head(hidden)
 
 
-def own_model(ranks: Ranks, layout: str) -> float:
-    """A plain training loop around somebody else's model: the largest difference of the weights."""
+def own_model(ranks: Ranks, layout: str, accelerate: bool = False) -> float:
+    """A plain training loop around somebody else's model, or accelerate's: the largest difference of the weights."""
 
     def loop(model: Foreign, ranks: Ranks) -> Foreign:
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameter_groups(parameters), lr=1e-2)
+        optimizer: Any = torch.optim.AdamW(parameter_groups(parameters), lr=1e-2)
+        backward: Any = torch.Tensor.backward
+        if accelerate and ranks.count > 1:
+            optimizer, backward = accelerated(optimizer, ranks)
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(4, 6, 16, generator=generator, dtype=torch.float64)[ranks.rows(4)]
             targets = torch.randint(5, (4, 6), generator=generator)[ranks.rows(4)]
             loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / ranks.count
-            loss.backward()
+            backward(loss)
             clip_gradient(parameters, gradient_norm(parameters, ranks), 1.0)
             optimizer.step()
             step_end(model)
@@ -235,6 +238,49 @@ def own_model(ranks: Ranks, layout: str) -> float:
     alone = loop(fresh(), ALONE).state_dict()
     state = whole_tensors(loop(parallelize(fresh(), Layout.parse(layout, ranks.count), ranks), ranks))
     return max(float((state[name].double() - tensor.double()).abs().max()) for name, tensor in alone.items())
+
+
+def accelerated(optimizer: Any, ranks: Ranks) -> tuple[Any, Any]:
+    """An optimizer prepared by accelerate, and its backward; the model is `parallelize`'s."""
+    import os
+
+    from accelerate import Accelerator
+
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.process_index, accelerator.num_processes) == (ranks.rank, ranks.count)
+    return accelerator.prepare(optimizer), accelerator.backward
+
+
+def replayed(ranks: Ranks, layout: str) -> float:
+    """A routing recorded by one process and replayed on each rank's rows, with other weights: the largest difference
+    of a gradient."""
+
+    def fresh() -> TransformerXL:
+        model = build("smoe:balance=0.05")
+        for _, router in named_routers(model):
+            nn.init.normal_(router.score.weight)
+        return model
+
+    def gradients(model: TransformerXL, records: Any, ranks: Ranks) -> dict[str, Tensor]:
+        rows = ranks.rows(BATCH)
+        own = {name: one.experts.unflatten(0, (BATCH, LENGTH))[rows].flatten(0, 1) for name, one in records.items()}
+        inputs, targets = batch(1)
+        with replay_routing(model, own):
+            (model(inputs[rows], targets[rows]).loss / ranks.count).backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
+
+    recorder = build("smoe:balance=0.05")
+    with torch.no_grad(), record_routing(recorder) as records:
+        recorder(batch(1)[0])
+    expected = gradients(fresh(), records, ALONE)
+    found = gradients(parallelize(fresh(), Layout.parse(layout, ranks.count), ranks), records, ranks)
+    live = fresh()
+    with torch.no_grad(), record_routing(live) as other:
+        live(batch(1)[0])
+    assert any(not torch.equal(one.experts, records[name].experts) for name, one in other.items())
+    return max(float((found[name] - grad).abs().max()) for name, grad in expected.items())
 
 
 def refused(ranks: Ranks) -> list[str]:
@@ -315,6 +361,31 @@ def training(
         )  # fmt: skip
     except (RunError, Stopped) as error:
         return str(error)
+    return ""
+
+
+def masked(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
+    """A run of masked language modelling in float64: rows with different numbers of targets, and padding."""
+    from pointsman.lab.models.encoder import EncoderConfig
+    from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
+
+    class Masked(MaskedLanguageModelling):
+        def build_model(self, config: RunConfig) -> Any:
+            return super().build_model(config).double()
+
+    model = EncoderConfig(
+        vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4,
+        router="smoe:balance=0.05", moe_layers="after:1", norm="pre", dropout=0.1, expert_dropout=0.0,
+        attention_dropout=0.0, max_length=32,
+    )  # fmt: skip
+    config = RunConfig(
+        model=model, data=f"multilingual:{folder}", steps=4, batch_size=8, segment_length=32, memory_length=0,
+        eval_batch_size=16, eval_tokens=512, valid_tokens=512, train_top_k="2", pieces=150, learning_rate=3e-3,
+        validate_every=4, checkpoint_every=4, log_every=1, accumulation=2, mask_rate=0.02, deterministic=True,
+    )  # fmt: skip
+    task = one_after_another(ranks, lambda: Masked.open(config))
+    divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
+    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
     return ""
 
 

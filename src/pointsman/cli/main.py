@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if told is None:
             raise
         code, line = told
-        print(line, file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of ranks that all read the same flags, one says so
+            print(line, file=sys.stderr)
         return code
 
 

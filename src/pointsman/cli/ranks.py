@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from pointsman._errors import RunError
 from pointsman.cli.main import explain
 from pointsman.cli.options import Parser, whole
-from pointsman.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
+    from pointsman.ranks import Ranks
 
 FLAGS = ("--parallel", "--timeout", "--restarts")
 
@@ -67,6 +67,8 @@ def _check_devices(count: int) -> None:
 @contextmanager
 def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Layout | None, str]]:
     """This process's place among the ranks, their layout, and its device; an error inside ends the whole job."""
+    from pointsman.ranks import ALONE
+
     if "WORLD_SIZE" not in os.environ:
         yield ALONE, None, device
         return

@@ -14,10 +14,10 @@ from pointsman.cli.options import Parser, choose_device, whole
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.ranks import add_rank_flags, joined, launched
 from pointsman.cli.runs import add_run_flags, changed, run_config, use_recorded_imports
-from pointsman.ranks import Ranks
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
+    from pointsman.ranks import Ranks
 
 EPILOG = """examples:
   pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper

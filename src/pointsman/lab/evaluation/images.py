@@ -15,9 +15,11 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.stream import evaluation_batches
 from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.over_ranks import draws, own_share
 from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.models.vit import VisionTransformer
 from pointsman.lab.progress import Progress, Stop, check_stop
+from pointsman.ranks import ALONE, Ranks
 
 TOP_5_FROM = 50  # classes from which top-5 accuracy is reported
 
@@ -48,6 +50,7 @@ def evaluate_images(
     progress: Progress | None = None,
     phase: str = "evaluate",
     stop: Stop | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """Classifies every image at every k of `top_k`.
 
@@ -62,6 +65,7 @@ def evaluate_images(
         precision: an autocast context.
         progress: a display, in batches over all k values.
         stop: asks the evaluation to stop.
+        ranks: who shares the batches; every rank gets the results of all.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
@@ -76,6 +80,7 @@ def evaluate_images(
     values = eval_top_k(model, top_k)
     images = len(part) if budget is None else min(budget, len(part))
     batches = -(-images // batch_size)
+    ranks = ALONE if draws(model) else ranks
     if progress:
         progress.phase(phase, batches * len(values))
     results = []
@@ -84,13 +89,19 @@ def evaluate_images(
             summary = RoutingSummary(model) if routing else None
             scores = _Scores(model.config.num_classes, model.config.loss)
             with set_top_k(model, k) if k else nullcontext():
-                for number, (inputs, labels) in enumerate(_batches(model, part, batch_size, budget), 1):
+                shared = own_share(_batches(model, part, batch_size, budget), batches, ranks)
+                for number, ((inputs, labels), counts) in enumerate(shared, 1):
                     check_stop(stop)
-                    with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
+                    watched = summary if counts else None
+                    with precision or nullcontext(), watched.watch(model) if watched else nullcontext():
                         logits = model(inputs)
-                    scores.update(logits.cpu(), labels)
+                    if counts:
+                        scores.update(logits.cpu(), labels)
                     if progress:
-                        progress.advance(index * batches + number, {})
+                        progress.advance(index * batches + min(number * ranks.count, batches), {})
+            scores.gather(ranks)
+            if summary:
+                summary.gather(ranks)
             result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts, **scores.result()}
             result["tokens"] = result["images"] * model.config.tokens
             results.append(result | ({"routers": summary.result()} if summary else {}))
@@ -121,6 +132,12 @@ class _Scores:
         self.count += torch.bincount(labels, minlength=classes)
         if classes >= TOP_5_FROM:
             self.among_five += int((logits.topk(5).indices == labels[:, None]).sum())
+
+    def gather(self, ranks: Ranks) -> None:
+        """Adds what the other ranks have scored."""
+        sums = torch.tensor([self.nats, float(self.among_five)], dtype=torch.float64)
+        (self.nats, five), self.right, self.count = ranks.total(sums, self.right, self.count)
+        self.nats, self.among_five = float(self.nats), int(five)
 
     def result(self) -> dict[str, Any]:
         images = int(self.count.sum())

@@ -20,8 +20,10 @@ from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.blocks import Masking, PackedText, validation_batch
 from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.over_ranks import draws, own_share
 from pointsman.lab.evaluation.routing import RoutingSummary
 from pointsman.lab.progress import Progress, Stop, check_stop
+from pointsman.ranks import ALONE, Ranks
 
 SCORED = Masking()
 """What is masked in evaluation, whatever training masks: 15 %, of these 80 % `<mask>`, 10 % random, 10 % unchanged."""
@@ -75,6 +77,7 @@ def evaluate_masked(
     progress: Progress | None = None,
     phase: str = "evaluate",
     stop: Stop | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """Scores the validation blocks at every k.
 
@@ -83,7 +86,7 @@ def evaluate_masked(
         shares: language -> its weight in the pooled figures: the sampling shares of training.
         top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
         tokens: about how many places are read; None = all.
-        split, routing, seed, precision, progress, phase, stop: as of `language_model.evaluate`.
+        split, routing, seed, precision, progress, phase, stop, ranks: as of `language_model.evaluate`.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "perplexity", "value", "nats_per_character", "tokens" (real
@@ -99,6 +102,7 @@ def evaluate_masked(
     characters = torch.from_numpy(text.pieces.characters).to(device)
     values = eval_top_k(model, top_k)
     batches = masked_batches(text, batch_size, device, tokens)
+    ranks = ALONE if draws(model) else ranks
     if progress:
         progress.phase(phase, len(batches) * len(values))
     results = []
@@ -108,20 +112,27 @@ def evaluate_masked(
             sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in text.valid}
             read = 0
             with set_top_k(model, k) if k else nullcontext():
-                for number, batch in enumerate(batches, 1):
+                for number, (batch, counts) in enumerate(own_share(batches, len(batches), ranks)):
                     check_stop(stop)
+                    watched = summary if counts else None
                     real = batch.inputs >= 0
-                    read += int(real.sum())
-                    if summary:
-                        summary.mask = real.reshape(-1)
-                    with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
+                    if watched:
+                        watched.mask = real.reshape(-1)
+                    with precision or nullcontext(), watched.watch(model) if watched else nullcontext():
                         nats: Tensor = model(batch.inputs, batch.targets)
+                    if not counts:
+                        continue
+                    read += int(real.sum())
                     masked = batch.targets[batch.targets >= 0]
                     sums[batch.language] += torch.stack(
                         [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
                     )
                     if progress:
-                        progress.advance(index * len(batches) + number, {})
+                        progress.advance(index * len(batches) + min((number + 1) * ranks.count, len(batches)), {})
+            *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
+            sums, read = dict(zip(sums, summed, strict=True)), int(places)
+            if summary:
+                summary.gather(ranks)
             languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
             result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
             result |= {"metric": "perplexity", **_pooled(sums, shares), "tokens": read, "languages": languages}

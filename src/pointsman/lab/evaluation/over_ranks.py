@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from torch import nn
 from pointsman.control import named_routers
 from pointsman.lab.progress import Stop
 from pointsman.ranks import ALONE, Ranks
+
+T = TypeVar("T")
 
 
 class AgreedStop:
@@ -39,6 +41,28 @@ def each_its_own(model: nn.Module) -> Iterator[None]:
             part.ranks = ranks
 
 
+def own_share(batches: Iterable[T], count: int, ranks: Ranks) -> Iterator[tuple[T, bool]]:
+    """This rank's part of `count` batches, and whether each counts.
+
+    Rank r reads the batches r, r + W, …. Ranks read equally many, since a model over ranks runs on all of them at once:
+    one that lacks a batch reads another that does not count.
+    """
+    given = 0
+    last: T | None = None
+    for number, last in enumerate(batches):
+        if number % ranks.count == ranks.rank:
+            given += 1
+            yield last, True
+    while last is not None and given < -(-count // ranks.count):
+        given += 1
+        yield last, False
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether an evaluation draws at random, so that ranks cannot share the batches out."""
+    return any(router.stochastic for _, router in named_routers(model))
+
+
 def divides_rows(model: nn.Module) -> bool:
     """Whether a sequence gets the same figures whatever is evaluated beside it, so that ranks may share them out."""
-    return all(router.batch_invariant and not router.stochastic for _, router in named_routers(model))
+    return not draws(model) and all(router.batch_invariant for _, router in named_routers(model))

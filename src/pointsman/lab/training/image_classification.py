@@ -130,6 +130,7 @@ class ImageClassification(Task):
             progress=context.progress,
             phase=context.phase,
             stop=context.stop,
+            ranks=context.ranks,
         )
 
     def budget(self, config: RunConfig, tokens: int | None) -> int | None:

@@ -88,6 +88,7 @@ class MaskedLanguageModelling(Task):
             progress=context.progress,
             phase=context.phase,
             stop=context.stop,
+            ranks=context.ranks,
         )
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
