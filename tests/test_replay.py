@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pointsman import MoE, record_routing, replay_routing, step_end
+from pointsman import MoE, Routing, record_routing, replay_routing, step_end
 
 
 def layer(router: str = "smoe", **options: object) -> MoE:
@@ -53,6 +53,46 @@ def test_a_record_replayed_gives_the_same_gradients(checkpointed: bool) -> None:
         torch.testing.assert_close(left, right)
 
 
+@pytest.mark.parametrize("renormalize", ["true", "false"])
+@pytest.mark.parametrize("kind", ["zero", "copy", "constant", "mixed"])
+@pytest.mark.parametrize("name", ["smoe", "loss-free"])
+def test_virtual_experts_are_chosen_again(name: str, kind: str, renormalize: str) -> None:
+    moe = layer(f"{name}:nulls=4:kind={kind}:renormalize={renormalize}:balance=0.1", top_k=3)
+
+    def gradients(replayed: object) -> tuple[list[torch.Tensor], Routing]:
+        moe.zero_grad()
+        with record_routing(moe) as records, replay_routing(moe, replayed):  # type: ignore[arg-type]
+            moe(HIDDEN).square().sum().backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in moe.parameters()]
+        return found, records[""]
+
+    wanted, recorded = gradients({})
+    virtual = recorded.chosen >= 6
+    assert bool(virtual.any())
+    assert torch.equal(recorded.experts, recorded.chosen.masked_fill(virtual, -1))
+    for replayed in (recorded, recorded.chosen):
+        found, again = gradients({"": replayed})
+        assert torch.equal(again.chosen, recorded.chosen)
+        torch.testing.assert_close(found, wanted)
+    with torch.no_grad():  # other scores: the same choice, with their weights
+        moe.router.score.weight.normal_()
+    step_end(moe)
+    _, free = gradients({})
+    _, now = gradients({"": recorded})
+    assert not torch.equal(free.chosen, recorded.chosen)
+    assert torch.equal(now.chosen, recorded.chosen)
+    assert not torch.allclose(now.weights, recorded.weights)
+
+
+def test_a_replay_does_not_choose_what_capacity_dropped() -> None:
+    moe = layer("smoe:nulls=2:kind=copy:capacity=0.25:renormalize=false", top_k=3)
+    with record_routing(moe) as records:
+        output = moe(HIDDEN)
+    assert bool((records[""].chosen < 0).any())
+    with replay_routing(moe, records):
+        torch.testing.assert_close(moe(HIDDEN), output)
+
+
 def test_counts_of_the_choice_are_not_gathered() -> None:
     moe = layer("loss-free")
     with record_routing(moe) as records:
@@ -78,8 +118,8 @@ def test_what_is_refused() -> None:
             replay_routing(model, experts)  # type: ignore[arg-type]
     with replay_routing(model, {"block": good[:4]}), pytest.raises(ValueError, match="of 4 tokens, the input of 10"):
         model["block"](HIDDEN)
-    with pytest.raises(ValueError, match="virtual experts"):
-        replay_routing(layer("smoe:nulls=2"), {"": good})
+    with pytest.raises(ValueError, match="allowed experts are 0 to 7"):
+        replay_routing(layer("smoe:nulls=2"), {"": good + 8})
     for router in ("sparsemixer", "soft"):
         moe = layer(router)
         with replay_routing(moe, {"": good}), pytest.raises(ValueError, match=router):

@@ -29,12 +29,13 @@ class replay_routing:  # noqa: N801 - used like a function
 
     Args:
         model: any model with MoE layers, a layer or a router.
-        experts: layer name, as `record_routing` names it -> a `Routing`, or experts [tokens, k] int64 with -1 for none,
-            the tokens of all sequences in order. Layers that are not named choose themselves.
+        experts: layer name, as `record_routing` names it -> a `Routing`, or experts [tokens, k] int64 with -1 for none
+            and E + v for virtual expert v, the tokens of all sequences in order. Layers that are not named choose
+            themselves.
 
     Raises:
-        ValueError: a layer that the model does not have, experts that are no such tensor, virtual experts, or a router
-            whose weights are no function of the experts (`sparsemixer`, `soft`); in a forward of other tokens.
+        ValueError: a layer that the model does not have, experts that are no such tensor, or a router whose weights are
+            no function of the experts (`sparsemixer`, `soft`); in a forward of other tokens.
     """
 
     def __init__(self, model: nn.Module, experts: Mapping[str, Tensor | Routing]) -> None:
@@ -43,9 +44,10 @@ class replay_routing:  # noqa: N801 - used like a function
         for name, recorded in experts.items():
             if name not in routers:
                 raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, routers)}")
-            chosen = recorded.experts if isinstance(recorded, Routing) else recorded
-            _check(name, routers[name], chosen)
-            self._replayed.append((routers[name], chosen))
+            if isinstance(recorded, Routing):
+                recorded = recorded.experts if recorded.chosen is None else recorded.chosen
+            _check(name, routers[name], recorded)
+            self._replayed.append((routers[name], recorded))
 
     def __enter__(self) -> None:
         for router, experts in self._replayed:
@@ -60,14 +62,12 @@ class replay_routing:  # noqa: N801 - used like a function
 
 def _check(name: str, router: Router, experts: Tensor) -> None:
     where = f"replay_routing: layer {name!r}"
-    if router.virtual:
-        raise ValueError(f"{where}: {router.spec!r} has virtual experts, which a recorded routing does not name")
     if not isinstance(experts, Tensor) or experts.dtype != torch.int64 or experts.dim() != 2:
         found = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
         raise ValueError(f"{where}: experts must be int64 [tokens, k], got {found}")
     if not experts.numel():
         return
-    last = router.num_experts - 1
+    last = router.num_experts + len(router.virtual) - 1
     if int(experts.min()) < -1 or int(experts.max()) > last:
         raise ValueError(f"{where}: allowed experts are 0 to {last}, and -1 for none")
     ordered = experts.sort(-1).values

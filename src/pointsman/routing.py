@@ -141,6 +141,7 @@ class Routing:
         virtual: V, how many of the last columns of probs and logits are virtual experts, which have no weights in the
             layer's experts; a chosen one is -1 in `experts`.
         virtual_weights: [B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any.
+        chosen: [B*T, k], `experts` with E + v in the place of virtual expert v; None without virtual experts.
         above: what the sparse layers above get as `RoutingContext.below`.
         slots: of soft routing; experts and weights then only tell how much of each expert is in a token's output.
         means: what is added for the experts that were not chosen.
@@ -158,6 +159,7 @@ class Routing:
     flat: Pairs | None = None
     virtual: int = 0
     virtual_weights: Tensor | None = None
+    chosen: Tensor | None = None
     above: RouterState | None = None
     slots: Slots | None = None
     means: Means | None = None

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,20 @@ import pointsman
 from pointsman import hf
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface-compatibility.md"
-FEATURES = ("audit", "set_top_k", "replace_routers", "mixers", "materialize", "experts", "upcycle to")
+FEATURES = ("audit", "router", "set_top_k", "replace_routers", "mixers", "materialize", "experts", "upcycle to")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 UPCYCLED = {"mixtral": "llama, mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 
 
 @dataclass
 class Row:
-    """One class: feature -> "" where it works, else the reason."""
+    """One class: feature -> "" where it works, else the reason; and the specs that `audit` names."""
 
     name: str
     kind: str
     results: dict[str, str]
     crashed: list[str]
+    routers: list[str] = field(default_factory=list)
 
 
 def outcome(attempt: Callable[[], None]) -> tuple[str, bool]:
@@ -92,6 +93,10 @@ def examine(kind: str) -> Row:
     def audited() -> None:
         result = hf.audit(model, tokenizer(), texts(1), length=12)
         assert result.layers
+        row.routers = list(dict.fromkeys(layer["router"] for layer in result.layers.values() if layer["router"]))
+        row.results["router"] = next(
+            (str(layer["without"]) for layer in result.layers.values() if layer["without"]), ""
+        )
         if any("no loss" in line for line in result.notes):
             row.results["audit note"] = "routing only; this class has no language-model head"
 
@@ -105,6 +110,12 @@ def examine(kind: str) -> Row:
         changed = hf.replace_routers(copy.deepcopy(model), spec)
         close(output_of(changed), expected)
         return changed
+
+    def own() -> None:
+        if row.results.get("audit") or row.results.get("router"):
+            raise ValueError(row.results["audit"] or row.results["router"])
+        (spec,) = row.routers
+        replaced(spec)
 
     def mixed() -> None:
         changed = replaced("hyperrouter+similarity")
@@ -130,6 +141,7 @@ def examine(kind: str) -> Row:
         close(output_of(model), eager)
 
     note("audit", audited)
+    note("router", own)
     note("set_top_k", served)
     note("replace_routers", lambda: replaced("hyperrouter") and None)
     note("mixers", mixed)
@@ -155,13 +167,16 @@ def page(rows: list[Row]) -> str:
         if feature == "upcycle to":
             return UPCYCLED.get(row.kind, "")
         reason = row.results[feature]
+        named = ", ".join(f"`{spec}`" for spec in row.routers) if feature == "router" else ""
         if not reason:
+            if named:
+                return named
             extra = row.results.get("audit note", "") if feature == "audit" else ""
             if not extra:
                 return "yes"
             reason, mark = extra, "yes"
         else:
-            mark = "no"
+            mark = named or "no"
         reason = tidy(reason)
         if reason not in reasons:
             reasons.append(reason)
@@ -174,13 +189,16 @@ def page(rows: list[Row]) -> str:
         "every model type with experts a tiny random model was built, and each feature tried on it:",
         "",
         "- *audit*: `audit`; *set_top_k*: another k",
+        "- *router*: the spec that `audit` names (for the tiny model: two groups of experts, if the class has groups);",
+        "  `replace_routers` with this spec gave the same output",
         "- *replace_routers*: `hyperrouter`, first forward equal to the original; *mixers*: `hyperrouter+similarity`",
         "- *materialize*: back to the class's own gate with the same logits",
         '- *experts*: `experts_implementation="pointsman"` against eager',
         "- *upcycle to*: the dense classes that become this one",
         "",
         f"{sum(not row.results['audit'] for row in rows)} of {len(rows)} can be audited, "
-        f"{sum(not row.results['replace_routers'] for row in rows)} take another router.",
+        f"{sum(bool(row.routers) for row in rows)} have a router of this library, "
+        f"{sum(not row.results['replace_routers'] for row in rows)} take another one.",
         "",
         "| class | model type | " + " | ".join(FEATURES) + " |",
         "|---" * (len(FEATURES) + 2) + "|",
@@ -198,6 +216,8 @@ def tidy(reason: str) -> str:
     """A reason without the layer's name, so that equal ones are one."""
     reason = re.sub(r"^(audit|set_top_k|replace_routers|materialize): ", "", reason)
     reason = re.sub(r"^nothing to see in \w+: ", "", reason)
+    reason = re.sub(r"^no gate of \w+ can be observed: ", "", reason)
+    reason = re.sub(r"^(\w+) has no gate next to", r"\1: no gate next to", reason)
     reason = re.sub(r"^layer '[^']*':? ?", "", reason)
     return re.sub(r"^[\w.]+\.\w+: ", "", reason)
 

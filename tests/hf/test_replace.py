@@ -223,7 +223,7 @@ def test_shared_hypernetwork_is_saved_once() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("xmoe:gate=sigmoid", "works with 'smoe' and 'loss-free'"),
+        ("xmoe:gate=sigmoid", "works with 'smoe', 'loss-free', 'sparsemixer'"),
         ("smoe:balance=0.1", "router_aux_loss_coef"),
         ("thor", "defined by its selection"),
         ("switch", "defined by its selection"),

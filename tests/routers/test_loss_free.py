@@ -28,7 +28,7 @@ def chosen(c: list[float], k: int, groups: int = 1, kept: int = 1, score: str = 
 
 
 def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, gate: str, **options: object) -> Expected:
-    scale = float(options.pop("scale", 1.0))
+    scale, on_logits = float(options.pop("scale", 1.0)), options.pop("on_logits", False)
     experts: list[list[int]] = []
     weights: list[list[Tensor]] = []
     sequences: list[tuple[list[Tensor], list[list[int]]]] = []
@@ -36,8 +36,10 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, gate: st
         probs: list[Tensor] = []
         counted: list[list[int]] = []
         for row, real in zip(rows, reals, strict=True):
-            s = scores_of(torch.stack([(weight * row).sum() for weight in router.score.weight]), gate)
-            c = [one + other for one, other in zip(s.tolist(), router.select.bias.tolist(), strict=True)]
+            z = torch.stack([(weight * row).sum() for weight in router.score.weight])
+            s = scores_of(z, gate)
+            ranks = z if on_logits else s
+            c = [one + other for one, other in zip(ranks.tolist(), router.select.bias.tolist(), strict=True)]
             best = chosen(c, k, **options) if real else []
             total = sum(s[i] for i in best)
             experts.append(best)
@@ -59,6 +61,8 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, gate: st
     [
         ("gate=sigmoid:balance=0.1:balance_scope=sequence:balance_on=scores", {}),
         ("gate=softmax:scale=2.5", {"scale": 2.5}),
+        ("gate=sigmoid:biased=logits", {"on_logits": True}),
+        ("gate=softmax:biased=logits:groups=2:kept=1", {"on_logits": True, "groups": 2, "kept": 1}),
         ("gate=sqrtsoftplus:update=quantile", {}),
         ("gate=sigmoid:groups=3:kept=2:balance=0.1:balance_scope=sequence:balance_on=scores", {"groups": 3, "kept": 2}),
         ("gate=sqrtsoftplus:groups=2:kept=1:group_score=max", {"groups": 2, "kept": 1, "score": "max"}),
@@ -254,6 +258,7 @@ def test_the_bias_balances() -> None:
         ("groups=0", "groups=0: allowed are whole numbers from 1"),
         ("groups=2:kept=3", r"kept=3: allowed are whole numbers from 1 to 2 \(groups\)"),
         ("groups=2:update=quantile", "groups=2: update=quantile allows 1"),
+        ("biased=logits:update=quantile", "biased=logits: update=quantile allows scores"),
         ("rate=-1", "rate=-1.0: allowed are numbers from 0"),
         ("bins=-1", "bins=-1: allowed are whole numbers from 0"),
         ("gate=tanh", "sigmoid or softmax or sqrtsoftplus"),

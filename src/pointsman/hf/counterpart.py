@@ -26,6 +26,13 @@ GROUPS = ("num_group", "n_group", "num_expert_group")
 KEPT = ("topk_group", "limited_groups", "num_limited_groups")
 TRAINING_OPTIONS = ("update", "rate", "centre", "bins")
 """Options of `loss-free` that do not change what a forward computes."""
+GEMMA = "normalises its input, and multiplies each expert's weight by a trained factor"
+WITHOUT = {
+    "Gemma4TextRouter": GEMMA,
+    "DiffusionGemmaTextRouter": GEMMA,
+    "InklingTopkRouter": "scores its shared experts, too; their weights and those of the chosen experts sum to 1",
+}
+"""Class -> why it has no counterpart, where that is known."""
 
 
 def counterparts(gates: Sequence[Gate]) -> dict[str, str | None]:
@@ -58,7 +65,7 @@ def counterpart(gate: Gate) -> str | None:
     for head, options in _candidates(gate):
         spec = ":".join([head, *options])
         try:
-            real = gate.num_experts - _virtual(gate)
+            real = gate.num_experts - virtual_experts_of(gate)
             router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=k), random)
         except ValueError:
             continue
@@ -69,6 +76,13 @@ def counterpart(gate: Gate) -> str | None:
         if torch.allclose(found * float(scale), wanted, rtol=TOLERANCE, atol=TOLERANCE):
             return spec if scale == "1" else f"{spec}:scale={scale}"
     return None
+
+
+def why_without(gate: Gate) -> str:
+    """Why `counterpart` is None."""
+    name = type(gate.module).__name__
+    general = "has a rule that no router here has" if gate.form.linear else "does not score with one weight"
+    return f"{name} {WITHOUT.get(name, general)}"
 
 
 def same_forward(spec: str, other: str) -> bool:
@@ -91,11 +105,11 @@ def load_gate(router: Router, gate: Gate) -> Router:
     weight, bias, correction = owner.get_parameter("weight"), getattr(owner, "bias", None), correction_bias(gate)
     score: Any = router.score
     with torch.no_grad():
-        score.weight.copy_(weight)
+        score.weight.copy_(weight * gate.form.multiplier)
         if (bias is None) != (score.bias is None):
             raise ValueError(f"load_gate: {router.spec!r} and the gate differ in the bias of the logits")
         if bias is not None:
-            score.bias.copy_(bias)
+            score.bias.copy_(bias * gate.form.multiplier)
         own: Any = getattr(router.select, "bias", None)
         if correction is not None and own is None:
             raise ValueError(f"load_gate: {router.spec!r} has no correction bias")
@@ -161,7 +175,8 @@ def _with_random_weights(gate: Gate) -> Gate:
     owner = module.get_submodule(gate.form.owner)
     weight, bias, correction = owner.get_parameter("weight"), getattr(owner, "bias", None), correction_bias(copied)
     with torch.no_grad():
-        weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+        spread = weight.shape[1] ** -0.5 / gate.form.multiplier  # logits of variance 1
+        weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
         for tensor in (bias, correction):
             if tensor is not None:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
@@ -173,7 +188,7 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
     owner = gate.module.get_submodule(gate.form.owner)
     bias = [] if getattr(owner, "bias", None) is not None else ["bias=false"]
     renormalized: tuple[list[str], ...] = ([], ["renormalize=false"])
-    nulls = [f"nulls={virtual}", "kind=copy"] if (virtual := _virtual(gate)) else []
+    nulls = [f"nulls={virtual}", "kind=copy"] if (virtual := virtual_experts_of(gate)) else []
     reach = getattr(gate.module, "router_jitter_noise", None)
     if isinstance(reach, float) and not nulls:
         yield "sparsemixer", [f"r={reach:g}"]
@@ -186,9 +201,11 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
         for groups in _groups(gate):
             for renormalize in renormalized:
                 yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *nulls, *renormalize]
+    for renormalize in renormalized:
+        yield "loss-free", ["biased=logits", *nulls, *renormalize]
 
 
-def _virtual(gate: Gate) -> int:
+def virtual_experts_of(gate: Gate) -> int:
     """How many of the gate's last experts are virtual (LongCat's, which give their input)."""
     return int(getattr(gate.experts, "zero_expert_num", 0) or 0)
 
@@ -212,7 +229,7 @@ def _settings(gate: Gate) -> tuple[Any, ...]:
     router = getattr(getattr(gate.module, "pointsman", None), "spec", None)
     return (
         type(gate.module),
-        _virtual(gate),
+        virtual_experts_of(gate),
         gate.num_experts,
         gate.dim,
         gate.form,

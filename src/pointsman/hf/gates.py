@@ -36,8 +36,10 @@ class Form:
         extras: names of the block's tensors that are further arguments (a correction bias).
         logits, weights, indices: positions in the returned tuple.
         kind: the function from logits to scores; "other" if neither softmax nor sigmoid.
-        linear: whether the logits are exactly weight @ hidden (+ bias).
+        linear: whether the logits are exactly `multiplier` * (weight @ hidden (+ bias)).
         outputs: the length of the returned tuple; 0 in configurations of earlier versions.
+        multiplier: a constant of the class between the product and the logits.
+        flat: whether it returns tokens [B * T] also for an input [B, T, dim].
     """
 
     owner: str
@@ -49,6 +51,8 @@ class Form:
     kind: Kind
     linear: bool
     outputs: int = 0
+    multiplier: float = 1.0
+    flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Gate:
     Attributes:
         name, layer: qualified names of the gate and of its MoE block.
         module, block: the gate, and the block that contains gate and experts.
-        num_experts, dim: the number of experts and the width of the input.
+        num_experts, dim: the number of experts, virtual ones included, and the width of the input.
         form: how the gate is called.
     """
 
@@ -123,7 +127,8 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
         try:
             if known is not None:
                 router: Any = module.pointsman
-                gates.append(Gate(name, layer, module, block, router.num_experts, router.dim, known))
+                experts = router.num_experts + len(router.virtual)
+                gates.append(Gate(name, layer, module, block, experts, router.dim, known))
             else:
                 gates.append(probe(name, layer, module, block))
         except NotAGateError as error:
@@ -177,9 +182,11 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         logits, weights, indices = positions(type(module).__name__, output, PROBE_TOKENS)
         expected = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
         actual = output[logits].reshape(PROBE_TOKENS, -1).float()
-        linear = actual.shape == expected.shape and bool(torch.allclose(actual, expected, rtol=3e-2, atol=3e-2))
+        multiplier = _multiplier(module, expected, actual)
         num_experts = int(actual.shape[-1])
-        form = Form(owner, sequence, extras, logits, weights, indices, "other", linear, len(output))
+        linear, factor = multiplier is not None, 1.0 if multiplier is None else multiplier
+        flat = output[logits].dim() == output[weights].dim() == output[indices].dim() == 2
+        form = Form(owner, sequence, extras, logits, weights, indices, "other", linear, len(output), factor, flat)
         gate = Gate(name, layer, module, block, num_experts, dim, form)
         form = replace(form, kind=_kind(gate, hidden, arguments))
     finally:
@@ -187,6 +194,15 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         if blank:
             weight.zero_()
     return replace(gate, form=form)
+
+
+def _multiplier(module: nn.Module, product: Tensor, logits: Tensor) -> float | None:
+    """m with logits = m * product: 1, or a number that the module keeps; None if there is none."""
+    if logits.shape != product.shape:
+        return None
+    kept = [value for value in vars(module).values() if isinstance(value, float) and value > 0]
+    near = (m for m in (1.0, *kept) if torch.allclose(logits, m * product, rtol=3e-2, atol=3e-2 * min(m, 1)))
+    return next(near, None)
 
 
 def call_gate(gate: Gate) -> tuple[Any, ...]:

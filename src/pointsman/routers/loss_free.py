@@ -51,13 +51,24 @@ GATES = {"sigmoid": (Sigmoid, 1.0), "softmax": (Softmax, 1.0), "sqrtsoftplus": (
 
 
 class BiasedTopK(Selector):
-    """A = top-k of s + b in the kept groups, w = s_A / (sum s_A + 1e-20); `update` moves b in `step_end`."""
+    """A = top-k of s + b in the kept groups, w = s_A / (sum s_A + 1e-20); `update` moves b in `step_end`.
+
+    Args:
+        on_logits: A = top-k of z + b.
+    """
 
     def __init__(
-        self, num_experts: int, update: SignUpdate | None, renormalize: bool, groups: int, kept: int, group_score: str
+        self,
+        num_experts: int,
+        update: SignUpdate | None,
+        renormalize: bool,
+        groups: int,
+        kept: int,
+        group_score: str,
+        on_logits: bool = False,
     ) -> None:
         super().__init__()
-        self.update = update
+        self.update, self.on_logits = update, on_logits
         self.renormalize, self.groups, self.kept, self.group_score = renormalize, groups, kept, group_score
         self.needs_step_end = update is not None
         self.bias: Tensor
@@ -66,7 +77,8 @@ class BiasedTopK(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)
         bias = self.bias.to(probs.dtype)
-        choice = keep_groups(probs.detach() + bias, self.groups, self.kept, k, self.group_score)
+        ranked = scores.choice.flatten(0, 1) if self.on_logits else probs  # a mixer hands on probabilities only
+        choice = keep_groups(ranked.detach() + bias, self.groups, self.kept, k, self.group_score)
         experts = top_k(choice, k)
         weights = probs.gather(-1, experts)
         if self.renormalize:
@@ -92,7 +104,7 @@ class BiasedTopK(Selector):
 
     def extra_repr(self) -> str:
         groups = f", groups={self.groups}, kept={self.kept}, group_score={self.group_score}" if self.groups > 1 else ""
-        return f"renormalize={self.renormalize}{groups}"
+        return f"renormalize={self.renormalize}{groups}{', on_logits=True' if self.on_logits else ''}"
 
 
 def counted(given: LossInput) -> Tensor:
@@ -105,6 +117,7 @@ def loss_free(
     layer: LayerSpec,
     *,
     gate: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid",
+    biased: Literal["scores", "logits"] = "scores",
     update: Literal["sign", "smebu", "quantile", "none"] = "sign",
     rate: float | None = None,
     centre: bool | None = None,
@@ -118,6 +131,7 @@ def loss_free(
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
 
     gate: the scores: sigmoid (DeepSeek-V3), softmax, or sqrtsoftplus (DeepSeek-V4).
+    biased: what the bias is added to: the scores, or the logits (Kolibri 1).
     update: how the bias moves: by a fixed amount towards balance (sign), smoothly with momentum (smebu), onto the
         step's quantile (quantile), or not (none).
     rate: how far it moves in a step (none = 0.001 for sign, 0.0005 for smebu; quantile has none).
@@ -141,12 +155,14 @@ def loss_free(
         raise ValueError(f"loss-free: option kept={kept}: allowed are whole numbers from 1 to {groups} (groups)")
     if update == "quantile" and groups > 1:
         raise ValueError(f"loss-free: option groups={groups}: update=quantile allows 1")
+    if update == "quantile" and biased == "logits":
+        raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
     if rate is not None and rate < 0:
         raise ValueError(f"loss-free: option rate={rate}: allowed are numbers from 0")
     normalize, reach = GATES[gate]
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update != "sign" if centre is None else centre
     moving = None if update == "none" else UPDATES[update](columns, rate, centre, reach, bins)
-    select = BiasedTopK(columns, moving, layer.renormalize, groups, kept, group_score)
+    select = BiasedTopK(columns, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
     scorer = LinearScorer(layer.dim, columns, bias=False)
     return Stages(scorer, normalize(), select, counted=counted, virtual=virtual)

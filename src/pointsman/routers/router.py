@@ -201,6 +201,7 @@ class Router(nn.Module):
             flat=selection.flat if experts is chosen else None,
             virtual=len(self.virtual),
             virtual_weights=virtual_weights,
+            chosen=torch.where(chosen < self.num_experts, experts, chosen) if self.virtual else None,
             above={**(context.below or {}), **scored.above} or None,
             slots=selection.slots,
             means=None if selection.means is None else Means(self._of_others(given, experts), selection.means),

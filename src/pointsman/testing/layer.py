@@ -136,7 +136,7 @@ def replayed(case: Case) -> None:
         output = block(hidden, context)
     before = recorded["block"]
     try:
-        with replay_routing(model, {"block": before.experts}), record_routing(model) as recorded:
+        with replay_routing(model, {"block": before}), record_routing(model) as recorded:
             again = block(hidden, context)
     except ValueError as refusal:
         expect("replay" in str(refusal), f"a refusal must say what was refused, got {str(refusal)!r}")

@@ -69,7 +69,8 @@ class AuditResult:
         layers: layer -> its diagnostics at the model's own k ("entropy", "margin", "load", "co_activation", "collapse",
             "specialisation"), "apart" (entropy and load of the other kinds of token), "agreement" (routing at other k),
             "bfloat16" (the gate in bf16 against float32, on the same inputs) and, with `against`, "fluctuation";
-            "router": the spec of the router with the same choice and weights, None if there is none here;
+            "router": the spec of the router with the same choice and weights, None if there is none here; "without":
+            then why;
             "shared_experts": the width of shared experts, in widths of one expert.
         against: {"loss"} of the other checkpoint.
         protocol: the settings of the measurement.
@@ -140,10 +141,14 @@ class AuditResult:
         return said
 
     def _routers(self) -> list[str]:
-        kinds = Counter((layer.get("router"), layer.get("shared_experts") or 0.0) for layer in self.layers.values())
+        kinds = Counter(
+            (layer.get("router"), layer.get("without"), layer.get("shared_experts") or 0.0)
+            for layer in self.layers.values()
+        )
         sentences = []
-        for (spec, shared), count in kinds.items():
-            router = "a router without a counterpart here" if spec is None else f"`{spec}`"
+        for (spec, why, shared), count in kinds.items():
+            none = f"a router without a counterpart here ({why})" if why else "a router without a counterpart here"
+            router = none if spec is None else f"`{spec}`"
             beside = f", with {shared:g} shared expert{'' if shared == 1 else 's'}" if shared else ""
             sentences.append(f"Router of {count} layer{'' if count == 1 else 's'}: {router}{beside}.")
         return sentences

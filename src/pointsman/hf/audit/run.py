@@ -136,7 +136,7 @@ class AuditRun:
         other_kinds = {kind: diagnostics.result() for kind, diagnostics in self.other_kinds.items()}
         layers = {}
         for layer, experts in self.experts.items():
-            router = routers.get(layer, {"router": None, "shared_experts": 0.0})
+            router = routers.get(layer, {"router": None, "without": None, "shared_experts": 0.0})
             one: dict[str, Any] = {"num_experts": experts, **router, **found[layer]}
             one["apart"] = {kind: result[layer] for kind, result in other_kinds.items() if layer in result}
             one["top_k"] = self.width[layer]

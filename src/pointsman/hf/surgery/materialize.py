@@ -41,7 +41,8 @@ def materialize(model: nn.Module) -> nn.Module:
             plain = router.score.plain_linear()
         if plain is None:
             raise ValueError(f"{where}, which a plain gate cannot express")
-        weight, bias = (None if tensor is None else tensor.detach().clone() for tensor in plain)
+        factor = gate.pointsman_form.multiplier
+        weight, bias = (None if tensor is None else tensor.detach() / factor for tensor in plain)
         assert weight is not None
         if not gate.pointsman_has_bias:
             if bias is not None and bool(bias.any()):

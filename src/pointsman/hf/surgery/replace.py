@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pointsman.hf.counterpart import correction_bias
+from pointsman.hf.counterpart import correction_bias, virtual_experts_of
 from pointsman.hf.gates import NO_GATE, Form, Gate, survey
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
@@ -39,9 +39,9 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     trained temperature), `hyperrouter` uses that weight plus H(e) - H(e_0), without its bias column, and mixers start
     at strength 0. Cosine routers (`xmoe`) cannot start from a pre-trained gate.
 
-    `loss-free`, and `smoe` with one of the options `gate`, `renormalize` and `scale`, also replace the class's code
-    after the logits. With the spec that `audit` names for the model, outputs do not change at first; `loss-free` starts
-    from the class's correction bias and updates it in `step_end` (`pointsman.hf.StepEnd`).
+    `loss-free`, `sparsemixer`, and `smoe` with one of the options `gate`, `renormalize` and `scale`, also replace the
+    class's code after the logits. With the spec that `audit` names for the model, outputs do not change at first;
+    `loss-free` starts from the class's correction bias and updates it in `step_end` (`pointsman.hf.StepEnd`).
 
     Routers compute in float32. The specs are stored in the model's configuration: `save_pretrained` and
     `from_pretrained` restore them in any process that has imported `pointsman.hf`.
@@ -100,10 +100,14 @@ def _check(gate: Gate, spec: str) -> None:
         raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
     if not gate.form.linear:
         raise ValueError(f"{where}: the logits of {type(gate.module).__name__} are not the product with one weight")
-    if has_own_rule(spec) and (gate.form.sequence or gate.form.outputs != 3):
+    if has_own_rule(spec) and (gate.form.sequence > gate.form.flat or gate.form.outputs != 3):
         raise ValueError(
             f"{where}: {type(gate.module).__name__} returns more than logits, weights and experts; {spec!r} does not"
         )
+    options, virtual = parse_spec(spec).options, virtual_experts_of(gate)
+    if (given := options.get("nulls", "0")) != "0" and (given != str(virtual) or options.get("kind") != "copy"):
+        has = f"nulls={virtual}:kind=copy" if virtual else "none"
+        raise ValueError(f"{where}: virtual experts are the class's own: {type(gate.module).__name__} has {has}")
     if parse_spec(spec).mixer is not None and gate.form.kind == "other":
         raise ValueError(
             f"{where}: {type(gate.module).__name__} uses neither softmax nor sigmoid; mixers need one of them"
@@ -126,17 +130,18 @@ def make_router(
     """The router of one gate with weight [E, dim] and bias [E]; `shared` as of `build_router`."""
     owner = gate.get_submodule(form.owner)
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
-    num_experts, dim = weight.shape
+    columns, dim = weight.shape
     before = set(map(id, shared.values()))
     parsed = parse_spec(spec)
+    num_experts = columns - int(parsed.options.get("nulls", 0))
     sizes = {"dim": dim, "num_experts": num_experts, "top_k": int(getattr(gate, "top_k", 1))}
     router = build_router(spec, **sizes, shared=shared).to(weight.device)
-    if router.needs_moe or router.score.below:
+    if (router.needs_moe and not router.virtual) or router.score.below:
         raise ValueError(
             f"replace_routers: {spec!r} needs more than weights of experts; only pointsman's layers give it"
         )
-    pretrained = weight.detach().float()
-    bias = None if bias is None else bias.detach().to(pretrained)
+    pretrained = weight.detach().float() * form.multiplier
+    bias = None if bias is None else bias.detach().to(pretrained) * form.multiplier
     score = adapted(router, pretrained if start == "pretrained" else None, bias)
     if isinstance(score, HyperDelta) and id(score.hypernetwork) in before:
         score.refer(score.hypernetwork)

@@ -60,6 +60,8 @@ class ClassRule(Selector):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         logits = scores.logits.flatten(0, 1)
+        if self.form.multiplier != 1:  # the class multiplies by it
+            logits = logits / self.form.multiplier
         assert self.call is not None
         output = self.call(logits[None] if self.form.sequence else logits)
         experts, weights = output[self.form.indices], output[self.form.weights]
@@ -150,7 +152,12 @@ class _Routed:
 
 def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
     """The tuple that the class's gate would return for this routing."""
-    output = {form.logits: routing.logits, form.weights: routing.weights, form.indices: routing.experts}
+    experts, weights = routing.experts, routing.weights
+    if routing.chosen is not None and routing.virtual_weights is not None:  # the class has its own virtual experts
+        column = routing.chosen - routing.num_experts
+        experts, apart = routing.chosen, routing.virtual_weights.gather(1, column.clamp_min(0))
+        weights = torch.where(column >= 0, apart, weights)
+    output = {form.logits: routing.logits, form.weights: weights, form.indices: experts}
     return tuple(output[place] for place in range(len(output)))
 
 

@@ -27,8 +27,9 @@ CLASS_OPTIONS = {
     "weigh": "the model class decides what a weight multiplies",
     "l2": "use a weight decay of the embedding",
 }
-RULE_OPTIONS = {"gate", "renormalize", "scale"}
-"""Options that replace the class's own selection rule by that of the router."""
+RULES = ("smoe", "loss-free", "sparsemixer")
+"""Routers whose own selection rule can take the place of the class's: always, or `smoe` with one of `RULE_OPTIONS`."""
+RULE_OPTIONS = {"gate", "renormalize", "scale", "nulls"}
 SHARE_FROM = 2**24
 """From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
 
@@ -39,15 +40,16 @@ def check_spec(spec: str) -> None:
     for name in parsed.options:
         if name in CLASS_OPTIONS:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
-    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in ("smoe", "loss-free")):
+    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in RULES):
         names = sorted(RULE_OPTIONS & set(parsed.options)) or [parsed.router]
-        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with 'smoe' and 'loss-free' without a mixer")
+        allowed = ", ".join(map(repr, RULES))
+        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with {allowed} without a mixer")
 
 
 def has_own_rule(spec: str) -> bool:
     """Whether the router itself selects and weights the experts, in the place of the class's code."""
     parsed = parse_spec(spec)
-    return parsed.router == "loss-free" or bool(RULE_OPTIONS & set(parsed.options))
+    return parsed.router in RULES[1:] or bool(RULE_OPTIONS & set(parsed.options))
 
 
 def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
