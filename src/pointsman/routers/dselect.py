@@ -22,15 +22,15 @@ EPS = 1e-6  # the released layer's
 
 def smooth_step(t: Tensor, gamma: float) -> Tensor:
     """0 below -gamma / 2, 1 above gamma / 2, and between -2 t^3 / gamma^3 + 3 t / (2 gamma) + 1/2."""
-    t = t.clamp(-gamma / 2, gamma / 2)
-    return -2 / gamma**3 * t**3 + 3 / (2 * gamma) * t + 0.5
+    u = (t / gamma + 0.5).clamp(0, 1)
+    return u * u * (3 - 2 * u)  # the same polynomial
 
 
 class SelectorScorer(Scorer):
     """r_j(e) = product over the bits of e of S(b) or 1 - S(b), b = W_j h; weight_e = sum_j softmax(G h)_j r_j(e).
 
-    The logits are the weights' logarithms. Bit 0 is the lowest. `extra`: the bits S [selectors, bits, N], and the
-    products over the lower and the upper half of them, [selectors, codes, N], whose outer product is r.
+    The logits are the weights' logarithms. Bit 0 is the lowest. `extra`: 1 - S and S of the bits, [2, selectors, bits,
+    N], and the products over the lower and the upper half of them, [codes, selectors, N], whose outer product is r.
     """
 
     accepts_half = True
@@ -47,19 +47,19 @@ class SelectorScorer(Scorer):
         rows = linear(hidden, torch.cat([self.codes, self.gate])).flatten(0, 1).T.contiguous()  # tokens last: long rows
         count = self.selectors
         ones = smooth_step(rows[:-count].view(count, self.bits, -1), self.gamma)
-        low, high = (self._codes(part) for part in (ones[:, : self.bits // 2], ones[:, self.bits // 2 :]))
-        gated = torch.softmax(rows[-count:], 0)[:, None] * low
-        weights = (high[:, :, None] * gated[:, None]).sum(0).flatten(0, 1)[: self.num_experts]
-        logits = weights.clamp_min(NONE).log().T.view(*hidden.shape[:2], self.num_experts)
-        return Scored(logits, {"bits": ones, "low": low, "high": high})
+        bits = torch.stack([1 - ones, ones])
+        low, high = (self._codes(part) for part in (bits[:, :, : self.bits // 2], bits[:, :, self.bits // 2 :]))
+        gated = torch.softmax(rows[-count:], 0) * low
+        weights = (high[:, None] * gated).sum(2).flatten(0, 1)[: self.num_experts].T.contiguous()
+        logits = weights.clamp_min(NONE).log().view(*hidden.shape[:2], self.num_experts)
+        return Scored(logits, {"bits": bits, "low": low, "high": high})
 
     @staticmethod
-    def _codes(ones: Tensor) -> Tensor:
-        """Of bits [selectors, b, N] the products for each of the 2^b codes, [selectors, 2^b, N]."""
-        codes = torch.ones_like(ones[:, :1]) if not ones.shape[1] else torch.stack([1 - ones[:, 0], ones[:, 0]], 1)
-        for bit in range(1, ones.shape[1]):
-            one = ones[:, bit, None]
-            codes = torch.cat([codes * (1 - one), codes * one], 1)
+    def _codes(bits: Tensor) -> Tensor:
+        """Of [2, selectors, b, N], for each bit at 0 and at 1, the products for all codes, [2^b, selectors, N]."""
+        codes = torch.ones_like(bits[:1, :, 0]) if not bits.shape[2] else bits[:, :, 0]
+        for bit in range(1, bits.shape[2]):
+            codes = (bits[:, None, :, bit] * codes).flatten(0, 1)
         return codes
 
     def extra_repr(self) -> str:
@@ -95,9 +95,9 @@ class AboveZero(Selector):
 
 
 def selectors(given: LossInput) -> Tensor:
-    """r [selectors, E, N]."""
+    """r [E, selectors, N]."""
     low, high = given.extra["low"], given.extra["high"]
-    return (high[:, :, None] * low[:, None]).flatten(1, 2)[:, : given.logits.shape[-1]]
+    return (high[:, None] * low).flatten(0, 1)[: given.logits.shape[-1]]
 
 
 def bit_entropy(given: LossInput) -> Tensor:
@@ -105,9 +105,8 @@ def bit_entropy(given: LossInput) -> Tensor:
 
     Where every code is an expert, H(r_j) is the sum of the entropies of its bits. Logarithms are of values + 1e-6.
     """
-    ones = given.extra["bits"]
-    both = ones * torch.log(ones + EPS) + (1 - ones) * torch.log(1 - ones + EPS)
-    return given.token_mean(-both.sum((0, 1)))
+    bits = given.extra["bits"]
+    return given.token_mean(-(bits * torch.log(bits + EPS)).sum((0, 1, 2)))
 
 
 def code_entropy(given: LossInput) -> Tensor:
@@ -121,7 +120,7 @@ def unused_codes(given: LossInput) -> Tensor:
 
     The number of selectors at best.
     """
-    return given.token_mean((1 / selectors(given).sum(1).clamp_min(EPS)).sum(0))
+    return given.token_mean((1 / selectors(given).sum(0).clamp_min(EPS)).sum(0))
 
 
 @register_router(

@@ -75,8 +75,10 @@ class VisibleTopK(TopK):
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         seen = scores.extra["seen"]
-        hidden = Scores(scores.logits, scores.probs.masked_fill(~seen, 0), scores.choice.masked_fill(~seen, -torch.inf))
-        experts, weights = super().forward(hidden, k, context)
+        if scores.choice is not scores.logits:  # a mixer's probabilities
+            probs, choice = scores.probs.masked_fill(~seen, 0), scores.choice.masked_fill(~seen, -torch.inf)
+            scores = Scores(scores.logits, probs, choice)
+        experts, weights = super().forward(scores, k, context)
         return experts.masked_fill(~seen.flatten(0, 1).gather(-1, experts), -1), weights
 
 

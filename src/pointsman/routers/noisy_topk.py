@@ -33,8 +33,10 @@ class NoisyScorer(Scorer):
         self.noise_weight = nn.Parameter(std * torch.randn(num_experts, dim))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        clean = linear(hidden, self.weight)
-        std = F.softplus(linear(hidden, self.noise_weight)) + self.epsilon
+        both = linear(hidden, torch.cat([self.weight, self.noise_weight]))  # one product reads the tokens once
+        clean, noise = (part.contiguous() for part in both.chunk(2, -1))
+        std = F.softplus(noise)
+        std = std + self.epsilon if self.epsilon else std
         logits = clean + std * randn_like(clean, self.ranks) if self.training else clean
         return Scored(logits, {"clean": clean, "std": std})
 
@@ -64,9 +66,10 @@ def load_loss(given: LossInput) -> Tensor:
     noisy, k = given.logits, given.experts.shape[-1]
     if k == noisy.shape[-1]:
         return noisy.new_zeros(())
-    largest = noisy.topk(k + 1, dim=-1).values
-    inside = torch.zeros_like(noisy, dtype=torch.bool).scatter_(1, top_k(noisy, k), True)
-    threshold = torch.where(inside, largest[:, k:], largest[:, k - 1 : k])
+    best = top_k(noisy, k + 1)
+    inside = torch.zeros_like(noisy, dtype=torch.bool).scatter_(1, best[:, :k], True)
+    last, other = noisy.gather(1, best[:, k - 1 :]).unbind(1)
+    threshold = torch.where(inside, other[:, None], last[:, None])
     clean, std = given.extra["clean"].flatten(0, 1), given.extra["std"].flatten(0, 1)
     chance = torch.special.ndtr((clean - threshold) / std.clamp_min(torch.finfo(std.dtype).tiny))
     if given.mask is not None:
