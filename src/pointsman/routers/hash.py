@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pointsman.ops.clustering import kmeans
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.loss_free import SqrtSoftplus
 from pointsman.routers.select import TINY
@@ -27,6 +28,12 @@ from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
+NEEDED = {
+    "balanced": "the counts of token ids: call router.score.calibrate(counts)",
+    "clustered": "embeddings of the token ids: call router.score.cluster(embeddings)",
+}
+"""What a table that is not random is made of."""
+
 
 class TableScorer(Scorer):
     """Looks token ids up: the first expert of an id, and the stride at which its further ones follow.
@@ -36,7 +43,7 @@ class TableScorer(Scorer):
 
     Args:
         vocab_size: V.
-        kind: "random": each id's expert drawn uniformly. "balanced": by `calibrate`.
+        kind: "random": each id's expert drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
         seed: of the table.
         gated: whether there is a linear map.
     """
@@ -48,12 +55,12 @@ class TableScorer(Scorer):
 
     def __init__(self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool) -> None:
         super().__init__()
-        self.num_experts, self.vocab_size, self.kind = num_experts, vocab_size, kind
+        self.num_experts, self.vocab_size, self.kind, self.seed = num_experts, vocab_size, kind, seed
         draw = torch.Generator().manual_seed(seed)
         coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
         self.register_buffer("table", torch.randint(num_experts, (vocab_size,), generator=draw))
         self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
-        self.register_buffer("ready", torch.tensor(kind != "balanced"))
+        self.register_buffer("ready", torch.tensor(kind == "random"))
         self.gate = LinearScorer(dim, num_experts, bias=False) if gated else None
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
@@ -77,10 +84,30 @@ class TableScorer(Scorer):
         self.table.copy_(torch.tensor(table))
         self.ready.fill_(True)
 
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `calibrate` must be called first."""
+        return self.kind == "balanced" and not bool(self.ready)
+
+    def cluster(self, embeddings: Tensor) -> None:
+        """Fills the table of `kind=clustered`: k-means of embeddings of the ids, one cluster an expert.
+
+        Args:
+            embeddings: [V, d], of a trained model.
+
+        Raises:
+            ValueError: not one row for every id, or numbers that are not finite.
+        """
+        if embeddings.dim() != 2 or len(embeddings) != self.vocab_size or not bool(embeddings.isfinite().all()):
+            raise ValueError(f"hash: cluster needs finite embeddings [{self.vocab_size}, d], one row for each token id")
+        draw = torch.Generator().manual_seed(self.seed)
+        self.table.copy_(kmeans(embeddings, self.num_experts, draw))
+        self.ready.fill_(True)
+
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("hash", self.vocab_size, context)
-        if self.kind == "balanced" and not torch.compiler.is_compiling() and not bool(self.ready):
-            raise ValueError("hash: kind=balanced needs the counts of token ids: call router.score.calibrate(counts)")
+        if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
+            raise ValueError(f"hash: kind={self.kind} needs {NEEDED[self.kind]}")
         logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
         if self.gate is not None:
             logits = self.gate(hidden, context)
@@ -114,13 +141,14 @@ class Walk(Selector):
 def hash_router(
     layer: LayerSpec,
     *,
-    kind: Literal["random", "balanced"] = "random",
+    kind: Literal["random", "balanced", "clustered"] = "random",
     seed: int = 0,
     gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none",
 ) -> Stages:
     """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
 
-    kind: a random table, or one balanced over the counts that `router.score.calibrate(counts)` is given.
+    kind: a random table, one balanced over the counts that `router.score.calibrate(counts)` is given, or one of the
+        clusters of the embeddings that `router.score.cluster(embeddings)` is given.
     seed: of the table.
     gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
     """

@@ -58,6 +58,11 @@ class MaskedScorer(Scorer):
         self.width.copy_(torch.where(numbers < self.rare, 1, self.visible))
         self.ready.fill_(True)
 
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `calibrate` must be called first."""
+        return not bool(self.ready)
+
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("mask", self.vocab_size, context)
         if self.rare and not torch.compiler.is_compiling() and not bool(self.ready):

@@ -65,8 +65,9 @@ class TwoStageScorer(Scorer):
         return self._first_stage(-given.token_mean(log_probs.mean(-1, keepdim=True)).sum())
 
     def _chosen(self, given: LossInput) -> tuple[Tensor, Tensor]:
-        experts = top_k(given.choice, given.experts.shape[-1])
-        gates = given.unmixed.gather(-1, experts)
+        # in stage one of training these are the chosen ones; in stage two no loss is left
+        experts = given.experts if self.training else top_k(given.choice, given.experts.shape[-1])
+        gates = given.unmixed.gather(-1, experts.clamp_min(0))
         return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1), gates
 
     def _first_stage(self, loss: Tensor) -> Tensor:

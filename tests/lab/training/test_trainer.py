@@ -14,17 +14,20 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
+from pointsman.control import named_routers
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.data import Corpus
 from pointsman.lab.runs.checkpoints import open_checkpoint, steps_of
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.language_modelling import LanguageModelling, token_counts
 from pointsman.lab.training.progress import Diverged, Interrupted
 from pointsman.lab.training.run import load_run
 from pointsman.lab.training.trainer import TrainResult, train
@@ -377,3 +380,20 @@ def test_a_validation_that_a_kill_cut_is_made_up(settings: Callable[..., RunConf
     rows = [list(RunDirectory(tmp_path / name).metrics("valid")) for name in ("whole", "cut")]
     key = itemgetter("step", "top_k")
     assert sorted(rows[1], key=key) == sorted(rows[0], key=key)
+
+
+def test_tables_are_made_of_the_counts_of_the_training_data(settings: Settings, corpus: Corpus) -> None:
+    task = LanguageModelling(corpus)
+    config = task.prepared(settings("hash:kind=balanced|mask:rare=2500"))
+    hashed, masked = (router.score for _, router in named_routers(task.build_model(config)))
+    tokens = corpus.split("train")
+    counts = [int((np.asarray(tokens) == index).sum()) for index in range(corpus.vocabulary.size)]
+    assert min(counts) < 2500 < max(counts)
+    assert token_counts(tokens, len(counts)).tolist() == counts
+    loads = [
+        sum(count for count, e in zip(counts, hashed.table.tolist(), strict=True) if e == expert) for expert in range(4)
+    ]
+    assert max(loads) - min(loads) <= max(counts)
+    assert (masked.width == 1).tolist() == [count < 2500 for count in counts]
+    assert not hashed.needs_counts
+    assert not masked.needs_counts

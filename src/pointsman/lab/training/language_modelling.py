@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
@@ -22,6 +23,8 @@ from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of
 from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+
+COUNTED = 1 << 22  # tokens counted at a time
 
 
 class LanguageModelling(Task):
@@ -66,11 +69,21 @@ class LanguageModelling(Task):
 
     def build_model(self, config: RunConfig) -> Any:
         if not config.start_from:
-            return build_model(config.model)
+            return self._calibrated(build_model(config.model))
         from pointsman.lab.training.start import started
 
         model, note = started(config)
         self.notes = (note,)
+        return self._calibrated(model)
+
+    def _calibrated(self, model: nn.Module) -> nn.Module:
+        """The model, its routers told how often each id is in the training data, if they need that."""
+        scorers: list[Any] = [router.score for _, router in named_routers(model)]
+        waiting = [scorer for scorer in scorers if getattr(scorer, "needs_counts", False)]
+        if waiting:
+            counts = token_counts(self.corpus.split("train"), max(scorer.vocab_size for scorer in waiting))
+            for scorer in waiting:
+                scorer.calibrate(counts[: scorer.vocab_size].tolist())
         return model
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
@@ -131,6 +144,14 @@ class LanguageModelling(Task):
 
     def description(self) -> dict[str, Any]:
         return {"data": self.corpus.description}
+
+
+def token_counts(tokens: Any, size: int) -> NDArray[np.int64]:
+    """How often each id, 0 to `size` - 1, is in `tokens` [n]."""
+    counts = np.zeros(size, dtype=np.int64)
+    for start in range(0, len(tokens), COUNTED):
+        counts += np.bincount(tokens[start : start + COUNTED], minlength=size)
+    return counts
 
 
 def _observed(stream: EvalStream) -> Iterator[Batch]:
