@@ -57,7 +57,7 @@ class SelectorScorer(Scorer):
     @staticmethod
     def _codes(bits: Tensor) -> Tensor:
         """Of [2, selectors, b, N], for each bit at 0 and at 1, the products for all codes, [2^b, selectors, N]."""
-        codes = torch.ones_like(bits[:1, :, 0]) if not bits.shape[2] else bits[:, :, 0]
+        codes = bits[:, :, 0] if bits.shape[2] else bits.new_ones(1, bits.shape[1], bits.shape[3])
         for bit in range(1, bits.shape[2]):
             codes = (bits[:, None, :, bit] * codes).flatten(0, 1)
         return codes

@@ -51,8 +51,8 @@ class DroppedTopK(Selector):
 def negative_entropy(given: LossInput) -> Tensor:
     """sum_e q_e ln q_e + ln E, q the mean of softmax(z) over the batch's real tokens; 0 where q is uniform."""
     q = given.token_mean(torch.softmax(given.logits, -1))
-    negative: Tensor = torch.special.xlogy(q, q).sum()
-    return negative + math.log(q.shape[-1])
+    negative = (q * q.clamp_min(torch.finfo(q.dtype).tiny).log()).sum()  # finite gradient at q = 0
+    return negative + math.log(q.shape[-1]) * q.detach().sum()  # 1; without tokens 0
 
 
 @register_router("sigma", paper="Csordas et al. 2023, arXiv 2310.10837", renormalize=False)

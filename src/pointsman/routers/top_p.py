@@ -46,7 +46,8 @@ class TopP(Selector):
 
 def mean_entropy(given: LossInput) -> Tensor:
     """The mean over tokens of H(p_n), in nats: it keeps p sharp; without it the chosen sets grow."""
-    entropy = -torch.special.xlogy(given.unmixed, given.unmixed).sum(-1, keepdim=True)
+    p = given.unmixed
+    entropy = -(p * p.clamp_min(torch.finfo(p.dtype).tiny).log()).sum(-1, keepdim=True)  # finite gradient at p = 0
     return given.token_mean(entropy).sum()
 
 
