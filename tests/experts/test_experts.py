@@ -6,12 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.experts.apply import apply_experts
+from pointsman.experts.cpu import grouped
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import gemm
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels, using
@@ -29,10 +31,11 @@ def run(case: Any, kernels: Kernels | None = None) -> Tensor:
 def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st.DataObject) -> None:
     draw = data.draw
     num_experts = draw(st.integers(1, 9), "experts")
+    step = draw(st.sampled_from([1, 4]), "step")  # 4: widths that `grouped` takes
     case = problem(
         draw(st.sampled_from([1, 2, 7, 33, 150]), "tokens"),
-        draw(st.integers(1, 40), "dim"),
-        draw(st.integers(1, 40), "hidden_dim"),
+        step * draw(st.integers(1, 40 // step), "dim"),
+        step * draw(st.integers(1, 40 // step), "hidden_dim"),
         num_experts,
         draw(st.integers(1, num_experts), "k"),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"),
@@ -142,10 +145,16 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(problem: Callable[...
         assert torch.equal(got, value)
 
 
-def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [True, False])
+def test_frozen_experts_skip_their_products(
+    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a weight gradient was computed")
 
+    product = F.grouped_mm
+    monkeypatch.setattr(grouped, "MOST", grouped.MOST if small else 0)
+    monkeypatch.setattr(F, "grouped_mm", lambda *two, **kw: refuse() if two[1].dim() == 2 else product(*two, **kw))
     for backend in ("Blas", "Batched", "OneDNN"):
         monkeypatch.setattr(f"pointsman.ops.gemm.{backend}.weight_gradient", refuse)
     for k in (2, 6):
@@ -153,11 +162,11 @@ def test_frozen_experts_skip_their_products(problem: Callable[..., Any], monkeyp
         for tensor in case.parameters:
             if tensor is not None:
                 tensor.requires_grad_(False)
-        run(case).sum().backward()
+        run(case, KERNELS["blas"]).sum().backward()
         assert case.hidden.grad is not None
         trained = problem(k=k)
         with pytest.raises(AssertionError, match="weight gradient"):
-            run(trained).sum().backward()
+            run(trained, KERNELS["blas"]).sum().backward()
 
 
 @pytest.mark.parametrize("k", [2, 6])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pointsman.experts.cpu.function import Chosen, Layout, Options, evaluate
 from pointsman.experts.cpu.groups import grouping
-from pointsman.experts.cpu.hidden_units import Saved, empty_gradients
+from pointsman.experts.cpu.hidden_units import Saved
 from pointsman.experts.cpu.permute import rows_at_most
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import Kernels
@@ -67,7 +67,8 @@ def experts_forward(
         return evaluate(hidden, weight, chosen, parameters, options), hidden.new_empty(0)
     output, saved = Layout(hidden, chosen, parameters, options).forward(hidden, weight, parameters, save=True)
     packed, start = hidden.new_empty(room), 0
-    for tensor in (tensor for item in saved for tensor in item):
+    each = 1 if w_gate is None else 2
+    for tensor in (tensor for item in saved for tensor in item[:each]):
         packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
         start += tensor.numel()
     return output, packed
@@ -109,10 +110,9 @@ def experts_backward(
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     options = Options(activation, dropout, int(seed), Kernels.decoded(code))
     layout = Layout(hidden, Chosen(token, expert), parameters, options)
-    gradients = empty_gradients(parameters, wanted[2:])
     saved = _unpack(packed, layout, len(hidden), parameters)
-    pair = layout.backward(gradient, hidden, weight, parameters, saved, gradients, wanted[0], wanted[1])
-    return [hidden.new_empty(0) if tensor is None else tensor for tensor in (*pair, *gradients)]
+    dx, dw, gradients = layout.backward(gradient, hidden, weight, parameters, saved, wanted)
+    return [hidden.new_empty(0) if tensor is None else tensor for tensor in (dx, dw, *gradients)]
 
 
 def _unpack(packed: Tensor, layout: Layout, tokens: int, parameters: ExpertParameters) -> list[Saved]:

@@ -23,6 +23,7 @@ from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
 
 MOST = 256  # assignments; with more, many share an expert, and oneDNN would build a kernel for each new row count
 TINY = 1 << 15  # elements of a weight that takes less time to read than a call takes
+FEW = 6  # assignments to experts with such weights for which one torch.mv each takes the fewest calls
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A linear map of rows, each with the weight of its expert: of one expert [out, in], or of all [E, out, in]."""
@@ -56,7 +57,7 @@ def forward(
             return torch.zeros_like(hidden)
         experts = [experts[place] for place in places]
     elif tokens == 1:
-        rows = _single_rows(parameters, row)(hidden, Assigned([0] * k, experts), parameters, first.activation)
+        rows = _single_rows(parameters, row, k)(hidden, Assigned([0] * k, experts), parameters, first.activation)
         return torch.mm(weight.to(hidden.dtype), rows)
     token = [place // k for place in places]
     results = _results(hidden, Assigned(token, experts), parameters, first, row)
@@ -111,10 +112,16 @@ def _in_order(rows: Tensor, order: list[int]) -> Results:
 def _results(hidden: Tensor, assigned: Assigned, p: ExpertParameters, first: HiddenUnits, row: str) -> Results:
     """The outputs of the experts for their tokens."""
     small = p.w_in.shape[1] * p.w_in.shape[2] <= IN_CACHE
-    single_rows = _single_rows(p, row)
+    single_rows = _single_rows(p, row, len(assigned.expert))
     with_dots = single_rows is _by_dots
     counts = assigned.num_tokens_per_expert(len(p.w_in))
     most = max(counts)
+    if _is_tiny(p) and p.w_in.dtype == torch.float32 and first.gemm is BLAS and _grouped_suits(hidden, p, first, small):
+        if len(assigned.expert) <= FEW:
+            return Results(_by_mv(hidden, assigned, p, first.activation), range(len(assigned.expert)))
+        order = assigned.order()
+        rows = hidden.index_select(0, _tensor(assigned.token[place] for place in order))
+        return _in_order(_grouped(rows, counts, p, first.activation), order)
     if small:
         if with_dots and len(assigned.expert) <= _most_rows_for_dots(first.gemm) * sum(map(bool, counts)):
             order = assigned.order()  # so that each weight is read once
@@ -141,9 +148,15 @@ def _results(hidden: Tensor, assigned: Assigned, p: ExpertParameters, first: Hid
     return _in_order(torch.cat(results) if len(results) > 1 else results[0], order)
 
 
-def _single_rows(p: ExpertParameters, row: str) -> Callable[[Tensor, Assigned, ExpertParameters, str], Tensor]:
-    """How an expert's only row is computed, for all such experts: [A, dim]."""
-    with_mv = row == "mv" and p.w_in.shape[1] * p.w_in.shape[2] > TINY
+def _is_tiny(p: ExpertParameters) -> bool:
+    return p.w_in.shape[1] * p.w_in.shape[2] <= TINY
+
+
+def _single_rows(
+    p: ExpertParameters, row: str, count: int
+) -> Callable[[Tensor, Assigned, ExpertParameters, str], Tensor]:
+    """How `count` rows, each the only one of its expert, are computed: [count, dim]."""
+    with_mv = count <= FEW if _is_tiny(p) else row == "mv"
     if with_mv or not all(weight is None or dots.suits(weight) for weight in (p.w_in, p.w_gate, p.w_out)):
         return _by_mv
     return _by_dots

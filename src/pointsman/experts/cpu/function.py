@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu import decode, dense, sparse
+from pointsman.experts.cpu import decode, dense, grouped, sparse
 from pointsman.experts.cpu.groups import grouping
 from pointsman.experts.cpu.hidden_units import (
     Gradients,
@@ -51,7 +51,7 @@ class Chosen:
 
 
 class Layout:
-    """How one call is computed: every token at every expert (`dense`), or permuted by expert (`sparse`).
+    """How one call is computed: every token at every expert (`dense`), or permuted by expert (`grouped`, `sparse`).
 
     Combine weights are given as the routing holds them, in at least float32. The paths get them in their own order, in
     the dtype of the hidden states.
@@ -64,8 +64,13 @@ class Layout:
         else:
             self.assignments = assignments_of_pairs(chosen.token, chosen.expert, hidden.shape[0])
         self.permutation: Permutation | None = None
-        if self.assignments.per_token != self.num_experts:
-            size, count = parameters.w_in[0].numel(), len(self.assignments.expert)
+        self.sorted: grouped.Sorted | None = None
+        if self.assignments.per_token == self.num_experts:
+            return
+        size, count = parameters.w_in[0].numel(), len(self.assignments.expert)
+        if grouped.suits(parameters, count, choose(options.kernels.gemm, hidden.dtype)):
+            self.sorted = grouped.sort(self.assignments, self.num_experts)
+        else:
             limits = grouping(hidden.dtype, size, options.kernels, count)
             self.permutation = permutation(self.assignments, self.num_experts, limits)
 
@@ -76,6 +81,8 @@ class Layout:
         first = self.options.hidden_units(hidden.dtype)
         factors = self._factors(weight, hidden.dtype)
         hidden = hidden.detach()  # embedding_bag does more for what requires gradients
+        if self.sorted is not None:
+            return grouped.forward(hidden, factors, parameters, self.sorted, first, save)
         if self.permutation is None:
             return dense.forward(hidden, factors, parameters, first, save)
         return sparse.forward(hidden, factors, parameters, self.permutation, first, save)
@@ -87,32 +94,48 @@ class Layout:
         weight: Tensor,
         parameters: ExpertParameters,
         saved: Sequence[Saved],
-        gradients: Gradients,
-        hidden_wanted: bool,
-        weight_wanted: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of `hidden` and `weight`; those of the parameters are written into `gradients`."""
+        wanted: Sequence[bool],
+        empty: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> tuple[Tensor | None, Tensor | None, Gradients]:
+        """Gradients of `hidden`, `weight` and the parameters, those of the eight that are `wanted`.
+
+        Args:
+            empty: makes room for a large gradient of a parameter.
+        """
         first = self.options.hidden_units(hidden.dtype)
         factors = self._factors(weight, hidden.dtype)
         gradient, hidden = gradient.contiguous(), hidden.detach()
-        rest = first, saved, gradients, hidden_wanted, weight_wanted
-        if self.permutation is None:
-            dx, dw = dense.backward(gradient, hidden, factors, parameters, *rest)
+        hidden_wanted, weight_wanted, *of_parameters = wanted
+        if self.sorted is not None:
+            dx, dw, gradients = grouped.backward(
+                gradient, hidden, factors, parameters, self.sorted, first, saved, wanted
+            )
         else:
-            dx, dw = sparse.backward(gradient, hidden, factors, parameters, self.permutation, *rest)
-        return dx, None if dw is None else self._weight_gradient(dw, weight)
+            gradients = empty_gradients(parameters, of_parameters, empty)
+            rest = first, saved, gradients, hidden_wanted, weight_wanted
+            if self.permutation is not None:
+                dx, dw = sparse.backward(gradient, hidden, factors, parameters, self.permutation, *rest)
+            else:
+                dx, dw = dense.backward(gradient, hidden, factors, parameters, *rest)
+        return dx, None if dw is None else self._weight_gradient(dw, weight), gradients
 
     def saved_rows(self, tokens: int, parameters: ExpertParameters) -> list[int]:
         """How many rows each item of what `forward` saves has, in its order."""
+        if self.sorted is not None:
+            return [len(self.sorted.order)]
         if self.permutation is None:
             return dense.saved_rows(tokens, parameters)
         return [len(group.row_starts) for group in self.permutation.groups if group.size]
+
+    @property
+    def _dense(self) -> bool:
+        return self.permutation is None and self.sorted is None
 
     def _by_expert(self) -> Tensor:
         return self.assignments.expert.view(-1, self.num_experts)
 
     def _factors(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.permutation is None:
+        if self._dense:
             full = weight.new_zeros(weight.shape)
             return full.scatter_add_(1, self._by_expert(), weight).to(dtype)
         flat, source = weight.reshape(-1), self.assignments.source
@@ -120,7 +143,7 @@ class Layout:
 
     def _weight_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         gradient = gradient.to(weight.dtype)
-        if self.permutation is None:
+        if self._dense:
             return gradient.gather(1, self._by_expert())
         source = self.assignments.source
         if source is None:
@@ -165,7 +188,7 @@ class _Experts(torch.autograd.Function):
         hidden, weight, *rest = ctx.saved_tensors
         parameters, flat = ExpertParameters(*rest[:6]), rest[6:]
         saved = [tuple(flat[start : start + ctx.width]) for start in range(0, len(flat), ctx.width)]
-        hidden_wanted, weight_wanted, _, _, *wanted = ctx.needs_input_grad
-        gradients = empty_gradients(parameters, wanted, empty_gradient)
-        pair = ctx.layout.backward(gradient, hidden, weight, parameters, saved, gradients, hidden_wanted, weight_wanted)
-        return *pair, None, None, *gradients
+        hidden_wanted, weight_wanted, _, _, *of_parameters = ctx.needs_input_grad
+        wanted = [hidden_wanted, weight_wanted, *of_parameters]
+        dx, dw, gradients = ctx.layout.backward(gradient, hidden, weight, parameters, saved, wanted, empty_gradient)
+        return dx, dw, None, None, *gradients

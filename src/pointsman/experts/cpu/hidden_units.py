@@ -83,20 +83,31 @@ class HiddenUnits:
         """Hidden units [n, hidden], and what to save for backward."""
         in_place = expert.w_gate is None and self.activation == "relu"
         up = self.gemm.linear(rows, expert.w_in, expert.b_in, relu=in_place)
+        gate = None if expert.w_gate is None else self.gemm.linear(rows, expert.w_gate, expert.b_gate)
+        return self.activate(up, gate, rectified=in_place)
+
+    def activate(self, up: Tensor, gate: Tensor | None, rectified: bool = False) -> tuple[Tensor, Saved]:
+        """Hidden units from u and, gated, g, and what to save for backward.
+
+        Args:
+            rectified: u has been through the ReLU of an ungated expert.
+        """
         saved: Saved = (up,)
-        if expert.w_gate is not None:
-            gate = self.gemm.linear(rows, expert.w_gate, expert.b_gate)
+        if gate is not None:
             units, saved = ACTIVATIONS[self.activation](gate).mul_(up), (up, gate)
+        elif self.activation == "relu":
+            units = up if rectified else up.relu_()
         else:
-            units = up if in_place else ACTIVATIONS[self.activation](up)
+            units = ACTIVATIONS[self.activation](up)
         self._drop(units)
         return units, saved
 
-    def recomputed(self, saved: Saved) -> Units:
-        """The hidden units from what was saved."""
+    def recomputed(self, saved: Saved, activated: Tensor | None = None) -> Units:
+        """The hidden units from what was saved; `activated`, if there, is act(g) of gated experts."""
         if self._holds_units(saved):
             return Units(saved[0])
-        activated = ACTIVATIONS[self.activation](saved[-1])
+        if activated is None:
+            activated = ACTIVATIONS[self.activation](saved[-1])
         if len(saved) == 1:
             return Units(activated, None, self._drop(activated))
         units = activated * saved[0]
@@ -121,6 +132,11 @@ class HiddenUnits:
     @property
     def _scale(self) -> float:
         return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+
+    def dropped(self, units: Tensor) -> Tensor:
+        """The units with some of them dropped, in place."""
+        self._drop(units)
+        return units
 
     def _drop(self, units: Tensor) -> Tensor | None:
         if not self.dropout:
