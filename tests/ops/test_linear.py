@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pointsman.ops import linear as module
 from pointsman.ops.gemm import onednn_works
 from pointsman.ops.kernels import Kernels, using
-from pointsman.ops.linear import linear, upcast
+from pointsman.ops.linear import linear, linears, upcast
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
 
@@ -36,6 +36,27 @@ def test_forward_and_gradients_equal_torch(shape, with_bias, gemm):
         torch.autograd.grad(got, inputs, upper), torch.autograd.grad(expected, inputs, upper), strict=True
     ):
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gemm", ["blas", "onednn"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_several_maps_of_one_input(gemm, biases):
+    hidden = torch.randn(3, 7, 20, requires_grad=True)
+    maps = [(torch.randn(n, 20, requires_grad=True), torch.randn(n, requires_grad=True) if biases else None)
+            for n in (5, 9, 1)]  # fmt: skip
+    leaves = [hidden, *(one for pair in maps for one in pair if one is not None)]
+    with using(Kernels(gemm=gemm)):
+        got = linears(hidden, maps)
+    expected = [F.linear(hidden, *pair) for pair in maps]
+    upper = [torch.randn_like(one) for one in expected]
+    for mine, exact in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
+    first, right = (torch.autograd.grad(outputs, leaves, upper, create_graph=True) for outputs in (got, expected))
+    for mine, exact in zip(first, right, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-4)
+    second, exact = (torch.autograd.grad(one[0].square().sum(), maps[1][0])[0] for one in (first, right))
+    torch.testing.assert_close(second, exact, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(torch.autograd.grad(linears(hidden, maps), leaves, upper), right, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("gemm", ["blas", "onednn"])

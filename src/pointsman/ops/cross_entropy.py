@@ -34,6 +34,38 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
     return losses
 
 
+def few_logits_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same without a bias, for logits that may be kept: each is computed once, and nothing else of their size.
+
+    Args:
+        hidden: [tokens, dim], float32 or float64, as weight [vocabulary, dim].
+        targets: [tokens] int64, each in the vocabulary.
+    """
+    losses: Tensor = _FewLogits.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _FewLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = hidden @ weight.t()
+        logits.sub_(logits.amax(-1, keepdim=True))
+        chosen = logits.gather(1, targets[:, None])[:, 0]
+        exponentials = logits.exp_()
+        total = exponentials.sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, exponentials, total)
+        return total.log().sub_(chosen)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, exponentials, total = ctx.saved_tensors
+        d_logits = exponentials * (gradient / total)[:, None]
+        d_logits.scatter_add_(1, targets[:, None], -gradient[:, None])
+        d_hidden = d_logits @ weight if ctx.needs_input_grad[0] else None
+        return d_hidden, d_logits.t() @ hidden if ctx.needs_input_grad[1] else None, None
+
+
 def _columns(tokens: int, vocabulary: int) -> list[slice]:
     """Parts of the vocabulary; the logits of one part are in memory at a time."""
     size = max(64, ELEMENTS // max(1, tokens))

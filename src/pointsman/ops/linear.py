@@ -43,13 +43,30 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Args:
         hidden: in the dtype of `weight`; or in half precision, with a float32 weight: then it is upcast.
     """
-    if torch.compiler.is_compiling() or not suits(hidden, weight):
-        return _plain(hidden, weight, bias)
-    if active_gemm(torch.float32) is not ONEDNN:
+    known = weight.dtype == torch.float32 and hidden.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not known or active_gemm(torch.float32) is not ONEDNN or not suits(hidden, weight):
         return _plain(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     output: Tensor = _Linear.apply(rows.contiguous(), weight.contiguous(), bias)  # type: ignore[no-untyped-call]
     return output.view(*hidden.shape[:-1], -1)
+
+
+def linears(hidden: Tensor, maps: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """`linear` of the same hidden states with several (weight, bias).
+
+    In backward the products add up in one gradient, which saves tensors where they cost as much as small products.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(linear(hidden, *one) for one in maps)
+    weights = [weight for weight, _ in maps]
+    fast = not torch.compiler.is_compiling() and all(suits(hidden, weight) for weight in weights)
+    if not (fast and hidden.dtype == torch.float32 and hidden.requires_grad):
+        return tuple(linear(hidden, *one) for one in maps)
+    if len(maps) == 1 or active_gemm(torch.float32) is ONEDNN:
+        return tuple(linear(hidden, *one) for one in maps)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    outputs: tuple[Tensor, ...] = _Linears.apply(rows, *weights, *(bias for _, bias in maps))  # type: ignore[no-untyped-call]
+    return tuple(output.view(*hidden.shape[:-1], -1) for output in outputs)
 
 
 def _plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -131,3 +148,32 @@ class _Linear(torch.autograd.Function):
         else:
             d_rows, d_weight = backward(gradient, rows, weight, wanted, ONEDNN)
         return d_rows, d_weight, gradient.sum(0) if ctx.bias else None
+
+
+class _Linears(torch.autograd.Function):
+    """Several linear maps of the same rows, through BLAS: weights, then as many biases or None."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *maps: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = maps[: len(maps) // 2], maps[len(maps) // 2 :]
+        ctx.save_for_backward(rows, *weights)
+        return tuple(F.linear(rows, *one) for one in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = ctx.saved_tensors
+        wanted, *of_maps = ctx.needs_input_grad
+        total = None
+        for gradient, weight in zip(gradients, weights, strict=True) if wanted else ():
+            if total is None:
+                total = gradient @ weight
+            elif torch.is_grad_enabled():  # create_graph=True
+                total = torch.addmm(total, gradient, weight)
+            else:
+                total.addmm_(gradient, weight)
+        count = len(weights)
+        of_weights = (
+            gradient.t() @ rows if one else None for gradient, one in zip(gradients, of_maps[:count], strict=True)
+        )
+        of_biases = (gradient.sum(0) if one else None for gradient, one in zip(gradients, of_maps[count:], strict=True))
+        return total, *of_weights, *of_biases

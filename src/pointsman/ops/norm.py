@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from pointsman.ops.linear import autocast_enabled, transformed
 
+SMALL = 1 << 13  # elements up to which calls bound the time: torch's are all in C++
+
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean x^2 + eps) * weight over the last dimension: [..., D], [D] -> [..., D]."""
@@ -21,6 +23,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     if hidden.device.type != "cpu" or not exact or autocast_enabled("cpu") or _is_traced():
         return F.rms_norm(hidden, weight.shape, weight, eps)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+        if hidden.numel() <= SMALL:
+            return F.rms_norm(hidden, weight.shape, weight, eps)
         return (hidden * _scale(hidden, eps)).mul_(weight)
     output: Tensor = _RMSNorm.apply(hidden, weight, eps)  # type: ignore[no-untyped-call]
     return output
@@ -46,11 +50,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # layer norm's backward about a mean of 0, in one pass, has the same gradients but for the mean it takes away
         hidden, weight, scale = ctx.saved_tensors
-        width = hidden.shape[-1]
-        products = gradient * hidden  # also of the weight's gradient: sum over tokens of g x / rms
-        d_weight = products.reshape(-1, width).t().mv(scale.reshape(-1))
-        along = products.reshape(-1, width).mv(weight).view(scale.shape)
-        d_hidden = (gradient * weight).mul_(scale)
-        d_hidden.addcmul_(hidden, along.mul_(scale.pow(3)).div_(width), value=-1)
+        gradient = gradient.contiguous()
+        zero = torch.zeros_like(scale)
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False]
+        d_hidden, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, hidden.contiguous(), weight.shape, zero, scale, weight, None, wanted
+        )
+        if d_hidden is not None:
+            taken = (gradient.view(-1, hidden.shape[-1]) @ (weight / hidden.shape[-1])).view(scale.shape)
+            d_hidden.add_(taken.mul_(scale))
         return d_hidden, d_weight, None

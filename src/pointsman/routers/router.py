@@ -164,22 +164,26 @@ class Router(nn.Module):
         if mask is not None:
             chosen = chosen.masked_fill(~mask[:, None], -1)
             weights = weights.masked_fill(chosen < 0, 0)
-        flat_unmixed = unmixed.flatten(0, 1)
-        given = LossInput(
-            logits=logits.flatten(0, 1),
-            unmixed=flat_unmixed,
-            probs=flat_unmixed if probs is unmixed else probs.flatten(0, 1),
-            choice=choice.flatten(0, 1),
-            experts=chosen,
-            weights=weights,
-            extra=scored.extra,
-            mask=mask,
-            batch=batch,
-            length=length,
-            context=context,
-            ranks=self.ranks,
-        )
-        losses, statistics = self._losses(given)
+        flat_logits, flat_unmixed = logits.flatten(0, 1), unmixed.flatten(0, 1)
+        flat_probs = flat_unmixed if probs is unmixed else probs.flatten(0, 1)
+        losses: dict[str, Tensor] = {}
+        statistics: dict[str, Tensor] = {}
+        if self._has_losses:
+            given = LossInput(
+                logits=flat_logits,
+                unmixed=flat_unmixed,
+                probs=flat_probs,
+                choice=choice.flatten(0, 1),
+                experts=chosen,
+                weights=weights,
+                extra=scored.extra,
+                mask=mask,
+                batch=batch,
+                length=length,
+                context=context,
+                ranks=self.ranks,
+            )
+            losses, statistics = self._losses(given)
         for name, one in (("score", scored.statistics), ("mix", mixed), ("select", selection.statistics)):
             statistics |= {f"{name}.{key}": value for key, value in one.items()}
         experts, virtual_weights = chosen, None
@@ -187,13 +191,13 @@ class Router(nn.Module):
             experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
         if self.capacity is not None and self.replayed is None:
             assert self.limit is not None
-            experts = self.limit(experts, given.probs, self.num_experts, context, batch)
+            experts = self.limit(experts, flat_probs, self.num_experts, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
             weights=weights,
-            probs=given.probs,
-            logits=given.logits,
+            probs=flat_probs,
+            logits=flat_logits,
             losses=losses,
             carry=carry,
             unmixed=flat_unmixed,
@@ -204,7 +208,9 @@ class Router(nn.Module):
             chosen=torch.where(chosen < self.num_experts, experts, chosen) if self.virtual else None,
             above={**(context.below or {}), **scored.above} or None,
             slots=selection.slots,
-            means=None if selection.means is None else Means(self._of_others(given, experts), selection.means),
+            means=None
+            if selection.means is None
+            else Means(self._of_others(flat_probs, experts, mask), selection.means),
             weigh_input=self.weigh == "input",
         )
 
@@ -219,12 +225,16 @@ class Router(nn.Module):
             )
         return self.select.replay(scores, self.replayed.to(scores.logits.device))
 
-    def _of_others(self, given: LossInput, experts: Tensor) -> Tensor:
+    def _of_others(self, probs: Tensor, experts: Tensor, mask: Tensor | None) -> Tensor:
         """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""
         chosen = torch.zeros(len(experts), self.num_experts + 1, dtype=torch.bool, device=experts.device)
         chosen.scatter_(1, experts.remainder(self.num_experts + 1), True)  # -1 is the last column
-        gone = chosen[:, :-1] if given.mask is None else chosen[:, :-1] | ~given.mask[:, None]
-        return (given.probs * self.scale).masked_fill(gone, 0)
+        gone = chosen[:, :-1] if mask is None else chosen[:, :-1] | ~mask[:, None]
+        return (probs * self.scale).masked_fill(gone, 0)
+
+    @property
+    def _has_losses(self) -> bool:
+        return bool(self.balance or self.z_loss or any(loss.weight for loss in self.losses.values()))
 
     def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The weighted losses by name, and the statistics of the balance loss."""
