@@ -46,8 +46,8 @@ def test_it_is_the_softmax(
     table = torch.randn(1, H, T, keys).double() if biased else torch.zeros(1, H, T, keys).double()
     expected = naive(module, hidden, before, sees[:, None], table)
     [wanted] = torch.autograd.grad(expected.square().sum(), hidden)
-    got, new, _ = module(
-        hidden, memory=memory, key_mask=mask if padded else None, causal=causal,
+    got, kept, _ = module(
+        hidden, keep=True, memory=memory, key_mask=mask if padded else None, causal=causal,
         bias=(lambda start, stop: table[:, :, start:stop]) if biased else None,
     )  # fmt: skip
     real = mask[:, past:]
@@ -56,7 +56,9 @@ def test_it_is_the_softmax(
     [found] = torch.autograd.grad(got[real].square().sum() * 1.0, hidden)
     [wanted] = torch.autograd.grad(naive(module, hidden, before, sees[:, None], table)[real].square().sum(), hidden)
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(new, torch.cat([module.key(hidden), module.value(hidden)], -1))
+    assert kept is not None
+    assert not kept.requires_grad
+    torch.testing.assert_close(kept, torch.cat([memory, torch.cat([module.key(hidden), module.value(hidden)], -1)], 1))
 
 
 def test_the_trace_is_the_attention_without_the_last_bias() -> None:
@@ -78,6 +80,7 @@ def test_the_trace_is_the_attention_without_the_last_bias() -> None:
 def test_keys_can_come_from_elsewhere() -> None:
     module = Attention(DIM, H, D, qk_norm=nn.RMSNorm).double()
     hidden, source = torch.randn(B, T, DIM).double(), torch.randn(B, 4, DIM).double()
-    output, new, _ = module(hidden, source=source)
+    output, new, _ = module(hidden, source=source, keep=True)
+    assert new is not None
     assert (output.shape, new.shape) == ((B, T, DIM), (B, 4, module.memory_width))
     torch.testing.assert_close(module(hidden[:, :2], source=source)[0], output[:, :2])

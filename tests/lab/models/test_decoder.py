@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pointsman.lab.models import Decoder, DecoderConfig
 from pointsman.lab.models.huggingface import load_theirs, read_config
+from pointsman.lab.models.memory import Memory
 from pointsman.routers.registry import build_router, list_mixers, list_routers
 
 SHAPE: dict[str, Any] = {
@@ -179,6 +180,22 @@ def test_a_memory_that_forgets_keeps_distances() -> None:
         got = model(tokens[:, 9:], memory=memory).logits
         alone = model(tokens[:, 5:]).logits[:, 4:]
     torch.testing.assert_close(got[:, :1], alone[:, :1], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_turned_once_until_some_are_forgotten() -> None:
+    model, tokens, memory = build(num_layers=2), draw(2, 9), None
+    with torch.no_grad():
+        for place in range(9):
+            read = tokens[:, place : place + 1]
+            bare = None if memory is None else Memory.from_tensors(memory.to_tensors())
+            expected = model(read, memory=bare, memory_length=5)
+            got = model(read, memory=memory, memory_length=5)
+            memory = got.memory
+            assert bool(memory.turned) == (place < 5)
+            torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    kept = model(tokens, memory_length=20).memory
+    assert not kept.turned, "with gradients"
+    assert model(tokens[:, :4]).memory.length == 0
 
 
 def test_the_loss_is_the_cross_entropy_and_trains_everything() -> None:

@@ -7,12 +7,13 @@ linear in T: where a mask is needed that differs between queries, they are worke
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.linear import linear
+from pointsman.ops.linear import linear, linears
 from pointsman.routing import AttentionTrace
 
 ROWS = 256  # queries a block where each has a mask or bias of its own
@@ -20,8 +21,17 @@ ROWS = 256  # queries a block where each has a mask or bias of its own
 Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of queries -> what is added to their scaled products, broadcastable to [B, H, rows, S]."""
 
-Rotate = Callable[[Tensor, int], Tensor]
-"""(queries or keys [B, heads, S, D], the position of the first) -> the same with their positions rotated in."""
+
+class Rotate(Protocol):
+    """Rotates positions into queries and keys."""
+
+    def __call__(self, heads: Tensor, first: int) -> Tensor:
+        """Queries [B, T, H, D], the first at this position -> the same, rotated."""
+        ...
+
+    def keys(self, keys: Tensor) -> Tensor:
+        """All keys [B, S, G, D] -> the same, rotated."""
+        ...
 
 
 class Attention(nn.Module):
@@ -76,9 +86,10 @@ class Attention(nn.Module):
         causal: bool = False,
         rotate: Rotate | None = None,
         bias: Bias | None = None,
+        keep: bool = False,
         trace: bool = False,
-    ) -> tuple[Tensor, Tensor, AttentionTrace | None]:
-        """hidden [B, T, dim] -> output [B, T, dim], their keys and values [B, T, 2 G D], and the trace if asked.
+    ) -> tuple[Tensor, Tensor | None, AttentionTrace | None]:
+        """hidden [B, T, dim] -> output [B, T, dim], all keys and values [B, S, 2 G D] and the trace, both if asked.
 
         Args:
             source: [B, S, dim], where keys and values come from instead of `hidden` (cross-attention).
@@ -87,42 +98,51 @@ class Attention(nn.Module):
             causal: token i sees keys up to its own.
             rotate: applied to queries and keys.
             bias: added to the scaled products.
+            keep: whether to return keys (before rotation) and values, detached.
             trace: the output in the trace is without the output projection's bias.
         """
-        keys_of = hidden if source is None else source
-        query = self._heads(self._mapped(self.query, hidden), self.query_norm, self.num_heads)
-        key = self._heads(self._mapped(self.key, keys_of), self.key_norm, self.kv_heads)
-        value = self._heads(self._mapped(self.value, keys_of), None, self.kv_heads)
-        new = torch.cat([_flat(key), _flat(value)], -1)
-        if memory is not None and memory.shape[1]:
-            before = memory.to(key.dtype).view(*memory.shape[:2], 2, self.kv_heads, -1).permute(2, 0, 3, 1, 4)
-            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        if source is None:
+            query, key, value = linears(hidden, self._maps)
+        else:
+            query, (key, value) = linear(hidden, *self._maps[0]), linears(source, self._maps[1:])
+        query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
+        kept = None
+        if keep or (memory is not None and memory.shape[1]):
+            kept = torch.cat([key, value], -1)
+            if memory is not None and memory.shape[1]:
+                kept = torch.cat([memory.to(key.dtype), kept], 1)
+                key, value = kept.chunk(2, -1)
+        query = query.view(*query.shape[:2], self.num_heads, self.head_dim)
+        key, value = (one.view(*one.shape[:2], self.kv_heads, self.head_dim) for one in (key, value))
         if rotate is not None:
-            query, key = rotate(query, key.shape[2] - query.shape[2]), rotate(key, 0)
+            query, key = rotate(query, key.shape[1] - query.shape[1]), rotate.keys(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         side_by_side = _flat(self._attend(query, key, value, key_mask, causal, bias))
         bare = linear(side_by_side, self.output.weight)
         output = bare if self.output.bias is None else bare + self.output.bias
+        kept = kept.detach() if keep and kept is not None else None
         if not trace:
-            return output, new, None
+            return output, kept, None
         groups = self.num_heads // self.kv_heads
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out_weight = self.output.weight.view(-1, self.num_heads, self.head_dim).permute(1, 2, 0)
         scale = self.head_dim**-0.5
         seen = AttentionTrace(query, key, value, out_weight, bare, scale, bias, side_by_side, causal=causal)
-        return output, new, seen
+        return output, kept, seen
 
-    def _mapped(self, layer: nn.Linear, hidden: Tensor) -> Tensor:
-        return linear(hidden, layer.weight, layer.bias)
+    @property
+    def _maps(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [(one.weight, one.bias) for one in (self.query, self.key, self.value)]
 
-    def _heads(self, mapped: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
-        """[B, S, heads D] -> [B, heads, S, D], normalised."""
-        if norm is not None and not self.norm_heads:
-            mapped = norm(mapped)
-        mapped = mapped.view(*mapped.shape[:2], heads, self.head_dim)
-        if norm is not None and self.norm_heads:
-            mapped = norm(mapped)
-        return mapped.transpose(1, 2)
+    def _normed(self, mapped: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, S, heads D], normalised."""
+        if norm is None:
+            return mapped
+        if not self.norm_heads:
+            return norm(mapped)  # type: ignore[no-any-return]
+        heads: Tensor = norm(mapped.view(*mapped.shape[:2], mapped.shape[2] // self.head_dim, self.head_dim))
+        return heads.flatten(2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, causal: bool, bias: Bias | None

@@ -76,6 +76,7 @@ class LayerContext:
         token_ids: [B, T].
         causal: whether routers keep to earlier tokens.
         below: what the router of the sparse layer below handed on.
+        remember: whether anything is remembered of these tokens.
     """
 
     key_mask: Tensor | None = None
@@ -83,6 +84,7 @@ class LayerContext:
     token_ids: Tensor | None = None
     causal: bool = True
     below: RouterState | None = None
+    remember: bool = True
 
 
 class Handed(NamedTuple):

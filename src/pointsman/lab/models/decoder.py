@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, M remembered positions, S = M + T keys, D head wi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar, Literal
 
@@ -25,11 +25,11 @@ from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.language_model import LanguageModel
 from pointsman.lab.models.memory import Memory, mask_of_keys
-from pointsman.lab.models.rotary import Rotary, Scaling, rotated
+from pointsman.lab.models.rotary import Rotary, Scaling, Turns
 from pointsman.lab.models.stack import Sublayer
-from pointsman.ops.cross_entropy import linear_cross_entropy
+from pointsman.ops.cross_entropy import few_logits_cross_entropy, linear_cross_entropy
 from pointsman.ops.drawing import dropout
-from pointsman.ops.linear import linear
+from pointsman.ops.linear import linear, suits
 from pointsman.ops.norm import rms_norm
 from pointsman.routing import AttentionTrace, RouterState
 
@@ -127,19 +127,20 @@ class DecoderLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
-        """[B, T, dim], memory [B, M, width] -> hidden, their keys and values, what the router hands on, trace."""
-        mixed, new, seen = self.attention(
+    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, width] -> hidden, all keys and values, what the router hands on, trace."""
+        mixed, kept, seen = self.attention(
             self.attention_norm(hidden),
             memory=memory,
             key_mask=context.key_mask,
             causal=True,
             rotate=context.rotate,
+            keep=context.remember,
             trace=trace or self.needs_attention,
         )
         hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         hidden, handed = self.mix(hidden, context, seen, past)
-        return hidden, new, handed, seen if trace else None
+        return hidden, kept, handed, seen if trace else None
 
 
 class Decoder(LanguageModel[DecoderConfig]):
@@ -151,6 +152,8 @@ class Decoder(LanguageModel[DecoderConfig]):
     Raises:
         ValueError: a router that looks at later tokens, unless the settings allow it.
     """
+
+    joins_memory = True
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -201,20 +204,23 @@ class Decoder(LanguageModel[DecoderConfig]):
         memory = self.checked(
             memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
         )
-        cos, sin = self._rotation(memory.length + tokens.shape[1], embedded)
+        turns = Turns(*self._rotation(memory.length + tokens.shape[1], embedded), memory.turned)
         context = DecoderContext(
             key_mask=mask_of_keys(memory, padding_mask, tokens),
             padding_mask=padding_mask,
             token_ids=tokens,
             causal=not self.config.allow_non_causal,
-            rotate=lambda heads, first: rotated(heads, cos[first:], sin[first:]),
+            remember=memory_length > 0,
+            rotate=turns,
         )
         hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
         assert kept is not None
+        if turns.keys_turned and kept.length == memory.length + tokens.shape[1]:  # nothing is forgotten
+            kept = replace(kept, turned=tuple(turns.keys_turned))
         return self.final_norm(hidden), kept
 
     def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * frequency, [at least keys, D]."""
+        """What `Rotary.table` gives of these keys."""
         turns = self._turns
         if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
             with torch.inference_mode(False):
@@ -249,6 +255,8 @@ class DecoderEmbedding(nn.Module):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
         if hidden.dtype in (torch.float32, torch.float64) and len(hidden) * len(self.weight) <= FEW_LOGITS:
+            if suits(hidden, self.output_weight) and not torch.compiler.is_compiling():
+                return few_logits_cross_entropy(hidden, self.output_weight, targets)
             return F.cross_entropy(self.logits(hidden).to(hidden.dtype), targets, reduction="none")
         zero: Tensor = self.zero  # type: ignore[assignment]
         return linear_cross_entropy(hidden, self.output_weight, zero, targets)

@@ -23,18 +23,21 @@ class Memory:
             values (decoder).
         carries: layer name -> what its router carries on, tensors [B, M, ...], detached.
         padding: [B, M] bool, True for a real token; None where all are real.
+        turned: of a decoder, the keys of each layer with positions rotated in, which spares doing it anew; () = none.
+            Not part of a checkpoint.
     """
 
     hidden: tuple[Tensor, ...]
     carries: Mapping[str, RouterState] = field(default_factory=dict)
     padding: Tensor | None = None
+    turned: tuple[Tensor, ...] = ()
 
     @property
     def length(self) -> int:
         return self.hidden[0].shape[1]
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, for a checkpoint; `from_tensors` is the inverse."""
+        """All tensors but `turned` by name, for a checkpoint; `from_tensors` is the inverse."""
         tensors = {f"hidden/{index}": hidden for index, hidden in enumerate(self.hidden)}
         for layer, carry in self.carries.items():
             tensors |= {f"carry/{layer}/{name}": value for name, value in carry.items()}

@@ -6,6 +6,7 @@ Shapes: H heads, S positions, D head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,31 +103,81 @@ class Rotary:
         return self.head_dim * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * frequency times `gain`, each [positions, D], in the dtype of `like`."""
+        """cos and sin of position * frequency times `gain`, each [positions, D], in the dtype of `like`.
+
+        sin is negative for the first D / 2, where a rotation subtracts.
+        """
         exact = torch.float64 if like.dtype == torch.float64 else torch.float32
         places = torch.arange(positions, dtype=exact, device=like.device)
         angles = places[:, None] * self.frequencies().to(places)
-        angles = torch.cat([angles, angles], -1)
-        return (angles.cos() * self.gain).to(like.dtype), (angles.sin() * self.gain).to(like.dtype)
+        cos, sin = ((one * self.gain).to(like.dtype) for one in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D / 2) of heads [B, H, S, D] by their position's angles (cos, sin [at least S, D])."""
-    length = heads.shape[2]
-    cos, sin = cos[:length], sin[:length]
-    if torch.compiler.is_compiling() or transformed():
-        first, second = heads.chunk(2, -1)
-        return heads * cos + torch.cat([-second, first], -1) * sin
-    if not (torch.is_grad_enabled() and heads.requires_grad):
-        return _turned(heads, cos, sin, 1)
-    output: Tensor = _Turn.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return output
+class Turns:
+    """Turns the pairs (i, i + D / 2) of heads by the angles of their positions, in one forward of a model.
+
+    Args:
+        cos, sin: [positions, D], from `Rotary.table`.
+        turned: the remembered keys [B, M, G, D] of each layer, turned already; () = they are not.
+
+    Attributes:
+        keys_turned: without gradients the keys [B, M + T, G, D] of each layer, as they are called for.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, turned: Sequence[Tensor] = ()) -> None:
+        self.tables, self.turned = (cos, sin), turned
+        self.keys_turned: list[Tensor] = []
+        self._wide: tuple[Tensor, Tensor] | None = None
+
+    def keys(self, keys: Tensor) -> Tensor:
+        """All keys [B, S, G, D] of the next layer, from position 0 on."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self(keys, 0)
+        if self.turned:
+            before = self.turned[len(self.keys_turned)]
+            length = before.shape[1]
+            keys = torch.cat([before, self(keys[:, length:], length)], 1)
+        else:
+            keys = self(keys, 0)
+        self.keys_turned.append(keys)
+        return keys
+
+    def __call__(self, heads: Tensor, first: int) -> Tensor:
+        """heads [B, S, H, D], whose first stands at position `first`."""
+        stop, half = first + heads.shape[1], heads.shape[-1] // 2
+        if torch.compiler.is_compiling() or transformed():
+            cos, sin = (table[first:stop, None] for table in self.tables)
+            return heads * cos + heads.roll(half, -1) * sin
+        cos, sin = self._of(heads, first, stop)
+        if not (torch.is_grad_enabled() and heads.requires_grad):
+            return _turned(heads, cos, sin, 1)
+        output: Tensor = _Turn.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+        return output
+
+    def _of(self, heads: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin for these heads, [S, 1, D]; or [S, H D]: a row for all heads of a position is faster."""
+        count, width = heads.shape[2:]
+        if not FEW <= heads.numel() <= SMALL:
+            return self.tables[0][first:stop, None], self.tables[1][first:stop, None]
+        if self._wide is None or self._wide[0].shape[1] < count * width:
+            self._wide = self.tables[0].repeat(1, count), self.tables[1].repeat(1, count)
+        return self._wide[0][first:stop, : count * width], self._wide[1][first:stop, : count * width]
+
+
+FEW, SMALL = 1 << 14, 1 << 19
+"""Elements: from the first on wide tables are worth their making; up to the second is a copy of the heads."""
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    output = heads * cos
     half = heads.shape[-1] // 2
-    output[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-sign)
+    if cos.dim() == 2:
+        swapped = heads.roll(half, -1).flatten(2)
+        return (heads.flatten(2) * cos).addcmul_(swapped, sin, value=sign).view(heads.shape)
+    output = heads * cos
+    if heads.numel() <= SMALL:
+        return output.addcmul_(heads.roll(half, -1), sin, value=sign)
+    output[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=sign)
     output[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=sign)
     return output
 

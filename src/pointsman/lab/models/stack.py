@@ -31,13 +31,15 @@ DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
 class Stack(nn.Module, Generic[Config]):
     """Base class of models.
 
-    Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember [B, T, width]
-    or None, what the router hands on (`Handed`), the attention's trace if `trace` asks for it).
+    Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember, what the
+    router hands on (`Handed`), the attention's trace if `trace` asks for it). What to remember is None, or of the new
+    positions [B, T, width], or, if `joins_memory`, of all of them [B, M + T, width], detached.
 
     Attributes:
         ranks: who shares the batch; set by `parallel.parallelize`.
     """
 
+    joins_memory = False
     ranks: Ranks = ALONE
 
     def __init__(self, config: Config) -> None:
@@ -182,7 +184,10 @@ class Stack(nn.Module, Generic[Config]):
             else:
                 hidden, new, handed, seen = layer(*arguments)
             if before is not None:
-                joined = torch.cat([before, new.detach()], 1)
+                if new is None:
+                    joined = before[:, :0]
+                else:
+                    joined = new if self.joins_memory else torch.cat([before, new.detach()], 1)
                 kept.append(joined if joined.shape[1] <= memory_length else newest(joined, memory_length))
             context = keep(name, handed)
             if inserted is not None:

@@ -103,10 +103,14 @@ class TargetLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: TargetContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
-        """[B, T, dim], memory [B, M, 2 width] -> hidden, its keys and values, what the router hands on, trace."""
-        mixed, new, seen = self.attention(
-            self.attention_norm(hidden), memory=memory, causal=True, trace=trace or self.needs_attention
+    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
+        mixed, kept, seen = self.attention(
+            self.attention_norm(hidden),
+            memory=memory,
+            causal=True,
+            keep=context.remember,
+            trace=trace or self.needs_attention,
         )
         hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
         normed = self.cross_norm(hidden)
@@ -115,7 +119,7 @@ class TargetLayer(FeedForwardLayer):
         )
         hidden = hidden + dropout(crossed, self.dropout, self.training, self.ranks)
         hidden, handed = self.mix(hidden, context, seen, past)
-        return hidden, new, handed, seen if trace else None
+        return hidden, kept, handed, seen if trace else None
 
 
 class TargetEmbedding(nn.Module):
@@ -140,6 +144,8 @@ class TargetEmbedding(nn.Module):
 class TargetStack(Stack[TranslationConfig]):
     """The decoder's layers."""
 
+    joins_memory = True
+
     def __init__(self, config: TranslationConfig) -> None:
         super().__init__(config)
         dim = config.dim
@@ -163,7 +169,11 @@ class TargetStack(Stack[TranslationConfig]):
         start = 0 if memory is None else memory.length
         hidden = dropout(self.embedding(ids, weight, start), self.config.dropout, self.training, self.ranks)
         context = TargetContext(
-            padding_mask=None if bool(mask.all()) else mask, token_ids=ids, source=source, source_mask=source_mask
+            padding_mask=None if bool(mask.all()) else mask,
+            token_ids=ids,
+            source=source,
+            source_mask=source_mask,
+            remember=not self.training,
         )
         width = 2 * self.config.num_heads * self.config.head_dim
         hidden, kept = self.run_layers(
