@@ -1,6 +1,6 @@
 """Resources: memory, objects and descriptors stay the same over thousands of steps, routers and runs.
 
-A program does one kind of work again and again. After a quarter of it, to warm up, memory is measured, and again at the
+A program does one kind of work again and again. After half of it, to warm up, memory is measured, and again at the
 end, each time after garbage was collected and free pages were handed back.
 """
 
@@ -61,7 +61,7 @@ class Resources(Campaign):
     def _measure(self, step: dict[str, Any], folder: Path) -> None:
         torch.manual_seed(0)
         work = WORK[step["work"]][0](step["router"], folder)
-        warm = step["steps"] // 4
+        warm = step["steps"] // 2
         for _ in range(warm):
             next(work)
         before = measured()
