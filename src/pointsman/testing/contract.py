@@ -35,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
     layer.hooks_on_the_experts,
     layer.records,
     layer.replayed,
+    layer.resumed,
     layer.materialized,
     routing.compiles,
 )

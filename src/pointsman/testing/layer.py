@@ -163,3 +163,28 @@ def materialized(case: Case) -> None:
     after = route(router, hidden)
     expect_close(after.logits, before.logits, "logits", atol=1e-6, rtol=1e-5)
     expect_equal(after.experts, before.experts, "experts")
+
+
+def resumed(case: Case) -> None:
+    """A layer with the state_dict of another trains on bit for bit as that one does."""
+    one, other = case.layer(), case.layer()
+
+    def train(layer: MoE, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            hidden = torch.randn(case.batch, case.length, case.dim)
+            for rows in (hidden[:1], hidden[1:]):  # two micro-batches
+                layer(rows, context_for(layer.router, rows)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(0.1 * parameter.grad)
+                        parameter.grad = None
+            step_end(layer)
+
+    train(one, range(2))
+    other.load_state_dict(one.state_dict())
+    for layer in (one, other):
+        train(layer, range(2, 4))
+    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        expect_equal(left, right, f"{name} two steps later")
