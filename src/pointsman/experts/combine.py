@@ -41,9 +41,9 @@ def combine(experts: Run, hidden: Tensor, routing: Routing) -> tuple[Tensor, dic
 def through_slots(experts: Run, hidden: Tensor, slots: Slots) -> Tensor:
     """y = C E(D^T x), for each sequence (Soft MoE, Puigcerver et al. 2023, arXiv 2308.00951): [tokens, dim]."""
     batch, length, num_experts, each = slots.dispatch.shape
-    dispatch = slots.dispatch.reshape(batch, length, -1).to(hidden.dtype)
-    mixed = dispatch.transpose(1, 2) @ hidden.view(batch, length, -1)  # [B, E P, dim]
+    dispatch = slots.dispatch.flatten(2).to(hidden.dtype)
+    mixed = dispatch.transpose(1, 2) @ hidden.view(batch, length, hidden.shape[-1])  # [B, E P, dim]
     expert = torch.arange(num_experts, device=hidden.device).repeat_interleave(each).repeat(batch)
     result = experts(mixed.flatten(0, 1), one_expert_each(expert, num_experts, slots.dispatch.dtype))
-    back = slots.combine.reshape(batch, length, -1).to(result.dtype)
-    return (back @ result.view(batch, num_experts * each, -1)).flatten(0, 1)
+    back = slots.combine.flatten(2).to(result.dtype)
+    return (back @ result.view(batch, num_experts * each, result.shape[-1])).flatten(0, 1)

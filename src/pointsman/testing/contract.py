@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     routing.padding,
     routing.state_dict,
     layer.gradients,
+    layer.nothing_to_do,
     layer.activation_checkpointing,
     layer.attached_losses,
     layer.in_place_work_after_the_layer,

@@ -34,6 +34,26 @@ def gradients(case: Case) -> None:
         expect(not buffer.requires_grad, f"the buffer {name} can be trained")
 
 
+def nothing_to_do(case: Case) -> None:
+    """No token and no sequence pass through the layer, forward and backward, in float32 and bf16, without a NaN."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch, length in ((2, 0), (0, 5)):
+            layer = case.layer().to(dtype)
+            hidden = torch.randn(batch, length, case.dim, dtype=dtype, requires_grad=True)
+            output = layer(hidden, context_for(layer.router, hidden.detach()))
+            expect(output.shape == hidden.shape, f"{batch} sequences of {length} tokens: {list(output.shape)}")
+            output.sum().backward()
+            step_end(layer)
+            found = [("the input", hidden.grad), *((name, one.grad) for name, one in layer.named_parameters())]
+            for name, gradient in found:
+                finite = gradient is None or bool(torch.isfinite(gradient).all())
+                expect(finite, f"{batch} sequences of {length} tokens: {name}: a gradient that is not finite")
+            for name, buffer in layer.router.named_buffers():
+                expect(
+                    bool(torch.isfinite(buffer).all()), f"{batch} sequences of {length} tokens: {name} is not finite"
+                )
+
+
 def activation_checkpointing(case: Case) -> None:
     """Activation checkpointing changes no output, gradient or state."""
 
