@@ -1,6 +1,6 @@
 """tiny-decoder with smoe against transformers' Mixtral of the same shape: a training step, and generation.
 
-    python benchmarks/decoder.py [--case training|generation] [--rounds 9]
+    python benchmarks/decoder.py [--case training|generation] [--rounds 9] [--clock wall|processor] [--bound]
         [--peers eager,grouped_mm,batched_mm] [--out benchmarks/results/decoder.md]
 
 One process, same tokens, same optimizer (fused Adam, as in both trainers). All take turns in every round; a rate is
@@ -8,6 +8,10 @@ the median over rounds, a ratio the median of the ratios round by round to the f
 implementations.
 Generation is greedy, 64 tokens after 32, with a cache: ours by `generate`, Mixtral by its `generate`, and by a bare
 loop of forwards with its cache, which does less than its `generate`.
+
+`--clock processor` measures this process's processor time, on one thread: other programs on the machine then matter
+little. `--bound` adds Mixtral with experts that cost their matrix products and nothing else, neither gathering,
+activations nor sums: what faster experts alone could reach.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from pointsman.control import step_end
 from pointsman.lab.benchmark.report import machine
@@ -33,6 +39,8 @@ from pointsman.ops.kernels import using
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 VOCABULARY = 205
 PROMPT, NEW = 32, 64
+BOUND = "experts at the cost of their products"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def mixtral(config: Any, experts: str) -> Any:
@@ -74,6 +82,44 @@ def training(model: Any, batch: int, length: int, *, ours: bool) -> Callable[[],
     return step
 
 
+class _Products(torch.autograd.Function):
+    """The products of gated experts, forward and backward, of rows [A, dim] sorted by expert, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, inward: Tensor, outward: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        both = F.grouped_mm(rows, inward.mT, offs=ends)
+        output = F.grouped_mm(both[:, : outward.shape[2]], outward.mT, offs=ends)
+        ctx.save_for_backward(inward, outward, rows, ends, both, output)
+        ctx.tokens = len(hidden)
+        return output[: len(hidden)]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        inward, outward, rows, ends, both, output = ctx.saved_tensors
+        F.grouped_mm(output, outward, offs=ends)
+        d_outward = F.grouped_mm(output.t(), both[:, : outward.shape[2]], offs=ends)
+        d_inward = F.grouped_mm(both.t(), rows, offs=ends)
+        return F.grouped_mm(both, inward, offs=ends)[: ctx.tokens], d_inward, d_outward, None, None
+
+
+def products_alone(model: Any, config: Any, tokens: int) -> Any:
+    """Mixtral whose experts cost their products: every expert has the same number of rows."""
+    count = tokens * config.top_k
+    rows = torch.randn(count, config.dim)
+    ends = torch.arange(1, config.num_experts + 1) * (count // config.num_experts)
+
+    def replace(experts: Any) -> None:
+        def forward(hidden: Tensor, *_: Any) -> Tensor:
+            output: Tensor = _Products.apply(hidden, experts.gate_up_proj, experts.down_proj, rows, ends.int())  # type: ignore[no-untyped-call]
+            return output
+
+        experts.forward = forward
+
+    for layer in model.model.layers:
+        replace(layer.mlp.experts)
+    return model
+
+
 def generation(model: Any, batch: int, how: str) -> Callable[[], None]:
     """Greedy, `NEW` tokens after `PROMPT`."""
     tokens = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(2))
@@ -97,7 +143,9 @@ def generation(model: Any, batch: int, how: str) -> Callable[[], None]:
     return run
 
 
-def measured(cases: dict[str, Callable[[], None]], rounds: int, repeats: int) -> dict[str, list[float]]:
+def measured(
+    cases: dict[str, Callable[[], None]], rounds: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Seconds a call of each case, a figure a round, all cases in turn."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for call in cases.values():
@@ -105,21 +153,25 @@ def measured(cases: dict[str, Callable[[], None]], rounds: int, repeats: int) ->
     for number in range(rounds):
         names = list(cases)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            began = time.perf_counter()
+            began = clock()
             for _ in range(repeats):
                 cases[name]()
-            times[name].append((time.perf_counter() - began) / repeats)
+            times[name].append((clock() - began) / repeats)
     return times
 
 
 def rows(title: str, times: dict[str, list[float]], tokens: int) -> list[str]:
     """Lines of the table: rates, and ours over the fastest other."""
-    others = [name for name in times if name != "pointsman"]
+    others = [name for name in times if name not in ("pointsman", BOUND)]
     best = min(others, key=lambda name: statistics.median(times[name]))
     ratio = statistics.median(theirs / own for own, theirs in zip(times["pointsman"], times[best], strict=True))
     rates = {name: f"{tokens / statistics.median(one):,.0f}" for name, one in times.items()}
     told = ", ".join(f"{name} {rates[name]}" for name in others)
-    return [f"| {title} | {rates['pointsman']} | {told} | {ratio:.2f} (to {best}) |"]
+    lines = [f"| {title} | {rates['pointsman']} | {told} | {ratio:.2f} (to {best}) |"]
+    if BOUND in times:
+        bound = statistics.median(theirs / own for own, theirs in zip(times[BOUND], times[best], strict=True))
+        lines.append(f"| {title}, {BOUND} | - | {rates[BOUND]} | {bound:.2f} (to {best}) |")
+    return lines
 
 
 def main() -> None:
@@ -129,20 +181,27 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=9)
     words.add_argument("--preset", default="tiny-decoder")
     words.add_argument("--qk-norm", action="store_true", help="keep the preset's query-key norm, which Mixtral has not")
+    words.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
+    words.add_argument("--bound", action="store_true", help="also experts that cost their products alone")
     words.add_argument("--out", type=Path)
     values = words.parse_args()
+    clock = CLOCKS[values.clock]
     peers = values.peers.split(",")
     changes = {"train_top_k": "2", "model.router": "smoe:bias=false"}
     config = preset(values.preset).with_vocabulary(VOCABULARY)
     config = config.with_overrides(changes if values.qk_norm else {**changes, "model.qk_norm": "none"})
     batch, length = config.batch_size, config.segment_length
-    kernels = choose_kernels(config, None, None)
+    kernels = choose_kernels(config, None)
     lines = ["| case | pointsman, tokens a second | Mixtral, tokens a second | ratio |", "|---|---|---|---|"]
     with using(kernels):
         if values.case != "generation":
             cases = {"pointsman": training(Decoder(config.model), batch, length, ours=True)}
             cases |= {name: training(mixtral(config.model, name), batch, length, ours=False) for name in peers}
-            lines += rows(f"training step, {batch} x {length}", measured(cases, values.rounds, 2), batch * length)
+            if values.bound:
+                bare = products_alone(mixtral(config.model, peers[0]), config.model, batch * length)
+                cases[BOUND] = training(bare, batch, length, ours=False)
+            times = measured(cases, values.rounds, 2, clock)
+            lines += rows(f"training step, {batch} x {length}", times, batch * length)
         model = Decoder(config.model)
         theirs = {name: mixtral(config.model, name) for name in peers}
         for width in (1, 16) if values.case != "training" else ():
@@ -152,8 +211,15 @@ def main() -> None:
                     name: generation(one, width, "generate"),
                     f"{name}, bare loop": generation(one, width, "bare"),
                 }
-            lines += rows(f"generation, {width} prompts", measured(cases, max(values.rounds // 3, 3), 1), width * NEW)
-    text = "\n".join([f"{values.preset}, k = 2, float32, {torch.get_num_threads()} threads: {machine()}", "", *lines])
+            times = measured(cases, max(values.rounds // 3, 3), 1, clock)
+            lines += rows(f"generation, {width} prompts", times, width * NEW)
+    text = "\n".join(
+        [
+            f"{values.preset}, k = 2, float32, {torch.get_num_threads()} threads, {values.clock} clock: {machine()}",
+            "",
+            *lines,
+        ]
+    )
     print(text)
     if values.out:
         values.out.write_text(text + "\n", encoding="utf-8")

@@ -93,7 +93,7 @@ def main() -> None:
     words.add_argument("--out", type=Path)
     values = words.parse_args()
     config = preset("tiny-mlm", router="plain").with_vocabulary(VOCABULARY)
-    with using(choose_kernels(config, None, None)):
+    with using(choose_kernels(config, None)):
         cases = {"XLM-R (transformers)": theirs(config)}
         cases |= {router: ours(config, router) for router in values.routers.split(",")}
         times = measured(cases, values.rounds, 1)
