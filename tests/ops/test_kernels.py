@@ -32,10 +32,10 @@ def test_as_a_word() -> None:
 @pytest.mark.parametrize(
     ("recorded", "kernels"),
     [
-        ({"path": "fast", "gemm": "onednn"}, Kernels(gemm="onednn")),
+        ({"path": "fast", "gemm": "onednn"}, Kernels(gemm="onednn", gpu="grouped_mm")),
         (
             {"path": "fast", "gemm": "blas", "row": "mv", "few": "rows", "row_bf16": "mv", "few_bf16": "columns"},
-            Kernels(row="mv", row_bf16="mv"),
+            Kernels(row="mv", row_bf16="mv", gpu="grouped_mm"),
         ),
     ],
 )

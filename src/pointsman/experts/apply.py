@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pointsman.experts import grouped_mm, reference
+from pointsman.experts import grouped_mm, on_gpu, reference
 from pointsman.experts.cpu import custom_op, function
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import active, active_code, plain_wanted
@@ -55,7 +55,7 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
         weight, token, expert = pairs.weight, pairs.token, pairs.expert
     path = _path(hidden, parameters, expert)
     if path == "cuda":
-        return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
+        return on_gpu.apply(hidden, weight, token, expert, parameters, activation, dropout)
     seed = torch.randint(2**62, (), device="cpu") if dropout else None
     if path == "plain":
         generator = None if seed is None else torch.Generator(hidden.device).manual_seed(int(seed))

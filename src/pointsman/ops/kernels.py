@@ -28,6 +28,7 @@ _ALLOWED = {
     "row": _ROW,
     "row_bf16": _ROW,
     "batched_bf16": ("small", "padded"),
+    "gpu": ("auto", "triton", "mixed", "grouped_mm"),
 }
 _RETIRED = ("few", "few_bf16")
 """Choices that earlier records may hold and that no longer exist."""
@@ -44,6 +45,8 @@ class Kernels:
         row_bf16: `row` for bfloat16.
         batched_bf16: in bfloat16, which experts with many tokens share a torch.bmm: only "small" ones, where the calls
             would take the time, or all, "padded" to the same number of rows by up to a fifth.
+        gpu: the experts on a GPU: "triton" (our kernels), "mixed" (our kernels around torch's grouped_mm), "grouped_mm"
+            (torch alone); "auto" times these three at the first use.
     """
 
     path: str = "fast"
@@ -51,6 +54,7 @@ class Kernels:
     row: str = "dots"
     row_bf16: str = "dots"
     batched_bf16: str = "small"
+    gpu: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -82,10 +86,11 @@ class Kernels:
         for name in values:
             if name not in _ALLOWED and name not in _RETIRED:
                 raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
-        return cls(**{name: value for name, value in values.items() if name in _ALLOWED})
+        known = {name: value for name, value in values.items() if name in _ALLOWED}
+        return cls(**{"gpu": "grouped_mm", **known})  # what there was before the choice
 
 
-PLAIN = Kernels("plain", "blas")
+PLAIN = Kernels("plain", "blas", gpu="grouped_mm")
 """The reference path: what deterministic runs take."""
 
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
@@ -114,7 +119,7 @@ def _chosen() -> Kernels | None:
 
 
 def active() -> Kernels:
-    """The active choice of this thread. Code traced by torch.compile calls one of the three functions below instead."""
+    """The active choice of this thread. Code traced by torch.compile calls one of the functions below instead."""
     return _chosen() or measure_kernels()
 
 
@@ -137,6 +142,17 @@ def active_code() -> str:
         code: str = recompilation.active_code()
         return code
     return active().code
+
+
+def active_gpu() -> str:
+    """`gpu` of the active choice, "auto" if there is none; also where torch.compile traces. Measures nothing."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops import recompilation
+
+        gpu: str = recompilation.active_gpu()
+        return gpu
+    kernels = _chosen()
+    return "auto" if kernels is None else kernels.gpu
 
 
 def active_gemm(dtype: torch.dtype) -> Gemm:

@@ -44,3 +44,10 @@ def plain_wanted() -> bool:
     """`kernels.plain_wanted()` at the time of tracing."""
     chosen = kernels._chosen()
     return chosen is not None and chosen.path == "plain"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def active_gpu() -> str:
+    """`kernels.active_gpu()` at the time of tracing."""
+    chosen = kernels._chosen()
+    return "auto" if chosen is None else chosen.gpu

@@ -71,7 +71,7 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.object(grouped_mm, "_without_empty", lambda products, _: products),
         patch.object(torch, "autocast", lambda *_, **__: nullcontext()),
         patch.object(torch, "is_autocast_enabled", lambda *_: False),
-        using(Kernels()),
+        using(Kernels(gpu="grouped_mm")),
     ):
         yield
 

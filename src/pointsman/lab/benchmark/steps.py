@@ -43,7 +43,7 @@ class Steps:
         self.device = torch.device(device)
         task = LanguageModelling(corpus)
         self.state = TrainingState(task.prepared(config), task, self.device)
-        self.kernels = choose_kernels(config, None)
+        self.kernels = choose_kernels(config, None, self.device)
         if way == "compiled":
             self.state.model.compile(dynamic=False)
         with using(self.kernels):

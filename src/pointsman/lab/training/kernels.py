@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pointsman._errors import RunError
+from pointsman.experts import on_gpu
 from pointsman.lab.runs.checkpoints import Checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
@@ -28,18 +30,23 @@ def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
         raise RunError(f"{where}: its kernels cannot be used here: {error}") from None
 
 
-def choose_kernels(config: RunConfig, given: Kernels | None) -> Kernels:
+def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.device | None = None) -> Kernels:
     """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the faster ones by a
-    timing."""
+    timing. On a CUDA device also those of the GPU."""
     if config.deterministic:
         return PLAIN
-    return given or measure_kernels()
+    chosen = given or measure_kernels()
+    if chosen.gpu == "auto" and device is not None and device.type == "cuda":
+        chosen = replace(chosen, gpu=on_gpu.measured(device))
+    return chosen
 
 
-def saved_kernels(config: RunConfig, checkpoint: Checkpoint) -> Kernels:
+def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:
     """Those of a checkpoint; chosen as for a new run where an older version wrote it. Errors as in recorded_kernels."""
     recorded = checkpoint.state.get("kernels")
-    return choose_kernels(config, None) if recorded is None else recorded_kernels(recorded, checkpoint.path)
+    if recorded is None:
+        return choose_kernels(config, None, device)
+    return recorded_kernels(recorded, checkpoint.path)
 
 
 @contextmanager

@@ -143,7 +143,9 @@ def _trained(
         return TrainResult(directory.path, state.step, record, already_finished=True)
 
     def choose() -> Kernels:
-        return choose_kernels(config, kernels) if checkpoint is None else saved_kernels(config, checkpoint)
+        if checkpoint is None:
+            return choose_kernels(config, kernels, state.device)
+        return saved_kernels(config, checkpoint, state.device)
 
     chosen = ranks.by_first(choose)
     cuda = state.device.type == "cuda"

@@ -1,0 +1,128 @@
+"""Which kernels the experts use on a GPU: Triton's, torch's grouped_mm, or a package that is asked for by name.
+
+The order is a timing's (`measured`), made once for a device and recorded with a run's other choices
+(`ops.kernels.Kernels.gpu`). Without the package `triton` there is nothing to choose.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pointsman.experts import grouped_mm
+from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.kernels import active_gpu, fastest
+
+OLDEST = (3, 3)  # Triton's versions before lack operations that the kernels use
+GROUPED_MM_ON = (9, 10)  # major compute capabilities on which grouped_mm does not loop over the experts
+SHAPE = 8192, 1024, 2048, 16, 2  # of the timing: tokens, dim, hidden_dim, experts, k
+
+
+@cache
+def without_triton(capability: tuple[int, int] | None) -> str | None:
+    """Why Triton's kernels cannot be used on a device of this compute capability (None: no CUDA device); None if they
+    can."""
+    try:
+        import triton
+    except ImportError:
+        return "the package triton is not installed: pip install 'pointsman[gpu]'"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST:
+        return f"triton {triton.__version__} is older than {'.'.join(map(str, OLDEST))}"
+    if capability is not None and capability < (8, 0):
+        return f"compute capability {'.'.join(map(str, capability))} is below 8.0"
+    return None
+
+
+def apply(
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    parameters: ExpertParameters,
+    activation: str,
+    dropout: float,
+) -> Tensor:
+    """The experts' combined output on the kernels that are active; arguments are those of `grouped_mm.apply`."""
+    if token is None and (way := _way(hidden, parameters)) != "grouped_mm":
+        from pointsman.experts.triton import function
+
+        return function.apply(hidden, weight, expert, parameters, activation, dropout, way)
+    return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
+
+
+def _way(hidden: Tensor, parameters: ExpertParameters) -> str:
+    chosen = active_gpu()
+    if chosen == "grouped_mm" or not hidden.is_cuda:
+        return "grouped_mm"
+    if chosen == "auto":
+        chosen = measured(hidden.device)
+    _, hidden_dim, dim = parameters.w_in.shape
+    if chosen == "mixed" and (hidden_dim % 8 or dim % 8 or hidden.dtype != torch.bfloat16):
+        chosen = "triton"  # grouped_mm wants rows of whole 16 bytes, and waits for the host in other dtypes
+    return "grouped_mm" if chosen != "grouped_mm" and without_triton(_capability(hidden.device)) else chosen
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def measured(device: torch.device) -> str:
+    """The fastest of "triton", "mixed" and "grouped_mm" on a CUDA device, forward and backward in bfloat16.
+
+    What cannot run is named in a warning and left out.
+    """
+    capability = _capability(device)
+    if without_triton(capability):
+        return "grouped_mm"
+    ways: dict[str, Callable[[], object]] = {}
+    for name in ("triton", "mixed", "grouped_mm"):
+        if name == "mixed" and capability[0] not in GROUPED_MM_ON:
+            continue
+        way = candidate(name, device)
+        try:
+            way()
+        except Exception as error:
+            warnings.warn(f"the GPU kernels {name!r} do not run here: {str(error).partition(chr(10))[0]}", stacklevel=2)
+        else:
+            ways[name] = way
+    return fastest(ways, 15) if ways else "grouped_mm"
+
+
+def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, int] = SHAPE) -> Callable[[], object]:
+    """Forward and backward of a layer of this shape on the kernels of this name, until the device has finished."""
+    from pointsman.experts.triton import function
+
+    tokens, dim, hidden_dim, num_experts, k = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        drawn = torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+        return drawn.mul_(size[-1] ** -0.5).requires_grad_()
+
+    hidden, gradient = draw(tokens, dim), draw(tokens, dim).detach()
+    parameters = ExpertParameters(draw(num_experts, hidden_dim, dim), draw(num_experts, dim, hidden_dim))
+    scores = torch.rand(tokens, num_experts, device=device, generator=generator)
+    values, expert = scores.topk(k, -1)
+    weight = values.requires_grad_()
+    leaves = [hidden, weight, parameters.w_in, parameters.w_out]
+
+    def run() -> object:
+        with torch.enable_grad():
+            if name == "grouped_mm":
+                output = grouped_mm.apply(hidden, weight, None, expert, parameters, "relu", 0.0)
+            else:
+                output = function.apply(hidden, weight, expert, parameters, "relu", 0.0, name)
+            found = torch.autograd.grad(output, leaves, gradient)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return found
+
+    return run

@@ -1,0 +1,186 @@
+"""All experts at once on Triton kernels, forward and backward, as two custom operators.
+
+The mathematics is that of `cpu/sparse.py`. Forward keeps u (and g) alone; backward draws masks and computes hidden
+units again. Matrix products are `F.grouped_mm`'s on gathered rows, or our own, which gather on the way (`products`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.experts.cpu.hidden_units import refuse_second_derivatives
+from pointsman.experts.grouped_mm import check_experts, grouped_mm, output_bias_shares
+from pointsman.experts.reference import ExpertParameters
+from pointsman.experts.triton import gemm, units
+from pointsman.experts.triton.rows import combine, gather
+from pointsman.experts.triton.sort import Sorted, sort
+
+GEMM, GROUPED_MM = "triton", "mixed"
+"""Whose matrix products: ours, or `F.grouped_mm`'s between our other kernels."""
+
+
+def apply(
+    hidden: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    parameters: ExpertParameters,
+    activation: str,
+    dropout: float,
+    products: str = GEMM,
+) -> Tensor:
+    """The experts' combined output [tokens, dim], as `reference.apply_experts`.
+
+    Args:
+        hidden: [tokens, dim].
+        weight, expert: [tokens, k]; an expert of -1 is none.
+        products: `GEMM` or `GROUPED_MM`; the latter wants widths of whole 16 bytes.
+    """
+    p = parameters
+    tokens, experts = len(hidden), len(p.w_in)
+    check_experts(expert, experts)
+    factors = weight.masked_fill((expert < 0) | (expert >= experts), 0)
+    seed = torch.randint(2**62, (1,), device=hidden.device) if dropout else expert.new_zeros(1, dtype=torch.int64)
+    output: Tensor = forward(
+        hidden, factors, expert, seed, p.w_in, p.w_out, p.b_in, p.w_gate, p.b_gate, activation, dropout, products
+    )[0]
+    if p.b_out is None:
+        return output
+    shares = output_bias_shares(factors.view(-1), expert.reshape(-1), expert.shape[1], tokens, experts)
+    return torch.addmm(output, shares.to(hidden.dtype), p.b_out)
+
+
+def _times(left: Tensor, weight: Tensor, where: Sorted, products: str) -> Tensor:
+    """Rows [S, A] times weight [E, A, N]."""
+    return grouped_mm(left, weight, where.ends) if products == GROUPED_MM else gemm.times(left, weight, where)
+
+
+@torch.library.custom_op("pointsman::triton_experts", mutates_args=())
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    activation: str,
+    dropout: float,
+    products: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output without b_out, then what backward needs: u, g (empty if there is none), and the four of `Sorted`."""
+    hidden, weight, k = hidden.contiguous(), weight.contiguous(), expert.shape[1]
+    where = sort(expert.contiguous(), len(w_in))
+    ours = products == GEMM
+    rows = hidden if ours else gather(hidden, where, k)
+
+    def inward(weights: Tensor, rows: Tensor = rows) -> Tensor:
+        turned = weights.transpose(1, 2)
+        return gemm.times(rows, turned, where, k) if ours else grouped_mm(rows, turned, where.ends)
+
+    up = inward(w_in)
+    gate = None if w_gate is None else inward(w_gate)
+    each = units.units(up, gate, where, units.Setting(activation, dropout, seed, b_in, b_gate))
+    output = combine(_times(each, w_out.transpose(1, 2), where, products), where, len(hidden), hidden.shape[1], weight)
+    return output, up, up.new_empty(0) if gate is None else gate, *where
+
+
+@forward.register_fake
+def _(hidden: Tensor, weight: Tensor, expert: Tensor, seed: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None,
+      w_gate: Tensor | None, b_gate: Tensor | None, activation: str, dropout: float, products: str,
+      ) -> tuple[Tensor, ...]:  # fmt: skip
+    slots, (experts, width, _) = expert.numel(), w_in.shape
+    up = hidden.new_empty(slots, width)
+    each = (expert.new_empty(size, dtype=torch.int32) for size in (slots, slots, slots, experts))
+    return torch.empty_like(hidden), up, up.new_empty(0) if w_gate is None else up.new_empty(slots, width), *each
+
+
+@torch.library.custom_op("pointsman::triton_experts_backward", mutates_args=())
+def backward(
+    gradient: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    up: Tensor,
+    gate: Tensor,
+    order: Tensor,
+    row: Tensor,
+    row_expert: Tensor,
+    ends: Tensor,
+    activation: str,
+    dropout: float,
+    products: str,
+) -> list[Tensor]:
+    """Gradients of hidden, weight, w_in, w_out and, where there are such, of b_in, w_gate, b_gate."""
+    hidden, weight, gradient = hidden.contiguous(), weight.contiguous(), gradient.contiguous()
+    where, k, ours = Sorted(order, row, row_expert, ends), weight.shape[1], products == GEMM
+    gated = gate if w_gate is not None else None
+    upper = gradient if ours else gather(gradient, where, k)
+    inner = gemm.times(upper, w_out, where, k) if ours else grouped_mm(upper, w_out, ends)
+    setting = units.Setting(activation, dropout, seed, b_in, b_gate)
+    d_up, d_gate, weighted, d_weight = units.units_backward(inner, up, gated, weight, where, setting)
+    del inner
+
+    def outer(left: Tensor, right: Tensor, left_k: int = 0, right_k: int = 0) -> Tensor:
+        if ours:
+            return gemm.outer(left, right, where, left_k, right_k)
+        return _zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
+
+    d_w_out = outer(upper, weighted, left_k=k)
+    del upper, weighted
+    rows = hidden if ours else gather(hidden, where, k)
+    d_w_in = outer(d_up, rows, right_k=k)
+    through = _times(d_up, w_in, where, products)
+    gradients = [d_weight, d_w_in, d_w_out]
+    if b_in is not None:
+        gradients.append(units.sums(d_up, where))
+    if d_gate is not None:
+        assert w_gate is not None
+        gradients.append(outer(d_gate, rows, right_k=k))
+        through = through.add_(_times(d_gate, w_gate, where, products))
+        if b_gate is not None:
+            gradients.append(units.sums(d_gate, where))
+    return [combine(through, where, len(hidden), hidden.shape[1]), *gradients]
+
+
+@backward.register_fake
+def _(gradient: Tensor, hidden: Tensor, weight: Tensor, seed: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None,
+      w_gate: Tensor | None, b_gate: Tensor | None, *rest: Any) -> list[Tensor]:  # fmt: skip
+    given = (hidden, weight, w_in, w_out, b_in, w_gate, b_gate)
+    return [tensor.new_empty(tensor.shape) for tensor in given if tensor is not None]
+
+
+def _zeros_without_rows(products: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` leaves anything where a group is empty (pytorch issue 172439)."""
+    empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+    return products.masked_fill_(empty[:, None, None], 0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, _, seed, w_in, w_out, b_in, w_gate, b_gate, *ctx.settings = inputs
+    ctx.save_for_backward(hidden, weight, seed, w_in, w_out, b_in, w_gate, b_gate, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivatives()
+    if gradient is None:
+        return (None,) * 12
+    _, _, _, _, _, b_in, w_gate, b_gate, *_ = ctx.saved_tensors
+    found = iter(backward(gradient, *ctx.saved_tensors, *ctx.settings))
+    d_hidden, d_weight, d_w_in, d_w_out = (next(found) for _ in range(4))
+    rest = (next(found) if tensor is not None else None for tensor in (b_in, w_gate, b_gate))
+    return d_hidden, d_weight, None, None, d_w_in, d_w_out, *rest, None, None, None
+
+
+forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,149 @@
+"""Grouped matrix products: each expert's rows times its weights, and each expert's outer products.
+
+Rows of the left operand can lie in token order: then they are fetched through `order`, and no copy sorted by expert is
+made. Shapes: S rows sorted by expert, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pointsman.experts.triton.language import FUSED, dot, power_of_2, tile_of
+from pointsman.experts.triton.sort import Sorted
+
+
+class Tile(NamedTuple):
+    """BM x BN results of one program, BK of the inner dimension at a time."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def rows_kernel(
+    a_ptr, w_ptr, order_ptr, ends_ptr, out_ptr, A, N, stride_e, stride_n, stride_a, K,
+    E: tl.constexpr, EP: tl.constexpr, GATHER: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [S, N] = a [S, A], or a [tokens, A] through `order`, times w [E, A, N] of the row's expert."""
+    expert, first, end = tile_of(ends_ptr, tl.program_id(0), E, EP, BM)
+    if expert >= E:
+        return
+    row = first + tl.arange(0, BM)
+    inside = row < end
+    source = row
+    if GATHER:
+        source = tl.load(order_ptr + row, mask=inside, other=0) // K
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    a_ptrs = a_ptr + source[:, None].to(tl.int64) * A + inner[None, :]
+    w_ptrs = w_ptr + expert.to(tl.int64) * stride_e + n[None, :].to(tl.int64) * stride_n
+    w_ptrs += inner[:, None].to(tl.int64) * stride_a
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, A, BK):
+        a = tl.load(a_ptrs, mask=inside[:, None] & (inner[None, :] + start < A), other=0.0)
+        w = tl.load(w_ptrs, mask=(n[None, :] < N) & (inner[:, None] + start < A), other=0.0)
+        acc = dot(a, w, acc, PRECISION)
+        a_ptrs += BK
+        w_ptrs += BK * stride_a
+    out = out_ptr + row[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n[None, :] < N))
+
+
+@triton.jit
+def outer_kernel(
+    left_ptr, right_ptr, order_ptr, ends_ptr, out_ptr, M, N, K,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [E, M, N] = each expert's left [rows, M]' right [rows, N], either in token order; zeros without rows."""
+    expert = tl.program_id(2)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for first in range(start, end, BK):
+        row = first + tl.arange(0, BK)
+        inside = row < end
+        left_row, right_row = row, row
+        if GATHER_LEFT or GATHER_RIGHT:
+            token = tl.load(order_ptr + row, mask=inside, other=0) // K
+            if GATHER_LEFT:
+                left_row = token
+            if GATHER_RIGHT:
+                right_row = token
+        left_mask, right_mask = inside[:, None] & (m[None, :] < M), inside[:, None] & (n[None, :] < N)
+        left = tl.load(left_ptr + left_row[:, None].to(tl.int64) * M + m[None, :], mask=left_mask, other=0.0)
+        right = tl.load(right_ptr + right_row[:, None].to(tl.int64) * N + n[None, :], mask=right_mask, other=0.0)
+        acc = dot(tl.trans(left), right, acc, PRECISION)
+    out = out_ptr + expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def tile(rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
+    """The tile for experts of about so many rows, on a device of this major compute capability (0: the interpreter)."""
+    if capability == 0:
+        return Tile(16, 32, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tile(16 if rows_each <= 16 else 64, 64, 32, 4, 3)
+    if rows_each <= 16:
+        return Tile(16, 128, 64, 4, 4)
+    if rows_each <= 64 or capability < 9:
+        return Tile(64, 128, 64 if capability >= 9 else 32, 4, 4)
+    return Tile(128, 128, 64, 8, 4)
+
+
+def outer_tile(dtype: torch.dtype, capability: int) -> Tile:
+    """The tile of outer products; its `inner` are rows."""
+    if capability == 0:
+        return Tile(16, 32, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tile(64, 64, 32, 4, 3)
+    return Tile(128, 128, 64, 8, 3) if capability >= 9 else Tile(64, 128, 32, 4, 4)
+
+
+def _precision(tensor: Tensor) -> str:
+    return "tf32x3" if tensor.is_cuda and tensor.dtype == torch.float32 else "ieee"
+
+
+def _capability(tensor: Tensor) -> int:
+    return torch.cuda.get_device_capability(tensor.device)[0] if tensor.is_cuda else 0
+
+
+def times(left: Tensor, weight: Tensor, where: Sorted, k: int = 0) -> Tensor:
+    """left [S, A], or [tokens, A] with the number k of assignments of each, times weight [E, A, N]: [S, N].
+
+    Rows of dropped assignments are undefined.
+    """
+    slots, (experts, inner, columns) = where.order.numel(), weight.shape
+    output = left.new_empty(slots, columns)
+    t = tile(slots // experts, left.dtype, _capability(left))
+    grid = triton.cdiv(slots, t.rows) + experts, triton.cdiv(columns, t.columns)
+    rows_kernel[grid](
+        left, weight, where.order, where.ends, output, inner, columns, weight.stride(0), weight.stride(2),
+        weight.stride(1), max(k, 1), experts, power_of_2(experts + 1), k > 0, _precision(left),
+        t.rows, t.columns, t.inner, num_warps=t.warps, num_stages=t.stages, **FUSED,
+    )  # fmt: skip
+    return output
+
+
+def outer(left: Tensor, right: Tensor, where: Sorted, left_k: int = 0, right_k: int = 0) -> Tensor:
+    """left [S, M] and right [S, N], either in token order (then with its k): [E, M, N]."""
+    experts, m, n = len(where.ends), left.shape[1], right.shape[1]
+    output = left.new_empty(experts, m, n)
+    t = outer_tile(left.dtype, _capability(left))
+    grid = triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts
+    outer_kernel[grid](
+        left, right, where.order, where.ends, output, m, n, max(left_k, right_k, 1), left_k > 0, right_k > 0,
+        _precision(left), t.rows, t.columns, t.inner, num_warps=t.warps, num_stages=t.stages, **FUSED,
+    )  # fmt: skip
+    return output

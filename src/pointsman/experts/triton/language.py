@@ -1,0 +1,47 @@
+"""What several kernels share."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+FUSED = {"enable_fp_fusion": True}
+"""Option of every launch: a product and a sum as one operation. Triton 3.9 warns where it is left open."""
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True"))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b; the interpreter knows no products of bfloat16."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tile_of(ends_ptr, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """The expert that a tile of rows belongs to (E: none), its first row, and where that expert's rows end.
+
+    Every expert has as many tiles as its rows need; their number on the device is at most ceil(S / BM) + E, which the
+    host knows. So there are no tables, and nobody waits.
+    """
+    e = tl.arange(0, EP)
+    ends = tl.load(ends_ptr + e, mask=e < E, other=0)
+    starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+    tiles = tl.where(e < E, (ends - starts + BM - 1) // BM, 0)
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.minimum(tl.sum((upto <= tile).to(tl.int32), 0), E)
+    mine = e == expert
+    before = tl.sum(tl.where(mine, upto - tiles, 0), 0)
+    start = tl.sum(tl.where(mine, starts, 0), 0)
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    return expert, start + (tile - before) * BM, end
+
+
+def power_of_2(number: int, least: int = 1) -> int:
+    """The smallest power of 2 from `number` and `least` on."""
+    return max(least, 1 << max(0, number - 1).bit_length())

@@ -1,0 +1,275 @@
+"""Triton's kernels without a GPU: run in the interpreter, compiled for GPUs that are not there, and left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pointsman.experts import grouped_mm, on_gpu
+from pointsman.ops.kernels import Kernels, using
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="the package triton is not installed: pip install 'pointsman[gpu]'",
+)
+QUICK = (
+    "(test_against_the_reference and ((dtype0 and (case0 or case4)) or (dtype2 and case3)))"
+    " or (test_with_grouped_mm and case0) or (test_dropout_reaches and triton) or test_a_dropped"
+    " or test_an_expert_that_does_not_exist or (test_sort and 9-8-255) or (test_units and silu and 0.3 and True)"
+)
+
+
+def interpreted(*arguments: str, timeout: int = 580) -> subprocess.CompletedProcess[str]:
+    """pytest in a process whose kernels are interpreted."""
+    variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
+        command, cwd=HERE.parents[1], env=variables, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_in_the_interpreter() -> None:
+    ended = interpreted(str(HERE / "triton"), "-k", QUICK)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert ended.stdout.partition("[100%]")[0].count(".") >= 12, "with -q twice, dots are all that is told"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_in_the_interpreter() -> None:
+    ended = interpreted(str(HERE / "triton"), timeout=1700)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+MUTATIONS = {
+    "the mask of the last tile": ("gemm.py", "inside = row < end\n    source", "inside = row >= 0\n    source"),
+    "dropped rows in combine": ("rows.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
+    "the weight of units": ("units.py", "weighted = units * weight", "weighted = units"),
+    "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
+    "the mask in backward": ("units.py", "inner = inner * _kept", "_kept"),
+    "the mask's slot": ("units.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
+    "the last units of a width": ("gemm.py", "(inner[None, :] + start < A)", "(inner[None, :] + start <= A)"),
+}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
+    """What the tests are worth: each of these faults fails one."""
+    file, right, wrong = MUTATIONS[name]
+    package = Path(grouped_mm.__file__).parents[1]
+    copied = tmp_path / "pointsman"
+    subprocess.run(["cp", "-r", str(package), str(copied)], check=True)
+    target = copied / "experts" / "triton" / file
+    text = target.read_text()
+    assert text.count(right) == 1
+    target.write_text(text.replace(right, wrong))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        ended = interpreted(str(HERE / "triton"), "-k", f"{QUICK} or test_masks", timeout=1700)
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    assert ended.returncode == 1, ended.stdout[-3000:]
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    on_gpu.without_triton.cache_clear()
+
+
+def test_without_the_package_torch_alone_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    try:
+        assert "pointsman[gpu]" in str(on_gpu.without_triton((9, 0)))
+        monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+        hidden: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+        parameters: Any = types.SimpleNamespace(w_in=torch.empty(4, 16, 8))
+        for gpu in ("auto", "triton", "mixed"):
+            with using(Kernels(gpu=gpu)):
+                assert on_gpu._way(hidden, parameters) == "grouped_mm"
+    finally:
+        on_gpu.without_triton.cache_clear()
+
+
+@needs_triton
+def test_what_suits_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+
+    def way(gpu: str, width: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        hidden: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=dtype)
+        parameters: Any = types.SimpleNamespace(w_in=torch.empty(4, width, 8))
+        with using(Kernels(gpu=gpu)):
+            return on_gpu._way(hidden, parameters)
+
+    assert [way(gpu, 16) for gpu in ("triton", "mixed", "grouped_mm")] == ["triton", "mixed", "grouped_mm"]
+    assert way("mixed", 17) == way("mixed", 16, torch.float32) == "triton"
+    assert on_gpu.without_triton((7, 5)) == "compute capability 7.5 is below 8.0"
+
+
+@needs_triton
+def test_what_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that fails to compile costs a warning, and the next is taken."""
+    monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+    device, ran = torch.device("cuda:7"), []
+
+    def candidate(name: str, _: torch.device) -> Callable[[], object]:
+        def run() -> None:
+            ran.append(name)
+            if name == "triton":
+                raise RuntimeError("no such instruction\nmore")
+
+        return run
+
+    monkeypatch.setattr(on_gpu, "candidate", candidate)
+    monkeypatch.setattr(on_gpu, "fastest", lambda ways, rounds: next(iter(ways)))
+    with pytest.warns(UserWarning, match="'triton' do not run here: no such instruction"):
+        assert on_gpu.measured(device) == "mixed"
+    on_gpu.measured.cache_clear()
+    assert ran == ["triton", "mixed", "grouped_mm"]
+
+
+# Compiled without a device ------------------------------------------------------------------------------------------
+
+POINTER = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
+FLOAT_ATOMICS = re.compile(r"(?<![\w.])(atom|red)\.[\w.:]*\.(v\d\.)?b?f\d")
+"""Sums whose order depends on the run."""
+
+LIMIT = {90: 227 * 1024, 80: 163 * 1024}  # bytes of shared memory a block
+
+
+def compiled(
+    file: str, name: str, dtype: str, constants: dict[str, Any], capability: int, options: dict[str, int]
+) -> Any:
+    """A kernel for a GPU that is not there. Pointers and widths are divisible by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pointsman.experts.triton.language import FUSED
+
+    kernel = getattr(importlib.import_module(f"pointsman.experts.triton.{file}"), name)
+    whole = {"expert_ptr", "count_ptr", "upto_ptr", "order_ptr", "row_ptr", "row_expert_ptr", "ends_ptr"}
+    exact = {"parts_ptr"} | ({"out_ptr"} if name == "sums_kernel" else set())
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument == "seed_ptr":
+            signature[argument] = "*i64"
+        elif argument.endswith("_ptr"):
+            signature[argument] = "*i32" if argument in whole else "*fp32" if argument in exact else POINTER[dtype]
+        else:
+            signature[argument] = "fp32" if argument in ("rate", "scale") else "i32"
+    loose = {"S", "T", "blocks", "K", "SPLITS", "rate", "scale", *constants}
+    attributes = {(place,): [["tt.divisibility", 16]] for place, one in enumerate(kernel.arg_names) if one not in loose}
+    given = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **FUSED})
+
+
+def registers_and_spills(found: Any, capability: int, folder: Path) -> tuple[int, int]:
+    """What the assembler says."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = folder / "kernel.ptx"
+    source.write_text(found.asm["ptx"])
+    arch = {90: "sm_90a", 80: "sm_80"}[capability]
+    command = [get_ptxas(capability).path, "-v", f"-arch={arch}", str(source), "-o", str(folder / "kernel.cubin")]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.findall(r"Used (\d+) registers", told)[0]), int(re.findall(r"(\d+) bytes spill stores", told)[0])
+
+
+def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, int]]:
+    from pointsman.experts.triton import gemm
+
+    exact = getattr(torch, dtype)
+    tile = gemm.outer_tile(exact, capability // 10) if outer else gemm.tile(rows, exact, capability // 10)
+    constants = {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
+    constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if outer:
+        return "outer_kernel", {**constants, "GATHER_LEFT": False, "GATHER_RIGHT": True}, options
+    inner = {"E": 64, "EP": 128, "GATHER": True}
+    return "rows_kernel", {**constants, **inner, "stride_a": 1}, options
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "outer"),
+    [
+        (1000, "bfloat16", False),
+        pytest.param(1000, "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(64, "float16", False, marks=pytest.mark.slow),
+        pytest.param(8, "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param(8, "float32", False, marks=pytest.mark.slow),
+        pytest.param(1000, "float32", False, marks=pytest.mark.slow),
+        pytest.param(1000, "float32", True, marks=pytest.mark.slow),
+    ],
+)
+def test_products_compile(rows: int, dtype: str, outer: bool, capability: int, tmp_path: Path) -> None:
+    name, constants, options = gemm_case(capability, rows, dtype, outer)
+    found = compiled("gemm", name, dtype, constants, capability, options)
+    registers, spills = registers_and_spills(found, capability, tmp_path)
+    ptx = found.asm["ptx"]
+    hopper = "wgmma.mma_async" in ptx
+    print(f"{name} sm_{capability} {dtype} rows {rows}: {registers} registers, {found.metadata.shared} bytes, {hopper}")
+    assert spills == 0
+    assert found.metadata.shared <= LIMIT[capability]
+    assert hopper or "mma.sync" in ptx, "no matrix instructions"
+    assert hopper or capability < 90 or rows < 64
+    assert "cp.async" in ptx
+    assert not FLOAT_ATOMICS.search(ptx)
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "count": ("sort", "count_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place": ("sort", "place_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place256": ("sort", "place_kernel", "bfloat16", {"E": 256, "EP": 512, "BS": 512}),
+    "gather": ("rows", "gather_kernel", "bfloat16", {"E": 64, "BR": 4, "BD": 1024}),
+    "combine": ("rows", "combine_kernel", "bfloat16", {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024}),
+    "units": ("units", "units_kernel", "bfloat16",
+              {"E": 16, "ACT": 0, "GATED": False, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "gated": ("units", "units_backward_kernel", "bfloat16",
+              {"E": 16, "ACT": 2, "GATED": True, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "backward": ("units", "units_backward_kernel", "bfloat16",
+                 {"E": 16, "ACT": 0, "GATED": False, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "sums": ("units", "sums_kernel", "bfloat16", {"E": 16, "BR": 32, "BH": 128}),
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["combine", *(pytest.param(one, marks=pytest.mark.slow) for one in CASES)])
+def test_other_kernels_compile(case: str, capability: int, tmp_path: Path) -> None:
+    file, name, dtype, constants = CASES[case]
+    found = compiled(file, name, dtype, constants, capability, {"num_warps": 4, "num_stages": 3})
+    registers, spills = registers_and_spills(found, capability, tmp_path)
+    ptx = found.asm["ptx"]
+    print(f"{case} sm_{capability}: {registers} registers, {found.metadata.shared} bytes")
+    assert spills == 0
+    assert found.metadata.shared <= 48 * 1024
+    assert not FLOAT_ATOMICS.search(ptx)
+    if file == "rows":
+        assert re.search(r"ld\.global[^;]*\.v4", ptx), "16 bytes at a time"
+        assert re.search(r"st\.global[^;]*\.v4", ptx)
