@@ -18,7 +18,7 @@ SMALL = {
     "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.hidden_dim": 16,
     "model.num_experts": 4, "model.dropout": 0.0, "batch_size": 4, "segment_length": 8, "memory_length": 8,
     "eval_batch_size": 4, "eval_segment_length": 8, "eval_memory_length": 8, "eval_tokens": 100, "valid_tokens": 50,
-    "checkpoint_every": 2, "keep_checkpoints": 0, "validate_every": 1000, "log_every": 1, "deterministic": True,
+    "checkpoint_every": 2, "keep_checkpoints": 1000, "validate_every": 1000, "log_every": 1, "deterministic": True,
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def words(tmp_path: Path) -> list[str]:
 def pointsman(words: Sequence[str], launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "pointsman", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,12 @@ def test_a_rank_that_hangs_is_named(words: list[str], tmp_path: Path) -> None:
     ) as launcher:
         try:
             one = rank_of(launcher.pid, 1, out)
-            os.kill(one, signal.SIGSTOP)
-            _, told = launcher.communicate(timeout=240)
+            for _ in range(240):
+                os.kill(one, signal.SIGSTOP)
+                time.sleep(0.5)
+                if launcher.poll() is not None:
+                    break
+            _, told = launcher.communicate(timeout=60)
         finally:
             launcher.kill()
     assert launcher.returncode == 75

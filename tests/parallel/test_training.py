@@ -130,7 +130,7 @@ def test_masked_language_modelling(tmp_path: Path) -> None:
         lines = [" ".join(draw.choices(words, k=draw.randint(3, 12))) + "." for _ in range(900)]
         (folder / f"{language}.txt").write_text("\n".join(lines))
     masked(ALONE, str(folder), str(tmp_path / "one"))
-    on_ranks("masked", 4, tmp_path, folder=str(folder), out=str(tmp_path / "four"), layout="experts=2")
+    on_ranks("masked", 4, tmp_path, texts=str(folder), out=str(tmp_path / "four"), layout="experts=2")
     assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
 
 
@@ -170,6 +170,6 @@ def test_a_rank_without_targets_has_no_part_in_the_loss() -> None:
         def total(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
             return [tensor + torch.tensor([3.0, 0.0]).double() for tensor in tensors]
 
-    assert objective.shares([targets, other], Two(0, 2)) == [0.0, 0.4]
+    assert objective.shares([targets, other], Two(0, 2)) == [0.0, torch.tensor(0.4).double()]  # as one process rounds
     assert Objective("plain", 1, None).shares([targets, other], Two(0, 2)) == [0.0, 0.5]  # type: ignore[arg-type]
     assert Objective("plain", 1, None).shares([other], Two(0, 2), even=True) == [0.5]  # type: ignore[arg-type]

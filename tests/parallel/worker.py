@@ -247,6 +247,7 @@ def accelerated(optimizer: Any, ranks: Ranks) -> tuple[Any, Any]:
     from accelerate import Accelerator
 
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for; the ranks have met already
     accelerator = Accelerator(cpu=True)
     assert (accelerator.process_index, accelerator.num_processes) == (ranks.rank, ranks.count)
     return accelerator.prepare(optimizer), accelerator.backward
@@ -364,7 +365,7 @@ def training(
     return ""
 
 
-def masked(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
+def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     """A run of masked language modelling in float64: rows with different numbers of targets, and padding."""
     from pointsman.lab.models.encoder import EncoderConfig
     from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
@@ -379,8 +380,8 @@ def masked(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
         attention_dropout=0.0, max_length=32,
     )  # fmt: skip
     config = RunConfig(
-        model=model, data=f"multilingual:{folder}", steps=4, batch_size=8, segment_length=32, memory_length=0,
-        eval_batch_size=16, eval_tokens=512, valid_tokens=512, train_top_k="2", pieces=150, learning_rate=3e-3,
+        model=model, data=f"multilingual:{texts}", steps=4, batch_size=8, segment_length=32, memory_length=0,
+        eval_batch_size=16, eval_tokens=512, valid_tokens=512, train_top_k="2", pieces=90, learning_rate=3e-3,
         validate_every=4, checkpoint_every=4, log_every=1, accumulation=2, mask_rate=0.02, deterministic=True,
     )  # fmt: skip
     task = one_after_another(ranks, lambda: Masked.open(config))

@@ -131,5 +131,6 @@ def _leave(ranks: Ranks, error: BaseException) -> None:
 
 def _end_with_launcher() -> None:
     """Ends this process when the one that started it is gone: its end of the pipe closes."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # the descriptor: a lock on sys.stdin would be in the way of a normal end
+        pass
     os._exit(1)

@@ -7,6 +7,7 @@ long, so that a text taken in segments, or a token at a time, gives what one lon
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
@@ -65,7 +66,7 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
         memory = self.checked(memory, embedded, self.config.dim)
         key_mask = mask_of_keys(memory, padding_mask, tokens)
         context = RelativeContext(
-            positions=self._drop(self._sinusoids(memory.length + tokens.shape[1], embedded)),
+            positions=self._dropped(self._sinusoids(memory.length + tokens.shape[1], embedded)),
             content_bias=self.position_encoding.content_bias,
             position_bias=self.position_encoding.position_bias,
             key_mask=key_mask,
@@ -78,6 +79,10 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
             hidden = self.final_norm(hidden)
         assert kept is not None
         return hidden, kept
+
+    def _dropped(self, positions: Tensor) -> Tensor:
+        """Equal on all ranks: positions belong to no row."""
+        return F.dropout(positions, self.config.dropout, self.training)
 
     def _sinusoids(self, keys: int, like: Tensor) -> Tensor:
         """[keys, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""

@@ -72,7 +72,10 @@ class Objective:
                 return list(targets[0].new_full((parts,), 1 / (parts * ranks.count), dtype=torch.float64))
             own = torch.stack([targets_in(each) for each in targets]).double()
             (every,) = ranks.total(own)
-            return list(own / (every.sum() if self.weighted_by_targets else parts * every).clamp_min(1))
+            of_the_step = torch.full_like(every, 1 / parts)
+            if self.weighted_by_targets:  # rounded as in one process
+                of_the_step = (every / every.sum().clamp_min(1)).to(torch.get_default_dtype())
+            return list(own / every.clamp_min(1) * of_the_step)
         if not self.weighted_by_targets or parts == 1:
             return None
         counts = torch.stack([(each >= 0).sum() for each in targets])
