@@ -173,8 +173,10 @@ def test_a_run_of_pieces_resumes_bit_for_bit_and_leaves_with_its_tokenizer(text:
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert main(list(words)) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
     assert len(lines) == 1, lines
+    assert not captured.out
     return lines[0]
 
 
@@ -209,6 +211,7 @@ def test_bad_input_is_one_line(
         ([*start, str(unknown)], "'llama' is no class that a decoder can be"),
         ([*start, str(latent)], "latent attention"),
         ([*start, str(exported), "--tokenizer", str(other)], "the tokenizer does not fit: it has 330 ids"),
+        (["train", "--data", str(text), "--tokenizer", str(text), *out], f"{text}: not a tokenizer"),
         (["train", "hyperrouter-enwik8-small", "--from", str(exported), *out], "leave the recipe out"),
     ):
         assert says in refused(capsys, *words), says

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     device = choose_device(values.device)
     from pointsman._files import write_whole
     from pointsman.control import set_top_k
-    from pointsman.lab.evaluation.generation import Sampling, sparse_layer
+    from pointsman.lab.evaluation.generation import Sampling, check_prompts, sparse_layer
     from pointsman.lab.models.language_model import LanguageModel
     from pointsman.lab.training.run import load_run
     from pointsman.ops.kernels import using
@@ -60,7 +60,11 @@ def run(arguments: Sequence[str]) -> int:
         raise RunError(f"{values.run}: models of the family {loaded.config.model.family!r} continue no text")
     sampling = Sampling(0.0 if values.greedy else values.temperature, values.top_p, values.seed)
     layer = sparse_layer(loaded.model, values.layer) if values.show_experts else None
-    prompts = [loaded.vocabulary.encode(prompt) for prompt in values.prompt]
+    encoded = [loaded.vocabulary.encode_compact(prompt) for prompt in values.prompt]
+    prompts = [ids for ids, _ in encoded]
+    if missed := sum(count for _, count in encoded):
+        print(f"{missed} {loaded.vocabulary.level}s of the prompt are unknown to the model", file=sys.stderr)
+    check_prompts(prompts, loaded.context)  # before anything is printed
     writer = Writer(loaded.vocabulary, prompts, values.prompt, loaded.vocabulary.end_id, layer)
     if loaded.sparse:
         set_top_k(loaded.model, values.top_k or loaded.last_top_k)

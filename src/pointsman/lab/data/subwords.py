@@ -116,12 +116,11 @@ def open_tokenizer(name: str) -> Subwords | None:
         return None
     path = Path(name).expanduser()
     if path.is_file():
-        return _from_model(path) if path.suffix == ".model" else Subwords(_read(path))
+        return _from_model(path) if path.suffix == ".model" else _from_json(path)
     if not path.is_dir():
         raise RunError(f"tokenizer {name!r}: no file and no folder; allowed are pieces:V and paths of tokenizers")
-    if (path / "tokenizer.json").is_file():
-        files = {name: _read(path / name) for name in COMPANIONS if (path / name).is_file()}
-        return Subwords(_read(path / "tokenizer.json"), files)
+    if (given := path / "tokenizer.json").is_file():
+        return _from_json(given, {name: _read(path / name) for name in COMPANIONS if (path / name).is_file()})
     if not has_tokenizer(path):
         raise RunError(f"tokenizer {name!r}: the folder holds no tokenizer")
     from pointsman.hf.loading import load_tokenizer
@@ -130,6 +129,14 @@ def open_tokenizer(name: str) -> Subwords | None:
     if backend is None:
         raise RunError(f"tokenizer {name!r}: it has no form that the tokenizers library knows (a tokenizer.json)")
     return Subwords(backend.to_str())
+
+
+def _from_json(path: Path, files: Mapping[str, str] | None = None) -> Subwords:
+    text = _read(path)
+    try:
+        return Subwords(text, files)
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from None
 
 
 def has_tokenizer(folder: Path) -> bool:
