@@ -112,8 +112,8 @@ def examine(kind: str) -> Row:
         return changed
 
     def own() -> None:
-        if row.results.get("audit") or row.results.get("router"):
-            raise ValueError(row.results["audit"] or row.results["router"])
+        if not row.routers:
+            raise ValueError(row.results["audit"] or without)
         (spec,) = row.routers
         replaced(spec)
 
@@ -141,7 +141,9 @@ def examine(kind: str) -> Row:
         close(output_of(model), eager)
 
     note("audit", audited)
+    without = row.results.pop("router", "")  # of all layers, or of some
     note("router", own)
+    row.results["router"] = row.results["router"] or without
     note("set_top_k", served)
     note("replace_routers", lambda: replaced("hyperrouter") and None)
     note("mixers", mixed)

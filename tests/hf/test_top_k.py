@@ -78,7 +78,7 @@ def test_refusals_change_nothing() -> None:
         ("mixtral", True, "from 1 to 8"),
         ("deepseek_v3", 5, "from 1 to 4"),  # one of two groups of four
         ("phimoe", 1, "whatever k is"),
-        ("deepseek_v4", 1, "input_ids"),
+        ("deepseek_v4", 1, "chooses experts by token id"),
     ):
         model = zoo.tiny_model(name)
         kept = {path: module.top_k for path, module in model.named_modules() if hasattr(module, "top_k")}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 PROBE_TOKENS = 6
 NO_GATE = "{}: no gate next to experts: not a known mixture of experts"
+BY_TOKEN_ID = "chooses experts by token id, from a table"
 Kind = Literal["softmax", "sigmoid", "other"]
 
 
@@ -148,6 +149,8 @@ def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
             continue
         if isinstance(getattr(block, parameter.name, None), Tensor):
             names.append(parameter.name)
+        elif parameter.name == "input_ids":
+            raise NotAGateError(f"{type(module).__name__} {BY_TOKEN_ID}")
         elif parameter.default is parameter.empty:
             raise NotAGateError(f"{type(module).__name__} also needs {parameter.name!r}, which is not the block's")
     return tuple(names)

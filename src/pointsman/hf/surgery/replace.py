@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pointsman.hf.counterpart import correction_bias, virtual_experts_of
-from pointsman.hf.gates import NO_GATE, Form, Gate, survey
+from pointsman.hf.gates import BY_TOKEN_ID, NO_GATE, Form, Gate, survey
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
 from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, has_own_rule, shared_by_default
@@ -43,6 +43,8 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     class's code after the logits. With the spec that `audit` names for the model, outputs do not change at first;
     `loss-free` starts from the class's correction bias and updates it in `step_end` (`pointsman.hf.StepEnd`).
 
+    Layers whose gate is a table of token ids (DeepSeek-V4's first ones) keep it.
+
     Routers compute in float32. The specs are stored in the model's configuration: `save_pretrained` and
     `from_pretrained` restore them in any process that has imported `pointsman.hf`.
 
@@ -61,6 +63,7 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         raise ValueError(f"replace_routers: start={start!r}: allowed are 'pretrained' and 'fresh'")
     specs = split_specs(spec)
     gates, reasons = survey(model)
+    reasons = [reason for reason in reasons if not reason.endswith(BY_TOKEN_ID)]
     if reasons or not gates:
         raise ValueError("replace_routers: " + (reasons[0] if reasons else NO_GATE.format(type(model).__name__)))
     resolved = []
