@@ -27,6 +27,7 @@ QUICK = (
     "(test_against_the_reference and ((dtype0 and (case0 or case4)) or (dtype2 and case3)))"
     " or (test_with_grouped_mm and case0) or (test_dropout_reaches and triton) or test_a_dropped"
     " or test_an_expert_that_does_not_exist or (test_sort and 9-8-255) or (test_units and silu and 0.3 and True)"
+    " or (test_products and 30-24-40-False-True-dtype0)"
 )
 
 
@@ -57,6 +58,11 @@ def test_all_in_the_interpreter() -> None:
 
 MUTATIONS = {
     "the mask of the last tile": ("gemm.py", "inside = row < end\n    source", "inside = row >= 0\n    source"),
+    "the mask of the last rows": (
+        "gemm.py",
+        "inside = row < end\n        left_row",
+        "inside = row >= 0\n        left_row",
+    ),
     "dropped rows in combine": ("rows.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
     "the weight of units": ("units.py", "weighted = units * weight", "weighted = units"),
     "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
@@ -89,7 +95,7 @@ def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
-    assert ended.returncode == 1, ended.stdout[-3000:]
+    assert ended.returncode, ended.stdout[-3000:]
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,3 +279,68 @@ def test_other_kernels_compile(case: str, capability: int, tmp_path: Path) -> No
     if file == "rows":
         assert re.search(r"ld\.global[^;]*\.v4", ptx), "16 bytes at a time"
         assert re.search(r"st\.global[^;]*\.v4", ptx)
+
+
+# On a device --------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("products", ["triton", "mixed"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_device(problem: Callable[..., Any], products: str, gated: bool, dtype: torch.dtype) -> None:
+    from pointsman.experts.reference import ExpertParameters
+    from pointsman.experts.triton import function
+
+    if products == "mixed" and dtype != torch.bfloat16:
+        pytest.skip("grouped_mm waits for the host")
+    for favourite in (0.0, 20.0):
+        case = problem(700, 64, 96, 9, 2, dtype=dtype, gated=gated, dropped=0.2, favourite=favourite)
+
+        def on_device(case: Any) -> torch.Tensor:
+            tensors = (None if tensor is None else tensor.cuda() for tensor in case.parameters)
+            given = case.hidden.cuda(), case.weights.cuda(), case.routing.experts.cuda(), ExpertParameters(*tensors)
+            return function.apply(*given, case.activation, 0.0, products).cpu()
+
+        case.check(on_device)
+        results = []
+        for _ in range(2):  # bit for bit
+            output = on_device(case)
+            results.append([output, *torch.autograd.grad(output.float().square().sum(), case.leaves)])
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("products", ["triton", "mixed"])
+def test_a_step_is_captured_in_a_graph(problem: Callable[..., Any], products: str) -> None:
+    from pointsman.experts.reference import ExpertParameters
+    from pointsman.experts.triton import function
+
+    case = problem(512, 64, 96, 8, 2, dtype=torch.bfloat16)
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves]
+    experts, gradient = case.routing.experts.cuda(), torch.randn(512, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        hidden, weights, *tensors = leaves
+        output = function.apply(hidden, weights, experts, ExpertParameters(*tensors), "relu", 0.0, products)
+        return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = [tensor.clone() for tensor in step()]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    experts.copy_(experts.flip(0))
+    graph.replay()
+    assert not torch.equal(captured[0], expected[0])
+    experts.copy_(experts.flip(0))
+    graph.replay()
+    assert all(torch.equal(got, value) for got, value in zip(captured, expected, strict=True))

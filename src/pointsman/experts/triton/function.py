@@ -73,20 +73,23 @@ def forward(
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output without b_out, then what backward needs: u, g (empty if there is none), and the four of `Sorted`."""
-    hidden, weight, k = hidden.contiguous(), weight.contiguous(), expert.shape[1]
-    where = sort(expert.contiguous(), len(w_in))
-    ours = products == GEMM
-    rows = hidden if ours else gather(hidden, where, k)
+    with torch.cuda.device_of(hidden):  # where Triton launches
+        hidden, weight, k = hidden.contiguous(), weight.contiguous(), expert.shape[1]
+        where = sort(expert.contiguous(), len(w_in))
+        ours = products == GEMM
+        rows = hidden if ours else gather(hidden, where, k)
 
-    def inward(weights: Tensor, rows: Tensor = rows) -> Tensor:
-        turned = weights.transpose(1, 2)
-        return gemm.times(rows, turned, where, k) if ours else grouped_mm(rows, turned, where.ends)
+        def inward(weights: Tensor, rows: Tensor = rows) -> Tensor:
+            turned = weights.transpose(1, 2)
+            return gemm.times(rows, turned, where, k) if ours else grouped_mm(rows, turned, where.ends)
 
-    up = inward(w_in)
-    gate = None if w_gate is None else inward(w_gate)
-    each = units.units(up, gate, where, units.Setting(activation, dropout, seed, b_in, b_gate))
-    output = combine(_times(each, w_out.transpose(1, 2), where, products), where, len(hidden), hidden.shape[1], weight)
-    return output, up, up.new_empty(0) if gate is None else gate, *where
+        up = inward(w_in)
+        gate = None if w_gate is None else inward(w_gate)
+        each = units.units(up, gate, where, units.Setting(activation, dropout, seed, b_in, b_gate))
+        output = combine(
+            _times(each, w_out.transpose(1, 2), where, products), where, len(hidden), hidden.shape[1], weight
+        )
+        return output, up, up.new_empty(0) if gate is None else gate, *where
 
 
 @forward.register_fake
@@ -121,35 +124,36 @@ def backward(
     products: str,
 ) -> list[Tensor]:
     """Gradients of hidden, weight, w_in, w_out and, where there are such, of b_in, w_gate, b_gate."""
-    hidden, weight, gradient = hidden.contiguous(), weight.contiguous(), gradient.contiguous()
-    where, k, ours = Sorted(order, row, row_expert, ends), weight.shape[1], products == GEMM
-    gated = gate if w_gate is not None else None
-    upper = gradient if ours else gather(gradient, where, k)
-    inner = gemm.times(upper, w_out, where, k) if ours else grouped_mm(upper, w_out, ends)
-    setting = units.Setting(activation, dropout, seed, b_in, b_gate)
-    d_up, d_gate, weighted, d_weight = units.units_backward(inner, up, gated, weight, where, setting)
-    del inner
+    with torch.cuda.device_of(hidden):
+        hidden, weight, gradient = hidden.contiguous(), weight.contiguous(), gradient.contiguous()
+        where, k, ours = Sorted(order, row, row_expert, ends), weight.shape[1], products == GEMM
+        gated = gate if w_gate is not None else None
+        upper = gradient if ours else gather(gradient, where, k)
+        inner = gemm.times(upper, w_out, where, k) if ours else grouped_mm(upper, w_out, ends)
+        setting = units.Setting(activation, dropout, seed, b_in, b_gate)
+        d_up, d_gate, weighted, d_weight = units.units_backward(inner, up, gated, weight, where, setting)
+        del inner
 
-    def outer(left: Tensor, right: Tensor, left_k: int = 0, right_k: int = 0) -> Tensor:
-        if ours:
-            return gemm.outer(left, right, where, left_k, right_k)
-        return _zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
+        def outer(left: Tensor, right: Tensor, left_k: int = 0, right_k: int = 0) -> Tensor:
+            if ours:
+                return gemm.outer(left, right, where, left_k, right_k)
+            return _zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
 
-    d_w_out = outer(upper, weighted, left_k=k)
-    del upper, weighted
-    rows = hidden if ours else gather(hidden, where, k)
-    d_w_in = outer(d_up, rows, right_k=k)
-    through = _times(d_up, w_in, where, products)
-    gradients = [d_weight, d_w_in, d_w_out]
-    if b_in is not None:
-        gradients.append(units.sums(d_up, where))
-    if d_gate is not None:
-        assert w_gate is not None
-        gradients.append(outer(d_gate, rows, right_k=k))
-        through = through.add_(_times(d_gate, w_gate, where, products))
-        if b_gate is not None:
-            gradients.append(units.sums(d_gate, where))
-    return [combine(through, where, len(hidden), hidden.shape[1]), *gradients]
+        d_w_out = outer(upper, weighted, left_k=k)
+        del upper, weighted
+        rows = hidden if ours else gather(hidden, where, k)
+        d_w_in = outer(d_up, rows, right_k=k)
+        through = _times(d_up, w_in, where, products)
+        gradients = [d_weight, d_w_in, d_w_out]
+        if b_in is not None:
+            gradients.append(units.sums(d_up, where))
+        if d_gate is not None:
+            assert w_gate is not None
+            gradients.append(outer(d_gate, rows, right_k=k))
+            through = through.add_(_times(d_gate, w_gate, where, products))
+            if b_gate is not None:
+                gradients.append(units.sums(d_gate, where))
+        return [combine(through, where, len(hidden), hidden.shape[1]), *gradients]
 
 
 @backward.register_fake

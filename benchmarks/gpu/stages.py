@@ -1,0 +1,241 @@
+"""The stages of `benchmarks/gpu`, each a function that records figures as it finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.experts import on_gpu
+from pointsman.lab.benchmark.cases import Case
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS
+from pointsman.ops.kernels import Kernels, using
+
+ROOT = Path(__file__).parents[2]
+WARM, ROUNDS = 0.5, 20
+SHAPES = (  # tokens, dim, hidden_dim, experts, k
+    (4096, 1024, 2048, 16, 2), (11264, 256, 512, 16, 2), (11264, 256, 512, 16, 16), (32768, 1024, 2048, 16, 2),
+    (32768, 1024, 512, 64, 8), (32768, 2048, 768, 128, 8), (32768, 2048, 4096, 64, 2), (65536, 1024, 4096, 32, 1),
+    (1, 1024, 2048, 64, 8), (32, 1024, 2048, 64, 8),
+)  # fmt: skip
+TINY = ((24, 16, 32, 4, 2),)
+
+
+class Record:
+    """Figures in a JSON file, written anew with each."""
+
+    def __init__(self, file: Path, device: str, tiny: bool) -> None:
+        self.file, self.device, self.tiny = file, torch.device(device), tiny
+        self.figures: dict[str, Any] = {"device": device, "tiny": tiny, "summary": ""}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+        self.file.write_text(json.dumps(self.figures, indent=1))
+        print(name, value, flush=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        """The median of calls, after a warm-up; on a GPU by its own clock."""
+        rounds, end = (1, 0.0) if self.tiny else (ROUNDS, time.monotonic() + WARM)
+        call()
+        while time.monotonic() < end:
+            call()
+        times = []
+        for _ in range(rounds):
+            if self.device.type == "cuda":
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                stop.record()
+                stop.synchronize()
+                times.append(start.elapsed_time(stop))
+            else:
+                began = time.perf_counter()
+                call()
+                times.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(times)
+
+
+def facts(record: Record) -> None:
+    """Versions, the device, its copy bandwidth and its rate in a large product."""
+    record["versions"] = {"torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda}
+    record["triton"] = on_gpu.without_triton(None) or __import__("triton").__version__
+    if record.device.type == "cuda":
+        record["name"] = torch.cuda.get_device_name(record.device)
+        record["capability"] = torch.cuda.get_device_capability(record.device)
+    size = 1 << 10 if record.tiny else 1 << 30
+    source = torch.empty(size, dtype=torch.uint8, device=record.device)
+    target = torch.empty_like(source)
+    record["copy_GB_per_s"] = 2 * size / 1e6 / record.milliseconds(lambda: target.copy_(source))
+    side = 64 if record.tiny else 8192
+    left, right = record.randn(side, side), record.randn(side, side)
+    record["product_TFLOP_per_s"] = 2 * side**3 / 1e9 / record.milliseconds(lambda: left @ right)
+    found = record.figures
+    record["summary"] = f"{found['copy_GB_per_s']:.0f} GB/s, {found['product_TFLOP_per_s']:.0f} TFLOP/s"
+
+
+def tests(record: Record) -> None:
+    """The tests that need a GPU; warnings are listed, not errors."""
+    paths = ["tests/experts", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
+    options = ["--collect-only"] if record.tiny else []
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:xdist", *options, *paths]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    record["output"] = ended.stdout[-20000:]
+    record["code"] = ended.returncode
+    went = "collected" if record.tiny else "passed"
+    record["summary"] = went if ended.returncode == 0 else f"pytest ended with {ended.returncode}"
+
+
+def micro(record: Record) -> None:
+    """Single operators behind estimates: aligned rows, grouped products, gathers, sorts."""
+    rows = 8 if record.tiny else 2816
+    for columns in (1024, 1025, 1032):
+        left, right = record.randn(8, rows, 64), record.randn(8, columns, 64).mT
+        record[f"bmm_{columns}_columns_ms"] = record.milliseconds(lambda left=left, right=right: left @ right)
+    for tokens, dim, hidden, experts, k in TINY if record.tiny else SHAPES[:5]:
+        slots = tokens * k
+        left, weight = record.randn(slots, dim), record.randn(experts, hidden, dim).mT
+        ends = torch.linspace(slots / experts, slots, experts, device=record.device).to(torch.int32)
+        time_ = record.milliseconds(lambda a=left, w=weight, e=ends: torch.nn.functional.grouped_mm(a, w, offs=e))
+        record[f"grouped_mm_{slots}x{dim}x{hidden}_of_{experts}_ms"] = time_
+        index = torch.randint(0, slots, (slots,), device=record.device)
+        record[f"index_select_{slots}x{dim}_ms"] = record.milliseconds(lambda a=left, i=index: a.index_select(0, i))
+        places = index.view(tokens, k)
+        time_ = record.milliseconds(
+            lambda a=left, p=places: torch.nn.functional.embedding_bag(p, a, mode="sum", padding_idx=0)
+        )
+        record[f"embedding_bag_{slots}x{dim}_ms"] = time_
+        for dtype in (torch.int64, torch.uint8):
+            keys = (index % experts).to(dtype)
+            time_ = record.milliseconds(lambda keys=keys: keys.sort(stable=True))
+            record[f"sort_{slots}_{str(dtype)[6:]}_ms"] = time_
+    record["summary"] = f"bmm with 1025 columns: {record.figures['bmm_1025_columns_ms']:.3f} ms"
+
+
+def ways() -> list[str]:
+    return ["grouped_mm"] if on_gpu.without_triton(None) else ["triton", "mixed", "grouped_mm"]
+
+
+def layer(record: Record) -> None:
+    """The experts and a router, forward and backward: our kernels, peers, and the dense limit."""
+    best = []
+    for shape in TINY if record.tiny else SHAPES:
+        case = Case("x".join(map(str, shape)), *shape, str(record.dtype)[6:], device=str(record.device))
+        times: dict[str, Any] = {}
+        for name in (*ways(), "transformers grouped_mm", "transformers eager", "limit"):
+            key = "pointsman" if name in ways() else name
+            if key not in IMPLEMENTATIONS or not IMPLEMENTATIONS[key].installed:
+                continue
+            try:
+                times[name] = one_layer(record, case, key, name)
+            except (RuntimeError, NotImplementedError) as error:
+                times[name] = {"error": str(error).partition("\n")[0]}
+        record[case.name] = times
+        ours = [each["ms"] for name, each in times.items() if name in ways() and "ms" in each]
+        theirs = [each["ms"] for name, each in times.items() if name.startswith("transformers") and "ms" in each]
+        best += [min(theirs) / min(ours)] if ours and theirs else []
+    record["summary"] = f"best peer over ours, median: {statistics.median(best):.2f}" if best else "no peer ran"
+
+
+def one_layer(record: Record, case: Case, key: str, name: str) -> dict[str, float]:
+    function, module = IMPLEMENTATIONS[key].build(case)
+    module.to(record.device, record.dtype)
+    leaves = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def call() -> None:
+        hidden = record.randn(case.tokens, case.dim).requires_grad_()
+        output = function(hidden)
+        torch.autograd.grad(output, [hidden, *leaves], output, allow_unused=True)
+
+    cuda = record.device.type == "cuda"
+    with using(Kernels(gpu=name if name in ways() else "grouped_mm")):
+        call()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(record.device)
+        time_ = record.milliseconds(call)
+    memory = torch.cuda.max_memory_allocated(record.device) / 1e9 if cuda else 0.0
+    return {"ms": time_, "TFLOP_per_s": case.operations / 1e9 / time_, "memory_GB": memory}
+
+
+def steps(record: Record) -> None:
+    """Training steps of HyperRouter's small model: eager and as a graph."""
+    from pointsman.lab.benchmark.steps import SETTINGS, Steps
+
+    settings = {**SETTINGS, "preset": "tiny"} if record.tiny else SETTINGS
+    found = []
+    for k in (2,) if record.tiny else (2, 9, 16):
+        for way in ("eager",) if record.device.type != "cuda" else ("eager", "graph"):
+            state = Steps(way, str(record.device), {**settings, "train_top_k": str(k)})
+            record[f"{way}_k{k}"] = figures = state.measure(0)
+            found.append(f"{way} k {k}: {1e3 * figures['total']:.1f} ms" if "total" in figures else way)
+            del state
+    record["summary"] = "; ".join(found)
+
+
+def tune(record: Record) -> None:
+    """Tiles of our grouped products: the fastest for each class of rows an expert, for `experts/triton/gemm.tile`."""
+    if (missing := on_gpu.without_triton(None)) or (
+        record.device.type != "cuda" and not os.environ.get("TRITON_INTERPRET")
+    ):
+        record["summary"] = missing or "needs a GPU"
+        return
+    from pointsman.experts.triton import gemm, sort
+
+    candidates = [gemm.Tile(16, 32, 16, 4, 1)] if record.tiny else [
+        gemm.Tile(rows, columns, inner, warps, stages)
+        for rows in (16, 64, 128) for columns in (64, 128, 256) for inner in (32, 64) for warps in (4, 8)
+        for stages in (3, 4)
+    ]  # fmt: skip
+    plain = gemm.tile
+    for tokens, dim, hidden, experts, k in TINY if record.tiny else SHAPES:
+        expert = torch.rand(tokens, experts, device=record.device).topk(k, -1).indices
+        where, left = sort.sort(expert, experts), record.randn(tokens, dim)
+        weight, times = record.randn(experts, hidden, dim).mT, {}
+        for tile in candidates:
+            gemm.tile = lambda *_, tile=tile: tile
+            try:
+                times[str(tuple(tile))] = record.milliseconds(lambda: gemm.times(left, weight, where, k))  # noqa: B023
+            except Exception as error:  # too much shared memory, for instance
+                times[str(tuple(tile))] = None
+                print(tile, str(error).partition("\n")[0])
+        gemm.tile = plain
+        ran = {name: value for name, value in times.items() if value is not None}
+        record[f"{tokens * k // experts}_rows_{dim}x{hidden}"] = {"best": min(ran, key=ran.__getitem__), "ms": times}
+    record["summary"] = f"{len(record.figures) - 3} shapes"
+
+
+def run(record: Record) -> None:
+    """Short schedules of HyperRouter's small model on enwik8 for five routers."""
+    routers = "smoe,smoe-dropout,hyperrouter,frozen-scaled,frozen-temperature"
+    sizes = ["--preset", "tiny", "--steps", "2", "--routers", "smoe", "--data", "stdlib", "--eval-tokens", "1000"]
+    if not record.tiny:
+        sizes = ["--preset", "small", "--steps", "40000", "--routers", routers, "--data", "enwik8",
+                 "--eval-tokens", "500000", "--top-k", "1,2,4,8,16", "--set", "cuda_graph=true"]  # fmt: skip
+    out = str(record.file.with_suffix(""))
+    command = [sys.executable, "-m", "pointsman", "compare", *sizes, "--device", str(record.device), "--out", out]
+    record["command"] = command
+    record["code"] = subprocess.run(command, cwd=ROOT, check=False).returncode
+    record["summary"] = f"see {out}"
+
+
+STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, steps, tune, run)}
+
+if __name__ == "__main__":
+    stage_, file_, device_, tiny_ = sys.argv[1:]
+    STAGES[stage_](Record(Path(file_), device_, bool(int(tiny_))))
