@@ -20,8 +20,8 @@ examples:
 cases, as tokens x width, hidden units, experts, k: a 11264 x 256, 512, 16, 2 (and fewer tokens, other k); b 4096 x 352,
 352, 16, 2; c 2048 x 768, 3072, 32, 1; decode: 1, 4 and 32 tokens x 1024, 2048, 64, 8; decode-small the same x 256, 512,
 16, 2; routers, the share of each in configuration a; on a GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and
-2048, twice and four times as many hidden units, 16 and 64, 2 and 8, in bf16; and steps, training steps of HyperRouter's
-small Transformer-XL: eager, compiled, as CUDA graphs.
+2048, twice and four times as many hidden units, 16 and 64, 2 and 8, in bf16 (one of them:
+gpu-1024x2048-e16-k2); and steps, training steps of HyperRouter's small Transformer-XL: eager, compiled, as CUDA graphs.
 """
 
 

@@ -202,9 +202,12 @@ def test_cases() -> None:
     assert all(case.device == "cuda:1" for case in cases("cuda:1", quick=False))
     assert {case.name for case in cases("cpu", False, ["decode", "b"])} == {"decode", "b"}
     assert set(NAMES) == {case.name for device in ("cpu", "cuda") for case in cases(device, False)} | {
+        "gpu",
         "routers",
         "steps",
     }
+    assert len(cases("cuda", False, ["gpu"])) == len({case.name for case in cases("cuda", False)}) == 16
+    assert [case.k for case in cases("cuda", False, ["gpu-2048x4096-e64-k8"])] == [8]
     grid = {(case.dim, case.hidden_dim // case.dim, case.num_experts, case.k) for case in cases("cuda", False)}
     assert grid == set(product((1024, 2048), (2, 4), (16, 64), (2, 8)))
     assert {(case.tokens, case.dtype) for case in cases("cuda", False)} == {(32768, "bfloat16")}

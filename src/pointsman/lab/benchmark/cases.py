@@ -53,7 +53,16 @@ DECODING = (
     *(Case("decode-small", tokens, 256, 512, 16, 2, train=False) for tokens in (1, 4, 32)),
 )
 ON_GPU = tuple(
-    Case("gpu", 32768, dim, factor * dim, num_experts, k, "bfloat16", device="cuda")
+    Case(
+        f"gpu-{dim}x{factor * dim}-e{num_experts}-k{k}",
+        32768,
+        dim,
+        factor * dim,
+        num_experts,
+        k,
+        "bfloat16",
+        device="cuda",
+    )
     for dim, factor, num_experts, k in product((1024, 2048), (2, 4), (16, 64), (2, 8))
 )
 STEPS = "steps"
@@ -64,7 +73,10 @@ STEPS_TOP_K = (2, 8)
 ROUTERS = "routers"
 """Every router's share of configuration a."""
 
-NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_GPU)), ROUTERS, STEPS]))
+GPU = "gpu"
+"""All cases on a GPU."""
+
+NAMES = tuple(dict.fromkeys([*(case.name for case in (*TRAINING, *DECODING, *ON_GPU)), GPU, ROUTERS, STEPS]))
 
 
 def cases(device: str, quick: bool, names: Collection[str] | None = None) -> list[Case]:
@@ -75,7 +87,9 @@ def cases(device: str, quick: bool, names: Collection[str] | None = None) -> lis
     else:
         both = (A, DECODING[0]) if quick else (*TRAINING, *DECODING)
         chosen = [replace(case, dtype=dtype) for case in both for dtype in ("float32", "bfloat16")]
-    return [case for case in chosen if names is None or case.name in names]
+    if names is None or (GPU in names and device != "cpu"):
+        return chosen
+    return [case for case in chosen if case.name in names]
 
 
 def router_cases(device: str, names: Collection[str] | None = None) -> list[Case]:

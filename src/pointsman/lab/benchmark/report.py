@@ -163,7 +163,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def _short(case: Case) -> str:
-    if case.name == "gpu":
+    if case.name.startswith("gpu"):
         return f"d {case.dim}, h {case.hidden_dim}, N {case.num_experts}, k {case.k}"
     return f"{case.name}, k {case.k}, {case.tokens}, {_SHORT[case.dtype]}"
 
@@ -190,7 +190,7 @@ def plot(benchmark: Benchmark, path: Path) -> Path:
     bars.set_ylabel("time over the limit")
     labels = [_short(result.case) for result in benchmark.results]
     bars.set_xticks([x + 0.4 for x in range(len(labels))], labels, fontsize=7, rotation=60, ha="right")
-    if benchmark.results[0].case.name != "gpu":
+    if not benchmark.results[0].case.name.startswith("gpu"):
         bars.set_xlabel("case, k, tokens, type")
     bars.legend(fontsize=7, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     for axis, (name, points) in zip(axes[1:, 0], benchmark.growth.items(), strict=True):
