@@ -36,12 +36,18 @@ class Batch:
         targets: [B, T], for readers that return a loss.
         mask: [B, T] bool, True for tokens that count; None: all.
         group: number of the text's group (its language), from 0; None: there are no groups.
+        token_ids: [B, T], what specialisation is measured against; None: `inputs`. Of images, the class of each.
     """
 
     inputs: Tensor
     targets: Tensor | None = None
     mask: Tensor | None = None
     group: int | None = None
+    token_ids: Tensor | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        return self.inputs if self.token_ids is None else self.token_ids
 
 
 Reader = Callable[[nn.Module, Batch], Tensor | None]
@@ -70,7 +76,7 @@ class _OtherModel:
         self.records: dict[str, Routing] = {}
 
     def update(self, batch: Batch) -> None:
-        with self.diagnostics.observe(self.model, batch.inputs, batch.mask) as self.records:
+        with self.diagnostics.observe(self.model, batch.ids, batch.mask) as self.records:
             self.read(self.model, batch)
 
     def result(self) -> dict[str, Any]:
@@ -145,7 +151,7 @@ def diagnose(
             if count < jacobian_batches:
                 for name, of in layer_gradients(model, partial(for_jacobian, model, batch)).items():
                     jacobian[name].update(of.hidden, of.gradient, of.context, batch.mask)
-            with diagnostics.observe(model, batch.inputs, batch.mask) as records:
+            with diagnostics.observe(model, batch.ids, batch.mask) as records:
                 read(model, batch)
             if batch.group is not None:
                 for name, routing in records.items():

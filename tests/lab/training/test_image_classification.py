@@ -16,6 +16,8 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.lab.diagnosis import Settings as DiagnosisSettings
+from pointsman.lab.diagnosis import diagnose_path
 from pointsman.lab.finetuning.images import finetune_images
 from pointsman.lab.models.vit import VisionTransformerConfig
 from pointsman.lab.progress import Quiet
@@ -118,6 +120,23 @@ def test_it_learns_and_its_figures_can_be_read_again(settings: Settings, tmp_pat
     with torch.no_grad():
         found = saved.model(pixels).argmax(-1)
     assert float((found == torch.from_numpy(labels)).float().mean()) == pytest.approx(rows[2]["value"])
+
+
+def test_a_run_is_diagnosed_with_its_earlier_checkpoints(settings: Settings, tmp_path: Path) -> None:
+    for router in ("vmoe", "smoe"):
+        train(settings(router), tmp_path / router)
+    found = diagnose_path(tmp_path / "vmoe", [tmp_path / "smoe"], DiagnosisSettings(tokens=40, top_k=(2, 4)))
+    assert found["protocol"]["images"] == 10
+    assert found["protocol"]["tokens"] == 40
+    layer = found["layers"]["layers.1.moe"]
+    assert sum(layer["load"]["share"]) == pytest.approx(1)
+    assert {pair[0] for row in layer["specialisation"]["top"] for pair in row} <= {0, 1, 2}
+    assert set(found["tokens_text"].values()) <= {"class-0", "class-1", "class-2"}
+    assert [row["top_k"] for row in layer["agreement"]] == [4]
+    assert found["history"]
+    assert found["against"]["smoe"]["layers.1.moe"]["fluctuation"]
+    with pytest.raises(RunError, match="there is no split 'trian'"):
+        diagnose_path(tmp_path / "vmoe", settings=DiagnosisSettings(split="trian"))
 
 
 def test_rows_of_a_comparison_see_the_same_pictures(settings: Settings, tmp_path: Path) -> None:

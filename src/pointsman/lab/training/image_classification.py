@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.images.augment import Augmentation
 from pointsman.lab.data.images.classes import ClassNames
 from pointsman.lab.data.images.image_set import ImageSet, load_images
-from pointsman.lab.data.images.stream import ImageStream
+from pointsman.lab.data.images.stream import ImageStream, evaluation_batches
 from pointsman.lab.evaluation.images import evaluate_images, image_nats
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.vit import VisionTransformerConfig, resized
 from pointsman.lab.runs.checkpoints import CheckpointError
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Loss, Objective, Outcome, objective_of
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
 
 
 def open_images(spec: str) -> ImageSet:
@@ -145,6 +148,26 @@ class ImageClassification(Task):
             "augment": config.augment,
             "checkpoint_rule": "the last step",
         }
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """Whole images, evenly spaced; the ids of an image's tokens are its class."""
+        part, each = self.images.split(split), self.tokens(config)
+        count = len(part) if tokens is None else min(self.budget(config, tokens) or 1, len(part))
+        kind, classes = _shape(config).loss, self.vocabulary.size
+
+        def batches() -> Iterator[Batch]:
+            for images, labels in evaluation_batches(part, config.eval_batch_size, count):
+                ids = labels[:, None].expand(-1, each)
+                yield Batch(images.to(device), labels.to(device), token_ids=ids.to(device))
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits = model(batch.inputs)
+            return image_nats(logits.float(), F.one_hot(batch.targets, classes).float(), kind).sum()
+
+        protocol = {"data": self.images.description, "split": split, "images": count, "tokens": count * each}
+        return Observed(batches(), -(-count // config.eval_batch_size), lambda: read, protocol)
 
     def description(self) -> dict[str, Any]:
         return {"data": self.images.description}

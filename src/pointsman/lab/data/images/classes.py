@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,6 +28,10 @@ class ClassNames:
     def digest(self) -> str:
         """Equal if and only if all names are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """The names of these labels."""
+        return ", ".join(self.names[label] for label in labels)
 
     def to_json(self) -> str:
         """The content of vocabulary.json."""
