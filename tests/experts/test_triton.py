@@ -68,7 +68,7 @@ MUTATIONS = {
     "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
     "the mask in backward": ("units.py", "inner = inner * _kept", "_kept"),
     "the mask's slot": ("units.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
-    "the last units of a width": ("gemm.py", "(inner[None, :] + start < A)", "(inner[None, :] + start <= A)"),
+    "the first tile of an expert": ("language.py", "tl.where(mine, upto - tiles, 0)", "tl.where(mine, upto, 0)"),
 }
 
 
