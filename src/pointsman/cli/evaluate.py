@@ -45,7 +45,7 @@ def parser() -> Parser:
     )
     flags.common(
         "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
-        settings="how to evaluate: " + ", ".join(SETTINGS),
+        settings="how to evaluate: " + ", ".join((*SETTINGS, "n_best")),
     )
     return flags
 
@@ -56,18 +56,19 @@ def run(arguments: Sequence[str]) -> int:
     if not values.attack:
         flags.without_effect(values, ATTACK_FLAGS, "without --attack")
     changes = overrides(values.set)
+    allowed = ("n_best",) if crosslingual(values.run) else SETTINGS
     for key in changes:
-        if key not in SETTINGS:
-            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, SETTINGS)}")
+        if key not in allowed:
+            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, allowed)}")
     device = choose_device(values.device)
     if values.robust:
         if changes or values.attack:
             raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
         return run_robust(values, device)
     if not values.attack and crosslingual(values.run):
-        if changes or values.data:
-            raise RunError("pointsman evaluate: --set and --data have no effect on fine-tuned runs; leave them out")
-        return languages(values, device)
+        if values.data:
+            raise RunError("pointsman evaluate: --data has no effect on fine-tuned runs; leave it out")
+        return languages(values, device, changes)
     if values.attack or (values.run / "finetune.json").is_file():
         if changes:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
@@ -106,7 +107,7 @@ def crosslingual(run: Path) -> bool:
     return is_crosslingual(str((read_whole_json(run / "finetune.json") or {}).get("task", "")))
 
 
-def languages(values: argparse.Namespace, device: str) -> int:
+def languages(values: argparse.Namespace, device: str, changes: Mapping[str, Any]) -> int:
     """Evaluates a run that was fine-tuned on one of XTREME's tasks, and writes its predictions anew."""
     from pointsman._files import within, write_whole
     from pointsman.lab.finetuning.run import finetuned_task, load_finetuned
@@ -121,7 +122,7 @@ def languages(values: argparse.Namespace, device: str) -> int:
         task = finetuned_task(saved)
         assert task is not None, "crosslingual"
         given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
-        config = saved.config.with_overrides(given)
+        config = saved.config.with_overrides({**changes, **given})
         split = values.split or "test"
         context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
         with using(saved.kernels):

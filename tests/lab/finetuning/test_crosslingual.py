@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.lab.finetuning.crosslingual import WORDS, pretrained, sentence, write_data
 
 pytest.importorskip("sentencepiece")
 
@@ -29,45 +29,13 @@ from pointsman.lab.models.token_classifier import TokenClassifier
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.run import load_run
-from pointsman.lab.training.trainer import train
 
-WORDS = ["".join(random.Random(n).choices("abcdefghijklmno", k=2 + n % 6)) for n in range(80)]
 TAGS = {tag: place for place, tag in enumerate(PANX_TAGS)}
-
-
-def sentence(draw: random.Random, least: int = 3, most: int = 9) -> str:
-    return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The task folders, in two languages, and text to pre-train on."""
-    root, draw = tmp_path_factory.mktemp("data"), random.Random(0)
-    for name in ("xnli", "panx", "tydiqa", "text"):
-        (root / name).mkdir()
-    labels = ("contradiction", "entailment", "neutral")
-    for language in ("en", "de"):
-        rows = [f"{sentence(draw)}\t{sentence(draw)}\t{labels[n % 3]}" for n in range(120)]
-        with gzip.open(root / f"xnli/dev-{language}.tsv.gz", "wt") as file:
-            file.write("\n".join(rows) + "\n")
-        for part, count in (("train", 80), ("dev", 12)):
-            lines = []
-            for _ in range(count):
-                tags = draw.choice((["B-PER", "I-PER", "O"], ["O", "B-LOC", "O", "O"]))
-                lines += [f"{draw.choice(WORDS)}\t{tag}" for tag in tags] + [""]
-            (root / f"panx/{part}-{language}.tsv").write_text("\n".join(lines))
-        for part, count in (("train", 60), ("dev", 8)):
-            paragraphs = []
-            for number in range(count):
-                context = sentence(draw, 20, 40) + ". " + sentence(draw, 4, 8) + "."
-                answer = " ".join(context.split()[3:5])
-                asked = {"id": f"{language}-{part}-{number}", "question": sentence(draw),
-                         "answers": [{"text": answer, "answer_start": context.index(answer)}]}  # fmt: skip
-                paragraphs.append({"context": context, "qas": [asked]})
-            content = {"data": [{"paragraphs": paragraphs}]}
-            (root / f"tydiqa/tydiqa.goldp.{language}.{part}.json").write_text(json.dumps(content))
-        (root / f"text/{language}.txt").write_text("\n".join(sentence(draw) + "." for _ in range(1500)))
-    return root
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
@@ -79,17 +47,7 @@ def pieces() -> Pieces:
 @pytest.fixture(scope="session")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pre-trained encoder."""
-    model = EncoderConfig(
-        vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router="switch",
-        moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=64,
-    )  # fmt: skip
-    config = RunConfig(
-        model=model, data=f"multilingual:{data / 'text'}", steps=2, batch_size=8, segment_length=32, memory_length=0,
-        eval_tokens=256, valid_tokens=256, train_top_k="1", pieces=96,
-    )  # fmt: skip
-    out = tmp_path_factory.mktemp("runs") / "mlm"
-    train(config, out)
-    return out
+    return pretrained(data, tmp_path_factory.mktemp("runs") / "mlm")
 
 
 def test_words_and_tags_come_back_from_rows_of_any_length(pieces: Pieces) -> None:
@@ -143,9 +101,9 @@ def test_windows_cover_every_piece_and_answers_are_substrings(pieces: Pieces) ->
         if first:
             logits[n][0, first] = logits[n][1, last] = 50.0
     found = answers(item, list(zip(logits, made.offsets, strict=True)), 3)
-    assert found[0][0] == context[covered_text(made.offsets, labels)].strip()
-    assert all(text in context for text, _ in found)
-    assert found[0][1] >= found[1][1]
+    assert found[0].text == context[covered_text(made.offsets, labels)].strip()
+    assert all(answer.text in context for answer in found)
+    assert found[0].score >= found[1].score
 
 
 def covered_text(offsets: object, labels: np.ndarray) -> slice:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.blocks import IGNORE
-from pointsman.lab.data.multilingual.features import Features, answers
+from pointsman.lab.data.multilingual.features import Answer, Features, answers
 from pointsman.lab.data.multilingual.formats import Question
 from pointsman.lab.data.multilingual.xtreme import Item
 from pointsman.lab.data.task_streams import eval_batches
@@ -59,6 +59,8 @@ def evaluate_languages(
     phase: str = "evaluate",
     stop: Stop | None = None,
     keep: dict[int, dict[str, list[Prediction]]] | None = None,
+    n_best: int = 1,
+    keep_answers: dict[int, dict[str, list[list[Answer]]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Scores every language at every k.
 
@@ -68,12 +70,14 @@ def evaluate_languages(
         parts: language -> its test part.
         seen: the sentences of training.
         keep: filled with k -> language -> predictions.
+        n_best, keep_answers: of questions; filled with k -> language -> the `n_best` best answers to each question.
         split, top_k, seed, routing, precision, progress, phase, stop: as of `language_model.evaluate`.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value": the mean over languages, "error": its standard error,
-        "transfer": the mean without English, "gap": English minus it, of questions "exact_match", "languages":
-        {language: {"value", "error", "items", "unknown", "floor", "floor_name", further figures}}, "routers"}; figures
+        "transfer": the mean without English, "gap": English minus it, "exact_match" of questions and "f1_xtreme" of
+        udpos (means over languages), "languages": {language: {"value", "error", "items", "unknown", "floor",
+        "floor_name", further figures}}, "routers"}; figures
         are shares from 0 to 1.
     """
     device = next(model.parameters()).device
@@ -88,6 +92,7 @@ def evaluate_languages(
             done, losses, count = index * total, 0.0, 0
             scores: dict[str, Score] = {}
             kept: dict[str, list[Prediction]] = {}
+            spans: dict[str, list[list[Answer]]] = {}
             with set_top_k(model, k) if k else nullcontext():
                 for language, part in parts.items():
                     outputs: list[Any] = [None] * len(part.rows.encoded)
@@ -104,11 +109,17 @@ def evaluate_languages(
                         done += 1
                         if progress:
                             progress.advance(done, {})
-                    kept[language] = _predictions(kind, classes, part, outputs)
+                    if kind == "questions":
+                        spans[language] = _answers(part, outputs, n_best)
+                        kept[language] = [each[0].text if each else "" for each in spans[language]]
+                    else:
+                        kept[language] = _predictions(kind, classes, part, outputs)
                     scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
             chosen = k or model.config.num_experts  # type: ignore[union-attr]
             if keep is not None:
                 keep[chosen] = kept  # type: ignore[index]
+            if keep_answers is not None and spans:
+                keep_answers[chosen] = spans  # type: ignore[index]
             result: dict[str, Any] = {
                 "split": split,
                 "top_k": chosen,
@@ -128,23 +139,31 @@ def _nats(logits: Tensor, labels: Tensor, kind: str) -> tuple[float, int]:
 
 
 def _predictions(kind: str, classes: Sequence[str], part: TestPart, outputs: Sequence[Any]) -> list[Prediction]:
-    """Of each item its class, its words' tags, or its answer."""
+    """Of each item its class, or its words' tags."""
     if kind == "pairs":
         return [classes[int(output)] for output in outputs]
+    rows = _rows(part)
+    return [
+        [classes[int(tag)] for row in rows[item] for tag in outputs[row][part.rows.words[row]]]
+        for item in range(len(part.items))
+    ]
+
+
+def _answers(part: TestPart, outputs: Sequence[Any], count: int) -> list[list[Answer]]:
+    """The best answers to each question."""
+    rows, found = _rows(part), []
+    for place, item in enumerate(part.items):
+        assert isinstance(item, Question)
+        found.append(answers(item, [(outputs[row], part.rows.offsets[row]) for row in rows[place]], count))
+    return found
+
+
+def _rows(part: TestPart) -> dict[int, list[int]]:
+    """Item -> its rows."""
     rows: dict[int, list[int]] = {}
     for row, item in enumerate(part.rows.items.tolist()):
         rows.setdefault(item, []).append(row)
-    if kind == "tags":
-        return [
-            [classes[int(tag)] for row in rows[item] for tag in outputs[row][part.rows.words[row]]]
-            for item in range(len(part.items))
-        ]
-    found: list[Prediction] = []
-    for place, item in enumerate(part.items):
-        assert isinstance(item, Question)
-        best = answers(item, [(outputs[row], part.rows.offsets[row]) for row in rows[place]])
-        found.append(best[0][0] if best else "")
-    return found
+    return rows
 
 
 def _table(scores: Mapping[str, Score], parts: Mapping[str, TestPart]) -> dict[str, Any]:
@@ -160,9 +179,10 @@ def _table(scores: Mapping[str, Score], parts: Mapping[str, TestPart]) -> dict[s
     others = [each.value for language, each in scores.items() if language != "en"]
     transfer = float(np.mean(others)) if others else None
     english = scores["en"].value if "en" in scores else None
-    exact = [each.others["exact"] for each in scores.values() if "exact" in each.others]
+    first = next(iter(scores.values())).others
+    shown = {"exact": "exact_match", "f1_xtreme": "f1_xtreme"}
     return {
-        **({"exact_match": float(np.mean(exact))} if exact else {}),
+        **{shown[key]: float(np.mean([each.others[key] for each in scores.values()])) for key in first if key in shown},
         "value": float(np.mean([each.value for each in scores.values()])),
         "error": mean_error(list(scores.values())),
         "transfer": transfer,

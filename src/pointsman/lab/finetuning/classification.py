@@ -36,6 +36,7 @@ class Classification(Task):
     """
 
     vocabulary: Vocabulary
+    may_choose = True
 
     def __init__(
         self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
@@ -110,7 +111,8 @@ class Classification(Task):
         if self.weights is None or not any(True for _ in named_routers(model)):
             return {}
         encoded = self.encoded(self.data.reported, config.segment_length)
-        return {"change_from_pretrained": change_from(self.weights, model, encoded)}
+        change = {"change_from_pretrained": change_from(self.weights, model, encoded)}
+        return change | unchanged(model, self.settings, self.weights)
 
     def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
         scored = (record or {}).get("protocol", {}).get("scored")
@@ -133,9 +135,14 @@ class Classification(Task):
             "balance": settings.balance,
             "from_scratch": settings.from_scratch,
             "steps": config.steps,
-            "checkpoint_rule": "the last step",
+            "checkpoint_rule": checkpoint_rule(config),
             **({} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}),
         }
+
+
+def checkpoint_rule(config: RunConfig) -> str:
+    """Which weights are evaluated, in words."""
+    return "the last step" if config.choose == "last" else "the best step on held-out rows of training"
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -160,6 +167,21 @@ def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Te
         except ValueError as error:
             raise RunError(str(error)) from None
     return model
+
+
+def unchanged(model: Any, settings: Finetuning, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Compares what was frozen with the pre-trained weights bit by bit.
+
+    Returns:
+        {"frozen": {"roles", "tensors": how many were frozen, "changed": names of those that differ}}; {} if nothing was
+        frozen.
+    """
+    if not settings.freeze:
+        return {}
+    found = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
+    own = model.backbone.state_dict()
+    changed = [name for name in found if not torch.equal(own[name].cpu(), weights[name].cpu())]
+    return {"frozen": {"roles": list(settings.freeze), "tensors": len(found), "changed": changed}}
 
 
 def set_balance(model: nn.Module, balance: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,18 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
+from pointsman.diagnostics.diagnose import Batch
 from pointsman.lab.data.multilingual.blocks import IGNORE
-from pointsman.lab.data.multilingual.features import Features, features
+from pointsman.lab.data.multilingual.features import Answer, Features, features, probabilities
 from pointsman.lab.data.multilingual.formats import Question, Tagged
 from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.splits import XtremeData, groups_of
 from pointsman.lab.data.multilingual.xtreme import Item
-from pointsman.lab.data.task_streams import TaskStream
+from pointsman.lab.data.task_streams import TaskStream, eval_batches
 from pointsman.lab.evaluation.crosslingual import TestPart, evaluate_languages
 from pointsman.lab.evaluation.floors import floors
 from pointsman.lab.evaluation.scores import Prediction, best_floor
-from pointsman.lab.finetuning.classification import from_pretrained
+from pointsman.lab.finetuning.classification import checkpoint_rule, from_pretrained, unchanged
 from pointsman.lab.finetuning.routing import change_from
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.models.classifier import Classifier, Pooling
@@ -30,7 +32,8 @@ from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.token_classifier import TokenClassifier
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
 
 
 class CrossLingual(Task):
@@ -47,6 +50,7 @@ class CrossLingual(Task):
     """
 
     vocabulary: Pieces
+    may_choose = True
 
     def __init__(
         self, data: XtremeData, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
@@ -63,6 +67,7 @@ class CrossLingual(Task):
         self._rows: dict[tuple[str, int], Features] = {}
         self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
         self._kept: dict[int, dict[str, list[Prediction]]] = {}
+        self._answers: dict[int, dict[str, list[list[Answer]]]] = {}
 
     def rows(self, split: str, length: int) -> Features:
         """The English rows of "train" or "valid"."""
@@ -133,7 +138,7 @@ class CrossLingual(Task):
         if split not in ("valid", "test"):
             raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         seen = frozenset(item.words for item in self.data.splits["train"] if isinstance(item, Tagged))
-        self._kept = {}
+        self._kept, self._answers = {}, {}
         return evaluate_languages(
             model,
             self.data.name,
@@ -150,15 +155,48 @@ class CrossLingual(Task):
             phase=context.phase,
             stop=context.stop,
             keep=self._kept,
+            n_best=max(1, config.n_best),
+            keep_answers=self._answers if config.n_best else None,
         )
 
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """The rows that an evaluation of this part scores; groups are languages."""
+        if split not in ("valid", "test"):
+            raise RunError(f"the task {self.name} has no {split} part to read: allowed are valid and test")
+        parts = self.parts(replace(config, eval_tokens=tokens), split)
+        batches = [
+            Batch(one.tokens, one.labels, one.tokens >= 0, number)
+            for number, part in enumerate(parts.values())
+            for one in eval_batches(part.rows.encoded, config.eval_batch_size, device)
+        ]
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits = model(batch.inputs).float()
+            targets = batch.targets[:, : logits.shape[1]] if self.data.kind == "tags" else batch.targets
+            return F.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+            )
+
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
+        protocol = {"data": self.data.description, "split": split, "tokens": read_tokens}
+        return Observed(batches, len(batches), lambda: read, protocol, tuple(parts))
+
     def result_files(self, config: RunConfig) -> dict[str, str]:
-        """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
+        """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads.
+
+        With the setting `n_best` also the best answers to each question, in the form of SQuAD's scripts.
+        """
         if not self._kept:
             return {}
         own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
         parts = self.parts(config, "test")
-        return {
+        nbest = {
+            f"predictions/{self.name}/nbest-{language}.json": n_best_file(parts[language].items, found)
+            for language, found in self._answers.get(own, {}).items()
+        }
+        return nbest | {
             f"predictions/{self.name}/test-{language}.{'json' if self.data.kind == 'questions' else 'tsv'}": submission(
                 parts[language].items, given
             )
@@ -170,7 +208,8 @@ class CrossLingual(Task):
         if self.weights is None or not any(True for _ in named_routers(model)):
             return {}
         first = next(iter(self.parts(config, "test").values()))
-        return {"change_from_pretrained": change_from(self.weights, model, first.rows.encoded)}
+        change = {"change_from_pretrained": change_from(self.weights, model, first.rows.encoded)}
+        return change | unchanged(model, self.settings, self.weights)
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         """How the figures came about, for the tables."""
@@ -187,7 +226,7 @@ class CrossLingual(Task):
             "balance": settings.balance,
             "from_scratch": settings.from_scratch,
             "steps": config.steps,
-            "checkpoint_rule": "the last step",
+            "checkpoint_rule": checkpoint_rule(config),
             "eval_tokens": config.eval_tokens,
         }
 
@@ -220,6 +259,12 @@ def class_loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | Non
 def class_logits(model: Any, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
     """[..., C], one row for each target."""
     return model(inputs), None
+
+
+def n_best_file(items: Sequence[Item], found: Sequence[Sequence[Answer]]) -> str:
+    """JSON of id -> [{"text", "probability", "start_logit", "end_logit"}], best first, as SQuAD's scripts write it."""
+    lists = {item.id: probabilities(each) for item, each in zip(items, found, strict=True)}  # type: ignore[union-attr]
+    return json.dumps(lists, ensure_ascii=False, indent=1) + "\n"
 
 
 def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:

@@ -20,7 +20,7 @@ from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs import paths
-from pointsman.lab.runs.checkpoints import checksums, whole_checkpoint
+from pointsman.lab.runs.checkpoints import checksums, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import EVALUATION, FINETUNE
 from pointsman.lab.training.config import RunConfig
@@ -170,8 +170,10 @@ def _unchanged(run: Run) -> Data:
     return data
 
 
-def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str], None] | None = None) -> Run:
-    """Opens a fine-tuned run: the weights of its last whole checkpoint.
+def load_finetuned(
+    path: Path | str, *, step: int | None = None, device: str = "cpu", note: Callable[[str], None] | None = None
+) -> Run:
+    """Opens a fine-tuned run: the weights of its last whole checkpoint, or of the one at `step`.
 
     Raises:
         RunError: it is no fine-tuned run, or it has no whole checkpoint.
@@ -181,7 +183,10 @@ def load_finetuned(path: Path | str, *, device: str = "cpu", note: Callable[[str
     about = directory.read_json(FINETUNE)
     if about is None or about.get("format") != FORMAT:
         raise RunError(f"{directory.path} is no fine-tuned run: it has no whole {FINETUNE}")
-    checkpoint = whole_checkpoint(directory.checkpoints, note)
+    if step is None:
+        checkpoint = whole_checkpoint(directory.checkpoints, note)
+    else:
+        checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
     dropout = about["head_dropout"]
     model: nn.Module
     classes, pooling = len(about["classes"]), about["pooling"]

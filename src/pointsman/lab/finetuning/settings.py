@@ -25,6 +25,7 @@ SMALL_RATE = {"udpos": 1e-3, "panx": 1e-3}
 PRESETS = ("finetune-xmoe",)
 BALANCE_SWEEP = (0.0, 1e-3, 1e-2, 1e-1)  # X-MoE, Table 6
 CHECKPOINT_EVERY = 250
+VALIDATIONS = 10  # of a run whose best validation chooses the evaluated weights
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ class Finetuning:
         if self.is_crosslingual:
             base = base.with_overrides(self._xtreme(data.name, steps))
         overridden = base.with_overrides(self.settings)
+        if overridden.choose != "last" and not overridden.validate_every:
+            overridden = replace(overridden, validate_every=max(1, -(-steps // VALIDATIONS)))
         changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
         if changed and not self.from_scratch:
             raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")

@@ -35,7 +35,7 @@ DERIVED = {
 NO_EFFECT_ON_TRAINING = {
     "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
     "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
-    "cuda_graph", "imports", "tensorboard", "track", "preset",
+    "cuda_graph", "imports", "tensorboard", "track", "preset", "n_best",
 }  # fmt: skip
 """Settings that may change when a run is continued: none of them touches a weight."""
 
@@ -76,6 +76,9 @@ class RunConfig:
         mask_rate: of masked language modelling: the share of the places that are predicted.
         mask_token_share, random_share: of these, the shares that become `<mask>` and a random piece.
         beam: of translation: hypotheses of the search in the final evaluation; 1 = greedy.
+        n_best: of questions: how many answers to each question are kept beside the predictions; 0 = none.
+        choose: of fine-tuning: which weights are evaluated, those of the "last" step, or "best-valid", those with the
+            best figure on the held-out rows (of XTREME's tasks English ones), at the k of training.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
         cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
         deterministic: plain kernels and PyTorch's deterministic algorithms.
@@ -126,6 +129,8 @@ class RunConfig:
     mask_token_share: float = 0.8
     random_share: float = 0.1
     beam: int = 1
+    n_best: int = 0
+    choose: Literal["last", "best-valid"] = "last"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cuda_graph: bool = False
     deterministic: bool = False
@@ -264,7 +269,7 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "memory_length", "eval_memory_length", "warmup_steps", "clip_norm", "weight_decay", "final_learning_rate",
-    "validate_every", "checkpoint_every",
+    "validate_every", "checkpoint_every", "n_best",
 )  # fmt: skip
 
 

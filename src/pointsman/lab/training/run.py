@@ -20,6 +20,7 @@ from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import VOCABULARY
+from pointsman.lab.training import best
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import saved_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
@@ -156,8 +157,12 @@ def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
 def model_of(
     checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None
 ) -> tuple[Any, Kernels]:
-    """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run."""
+    """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run.
+
+    With choose="best-valid" its weights are the chosen ones.
+    """
     model = build_model(config.model) if model is None else model
-    load_weights(model, checkpoint)
+    chosen = config.choose != "last" and (checkpoint.path / f"{best.FILE}.safetensors").is_file()
+    load_weights(model, checkpoint, best.FILE if chosen else "model")
     kernels = saved_kernels(config, checkpoint)
     return model.to(torch.device(device)).eval(), kernels

@@ -281,14 +281,14 @@ class TrainingState:
         self.step = checkpoint.step
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Puts a checkpoint's weights into a model of the same settings.
+def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:
+    """Puts a checkpoint's weights, those of one of its files, into a model of the same settings.
 
     Raises:
         CheckpointError: they belong to another model.
     """
     try:
-        model.load_state_dict(checkpoint_tensors(checkpoint, "model"))
+        model.load_state_dict(checkpoint_tensors(checkpoint, file))
     except RuntimeError as error:
         first = str(error).splitlines()[1:2]
         told = first[0].strip() if first else str(error)

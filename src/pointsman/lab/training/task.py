@@ -95,6 +95,7 @@ class Task(ABC):
         files: name -> JSON of further files of the run directory.
         fixed_shapes: whether all batches, and all full memories, have the same shapes.
         notes: what the user should know of the model that `build_model` made.
+        may_choose: whether the best validation, larger = better, may choose the evaluated weights (`best.Best`).
     """
 
     vocabulary: Symbols
@@ -102,6 +103,7 @@ class Task(ABC):
     fingerprint: str
     files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     fixed_shapes = False
+    may_choose = False
     notes: Sequence[str] = ()
 
     def prepared(self, config: RunConfig) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.metrics import MetricsFile
 from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, METRICS, VOCABULARY
 from pointsman.lab.runs.record import label
+from pointsman.lab.training.best import FILE, Best
 from pointsman.lab.training.checkpoint import stored_tensors, write_checkpoint
 from pointsman.lab.training.config import RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
@@ -106,11 +107,12 @@ def train(
     ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
     # before anything is written: checks all settings
     state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
+    best = Best(state.model, config, task, ranks) if config.choose != "last" else None
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
     ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
     with ExitStack() as held:
         ranks.by_first(lambda: held.enter_context(alone(directory.path)))
-        return _trained(state, directory, watch, kernels, progress, stop, resume=resume)
+        return _trained(state, best, directory, watch, kernels, progress, stop, resume=resume)
 
 
 def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
@@ -121,6 +123,7 @@ def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out:
 
 def _trained(
     state: TrainingState,
+    best: Best | None,
     directory: RunDirectory,
     watch: Monitor | None,
     kernels: Kernels | None,
@@ -170,8 +173,10 @@ def _trained(
     with (
         using(chosen),
         deterministic_algorithms(config.deterministic),
-        _Training(state, directory, here, watch, progress, stop) as run,
+        _Training(state, best, directory, here, watch, progress, stop) as run,
     ):
+        if best and checkpoint:
+            best.restore(checkpoint, run.metrics.rows, state.step)
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
 
@@ -182,6 +187,7 @@ class _Training:
     def __init__(
         self,
         state: TrainingState,
+        best: Best | None,
         directory: RunDirectory,
         here: Mapping[str, Any],
         monitor: Monitor | None,
@@ -189,6 +195,7 @@ class _Training:
         stop: Stop | None,
     ) -> None:
         self.config, self.state, self.directory, self.here = state.config, state, directory, here
+        self.best = best
         self.monitor, self.progress, self.stop = monitor, progress, stop
         self.ranks = state.ranks
         self.trackers: list[Tracker] = []
@@ -223,6 +230,9 @@ class _Training:
             if self._due(config.validate_every) and (top_k := self.ranks.by_first(self._not_validated)):
                 self.validate(top_k)
             if state.step == config.steps:
+                if self.best and self.saved == state.step:  # this step's validation came after its checkpoint
+                    self.saved = -1
+                    self.save()
                 return
             with self.times:
                 self.one_step()
@@ -256,6 +266,7 @@ class _Training:
         A run that is killed while it writes has the lines of some k only.
         """
         wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
+        wanted |= {self.best.top_k} if self.best else set()
         assert self.metrics
         rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)
         return sorted(wanted - {row.get("top_k") for row in rows})
@@ -273,20 +284,26 @@ class _Training:
              "metric": result["metric"], "value": result["value"]}
             for result in results
         )  # fmt: skip
+        if self.best:
+            self.best.consider(self.metrics.rows, self.state.step)
         self.progress.phase("train", self.config.steps, self.state.step)
 
     def evaluate(self) -> Mapping[str, Any]:
         """The final evaluation, of the last step's weights, at every k."""
-        with self._saving_if_stopped():
-            results = self._evaluated(self.state.task.reported_split(self.config), self.config.eval_top_k, final=True)
-        self._wait_for_save()
-        return self.ranks.by_first(lambda: self._report(results))
+        with self.best.in_place() if self.best else nullcontext():
+            with self._saving_if_stopped():
+                split = self.state.task.reported_split(self.config)
+                results = self._evaluated(split, self.config.eval_top_k, final=True)
+            self._wait_for_save()
+            return self.ranks.by_first(lambda: self._report(results))
 
     def _report(self, results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Writes and returns evaluation.json."""
         task, model, config = self.state.task, self.state.model, self.config
         assert self.metrics
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
+        if self.best:
+            record["chosen_step"] = self.best.step
         self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
         for name, content in task.result_files(config).items():
             write_whole(within(self.directory.path, *name.split("/")), content)
@@ -313,7 +330,7 @@ class _Training:
         """Writes a checkpoint of this step, unless it is there or there is nothing to save yet."""
         if self.state.step in (0, self.saved):
             return
-        description = {
+        description: dict[str, Any] = {
             "config": self.config.to_dict(),
             "data": self.state.task.fingerprint,
             "vocabulary": self.state.task.vocabulary.digest,
@@ -321,6 +338,8 @@ class _Training:
             "environment": dict(self.here),
         }
         tensors = self.state.tensors(self.monitor)
+        if self.best and self.best.step is not None:
+            tensors, description = tensors | self.best.files(), description | {FILE: self.best.step}
         keep = self.config.keep_checkpoints
         self.ranks.by_first(lambda: self.metrics.sync() if self.metrics else None)
         folder, step = self.directory.checkpoints, self.state.step

@@ -126,8 +126,12 @@ _TREEBANKS = MappingProxyType({"en": "en_ewt", "fr": "fr_sequoia", "de": "de_pud
 
 
 def _udpos(folder: Path, part: str) -> dict[str, list[Item]]:
-    files = {language: find_file(folder, f"{bank}-ud-{part}.conllu") for language, bank in _TREEBANKS.items()}
-    return {language: list(read_tagged(file, (*UPOS, "_"))) for language, file in files.items() if file}
+    """Three treebanks as published, or `train-LANG.tsv` and `test-LANG.tsv` as XTREME's script writes them."""
+    files = languages(folder, part)
+    for language, bank in _TREEBANKS.items():
+        if file := find_file(folder, f"{bank}-ud-{part}.conllu"):
+            files[language] = file
+    return {language: list(read_tagged(file, (*UPOS, "_"))) for language, file in files.items()}
 
 
 def _xquad(folder: Path, part: str) -> dict[str, list[Item]]:
@@ -140,7 +144,7 @@ def _xquad(folder: Path, part: str) -> dict[str, list[Item]]:
 def _mlqa(folder: Path, part: str) -> dict[str, list[Item]]:
     if part == "train":
         return {}
-    files = sorted(folder.glob("dev-context-*-question-*.json*"))
+    files = sorted(folder.rglob("dev-context-*-question-*.json*"))
     return {
         file.name.split("-")[2]: list(read_questions(file))
         for file in files
@@ -150,7 +154,7 @@ def _mlqa(folder: Path, part: str) -> dict[str, list[Item]]:
 
 def _tydiqa(folder: Path, part: str) -> dict[str, list[Item]]:
     name = "train" if part == "train" else "dev"
-    files = sorted(folder.glob(f"tydiqa.goldp.*.{name}.json*"))
+    files = sorted(folder.rglob(f"tydiqa.goldp.*.{name}.json*"))
     return {file.name.split(".")[2]: list(read_questions(file)) for file in files}
 
 
@@ -195,6 +199,8 @@ def load_task(name: str, data_dir: Path, part: str) -> dict[str, list[Item]]:
         raise RunError(f"unknown task {name!r}: {did_you_mean(name, XTREME)}")
     task = XTREME[name]
     folder = data_dir / task.folder
+    if not folder.is_dir() and (data_dir / name).is_dir():  # XTREME's name of it
+        folder = data_dir / name
     if not folder.is_dir():
         raise RunError(f"the task {name} needs the folder {folder} (POINTSMAN_DATA names the data folder)")
     return task.read(folder, part)
