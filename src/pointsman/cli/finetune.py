@@ -100,6 +100,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     from pointsman.lab.finetuning import compare_tasks
     from pointsman.lab.report.language_table import LanguageTable
     from pointsman.lab.report.task_table import TaskTable, finetunings
+    from pointsman.lab.report.xtreme_table import XtremeTable
     from pointsman.lab.runs.compact import write_record
     from pointsman.lab.runs.comparison import read_comparison
 
@@ -115,6 +116,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
             table = TaskTable.of(comparison, one.variant)
             languages = LanguageTable.of(finetunings(comparison, one.variant), f"xtreme-{one.variant}", table.note)
             tables += [table, *([languages] if languages else [])]
+        tables += XtremeTable.all(comparison)
         for each in tables:
             each.write(out)
         return tables

@@ -17,6 +17,9 @@ from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.report.published import COUNTED, OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import Cell
+from pointsman.lab.report.task_table import pretrained_of
+from pointsman.lab.report.xtreme_table import TASKS as XTREME_TASKS
+from pointsman.lab.report.xtreme_table import average
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_object, read_run
@@ -148,13 +151,34 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
     for run in runs:
         for i, line in enumerate(table.lines):
-            if not belongs(run, line):
+            if not belongs(run, line, table.free):
                 continue
             for j, column in enumerate(table.columns):
                 found = figure(run, table, line, column)
                 if found is not None:
                     values.setdefault(setting(run, table), {}).setdefault((i, j), {})[run.seed] = found
+    for found in values.values():
+        found |= averages(table, found)
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
+
+
+def averages(
+    table: PublishedTable, values: Mapping[tuple[int, int], Mapping[int, float]]
+) -> dict[tuple[int, int], dict[int, float]]:
+    """Figures for the columns of averages, of the seeds that have all other columns.
+
+    Args:
+        values: (line, column) -> seed -> figure.
+    """
+    found: dict[tuple[int, int], dict[int, float]] = {}
+    of = [(j, column.task or column.name) for j, column in enumerate(table.columns) if column.quantity != "average"]
+    for j in (j for j, column in enumerate(table.columns) if column.quantity == "average"):
+        for i in range(len(table.lines)):
+            for seed in {seed for (line, _), seeds in values.items() if line == i for seed in seeds}:
+                mean = average([(task, values.get((i, column), {}).get(seed)) for column, task in of])
+                if mean is not None:
+                    found.setdefault((i, j), {})[seed] = mean
+    return found
 
 
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
@@ -162,7 +186,7 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
     if column.shift is not None:
         return _shifted(run, column.shift, column.top_k or line.top_k)
     wanted = column.task if column.task is not None else table.data
-    if not wanted or column.quantity in (*COUNTED, "none"):
+    if not wanted or column.quantity in (*COUNTED, "average", "none"):
         return None
     rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
     rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
@@ -176,8 +200,8 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
         layers = list((row.get("routers") or {}).values())
         place = column.layer or 0
         return finite(layers[place].get("entropy")) if place < len(layers) else None
-    if column.quantity == "exact_match":
-        return finite(row.get("exact_match"))
+    if column.quantity in ("exact_match", "f1_xtreme"):
+        return finite(row.get(column.quantity))
     same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
     return finite(row.get("value")) if same else None
 
@@ -217,15 +241,18 @@ def dataset(run: RunRecord) -> str:
     return Path(str(run.config.get("data", ""))).name.partition(":")[0]
 
 
-def belongs(run: RunRecord, line: Line) -> bool:
-    """Whether a run matches a line: its router, and for a fine-tuned run freezing and balance loss."""
+def belongs(run: RunRecord, line: Line, free: Sequence[str] = ()) -> bool:
+    """Whether a run matches a line: its router, and for a fine-tuned run freezing and balance loss, unless `free`."""
     if canonical(run.router) not in {canonical(spec) for spec in line.routers}:
         return False
     about = read_object(run.path / FINETUNE)
     if not about:
         return line.balance is None and not line.frozen
-    frozen = "router" in (about.get("freeze") or ())
-    return not about.get("from_scratch") and frozen == line.frozen and finite(about.get("balance")) == line.balance
+    if about.get("from_scratch"):
+        return False
+    if "frozen" not in free and ("router" in (about.get("freeze") or ())) != line.frozen:
+        return False
+    return "balance" in free or finite(about.get("balance")) == line.balance
 
 
 def finetuned(run: RunRecord) -> list[RunRecord]:
@@ -239,12 +266,32 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
     preset, steps = str(run.config.get("preset") or "own settings"), run.steps
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
+        tasks = {column.task for column in table.columns if column.task}
+        if len(tasks) > 1 and tasks <= set(XTREME_TASKS):  # a row for all tasks
+            return _setting_of_all_tasks(run, table)
     told = preset if steps is None else f"{preset}, {steps:,} steps"
     if run.family == "vit":
         told = f"{told}, {dataset(run)}"
     if preset in table.presets and (table.steps is None or steps == table.steps) and _has_settings_of(run, preset):
         return told
     return f"{told} (not the paper's setting)"
+
+
+def _setting_of_all_tasks(run: RunRecord, table: PublishedTable) -> str:
+    """Pre-training and fine-tuning in words, without the task; freezing and balance only where no line says them."""
+    before = read_run(pretrained_of(run.path))
+    words = run.path.parent.name.partition(",")[2].split(",")
+    words = [word for word in words if word and word.partition("=")[0] not in _said_by(table)]
+    told = ", ".join([str(before.config.get("preset") or "own settings"), f"{before.steps or 0:,} steps", "fine-tuned"])
+    papers = "finetune-xmoe" in words and _has_settings_of(before, "xmoe-base")
+    told = " ".join([told, *words])
+    return told if papers else f"{told} (not the paper's setting)"
+
+
+def _said_by(table: PublishedTable) -> set[str]:
+    """Words of a variant that the table's lines stand for."""
+    said = {"freeze"} if any(line.frozen for line in table.lines) else set()
+    return said | ({"balance"} if any(line.balance is not None for line in table.lines) else set())
 
 
 def _has_settings_of(run: RunRecord, preset: str) -> bool:

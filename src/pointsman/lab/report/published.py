@@ -4,7 +4,7 @@ name, citation, link
 [columns]  name = [column, …]           columns that several tables share
 [routers]  name = [spec, …]             specs that several lines share
 [[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
-           data, presets, steps, note, decimals
+           data, presets, steps, note, decimals, free = ["frozen", "balance"]
 column     name, and optionally top_k, split, attacked, task, shift, layer, quantity
 line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
 """
@@ -27,7 +27,7 @@ from pointsman.lab.report.metrics import METRICS, Metric
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
-QUANTITIES = ("value", "entropy", "exact_match", "none", *COUNTED)
+QUANTITIES = ("value", "entropy", "exact_match", "f1_xtreme", "average", "none", *COUNTED)
 
 OWN_METRICS = {
     metric.name: metric
@@ -51,8 +51,8 @@ class Column:
         split: of the data. attacked: on word-swapped text. task: instead of the table's data.
         shift: of a run on images: "clean", its own test images, or a kind of `evaluate RUN --robust`.
         layer: for a quantity of one router, counted from 0.
-        quantity: "value" (the table's metric), "entropy", "exact_match", one of `COUNTED`, or "none": not in any run
-            directory.
+        quantity: "value" (the table's metric), "entropy", "exact_match", "f1_xtreme", "average" (`xtreme_table.average`
+            of the other columns), one of `COUNTED`, or "none": not in any run directory.
     """
 
     name: str
@@ -95,6 +95,8 @@ class PublishedTable:
         presets: names of presets and recipes with the paper's model and schedule. steps: of its training.
         note: what a reader must know.
         decimals: printed at least.
+        free: what lines say nothing of: "frozen", "balance". Fine-tunings of every kind match then, each in a row of
+            its own.
     """
 
     number: str
@@ -107,6 +109,7 @@ class PublishedTable:
     steps: int | None = None
     note: str = ""
     decimals: int = 2
+    free: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ def _check(table: PublishedTable, where: str) -> None:
         ("metric", table.metric, [*METRICS, *OWN_METRICS]),
         *(("quantity", column.quantity, QUANTITIES) for column in table.columns),
         *(("split", column.split, ("valid", "test")) for column in table.columns),
+        *(("free", name, ("frozen", "balance")) for name in table.free),
     ):
         if value not in allowed:
             raise RunError(f"{where}: {name} {value!r}: {did_you_mean(value, allowed)}")
