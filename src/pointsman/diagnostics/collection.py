@@ -39,6 +39,9 @@ class Diagnostics:
                 model(tokens)
         diagnostics.result()["layers"]["blocks.0.moe"]["entropy"]["mean"]
 
+    Attributes:
+        masks: layer name -> [tokens] bool, which tokens of its last observed forward counted; None: all.
+
     Args:
         kinds: which of "entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs",
             "mixing" (all by default). A kind that needs hidden states or token ids is skipped if they are not given.
@@ -51,6 +54,7 @@ class Diagnostics:
                 raise ValueError(f"Diagnostics: unknown kind {kind!r}: {did_you_mean(kind, allowed)}")
         self.kinds = kinds or tuple(allowed)
         self.layers: dict[str, dict[str, Diagnostic]] = {}
+        self.masks: dict[str, Tensor | None] = {}
 
     def update(
         self,
@@ -96,11 +100,11 @@ class Diagnostics:
             return mask.reshape(-1) if padding is None else mask.reshape(-1) & padding
 
         def on_routing(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-            records[name] = routing
+            records[name], self.masks[name] = routing, real(context, len(hidden))
             ids = token_ids if context is None or context.token_ids is None else context.token_ids
             ids = ids.reshape(-1) if ids is not None and ids.numel() == len(hidden) else None
             experts = layers[name].experts if name in layers else None
-            self.update(name, routing, real(context, len(hidden)), hidden=hidden, token_ids=ids, experts=experts)
+            self.update(name, routing, self.masks[name], hidden=hidden, token_ids=ids, experts=experts)
 
         def on_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
             mixing = self.layers.setdefault(name, {}).setdefault("mixing", Mixing())

@@ -48,6 +48,11 @@ def inter_run_consistency(loads: Sequence[Tensor | Sequence[float]]) -> dict[str
     }
 
 
+def window_of(steps: int) -> int:
+    """Batches of a window: 100 as in the paper; of runs below 400 steps a quarter of them."""
+    return max(1, min(WINDOW, steps // 4))
+
+
 def gathered_loads(rows: Iterable[Mapping[str, Any]], window: int = WINDOW) -> dict[str, list[tuple[int, Tensor]]]:
     """Loads over training from a run's rows of metrics.jsonl: layer -> [(last step, tokens of each expert [E])].
 

@@ -147,28 +147,28 @@ def diagnose(
         stack.enter_context(torch.no_grad())
         for given in batches:
             batch = given if isinstance(given, Batch) else Batch(given)
-            mask = None if batch.mask is None else batch.mask.reshape(-1)
             if count < jacobian_batches:
                 for name, of in layer_gradients(model, partial(for_jacobian, model, batch)).items():
                     jacobian[name].update(of.hidden, of.gradient, of.context, batch.mask)
             with diagnostics.observe(model, batch.ids, batch.mask) as records:
                 read(model, batch)
+            masks = diagnostics.masks
             if batch.group is not None:
                 for name, routing in records.items():
                     same = torch.full((len(routing.experts),), batch.group, device=routing.experts.device)
-                    groups.setdefault(name, Specialisation()).update(routing, mask, token_ids=same)
+                    groups.setdefault(name, Specialisation()).update(routing, masks[name], token_ids=same)
             for k, at in at_k.items():
                 with set_top_k(model, k), record_routing(model) as found:
                     at(model, batch)
-                _compare(agreement[k], records, found, mask)
+                _compare(agreement[k], records, found, masks)
             for other in others.values():
                 other.update(batch)
-                _compare(other.change, other.records, records, mask)
+                _compare(other.change, other.records, records, masks)
             for other in earlier.values():
                 other.update(batch)
             line = [*(other.records for other in earlier.values()), records]
             for other, (before, after) in zip(earlier.values(), pairwise(line), strict=True):
-                _compare(other.change, before, after, mask)
+                _compare(other.change, before, after, masks)
             count += 1
             if advance:
                 advance(count)
@@ -196,11 +196,13 @@ def diagnose(
 
 
 def _compare(
-    into: Mapping[str, Fluctuation], one: Mapping[str, Routing], two: Mapping[str, Routing], mask: Tensor | None
+    into: Mapping[str, Fluctuation],
+    one: Mapping[str, Routing],
+    two: Mapping[str, Routing],
+    masks: Mapping[str, Tensor | None],
 ) -> None:
     for name in one.keys() & two.keys():
-        tokens = one[name].experts.shape[0]
-        into[name].update(one[name], two[name], mask if mask is not None and mask.numel() == tokens else None)
+        into[name].update(one[name], two[name], masks.get(name))
 
 
 def _consistency(models: Sequence[Diagnostics]) -> dict[str, Any]:

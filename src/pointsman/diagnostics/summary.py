@@ -78,6 +78,14 @@ def _change(found: Found) -> str:
             for name, of in found["consistency"].items()
         ]
         parts.append(_aligned(["inter-run consistency", "with diagonal", "without", "runs"], rows))
+    for variant, tuned in found.get("finetunings", {}).items():
+        rows = [
+            [name, str(last["step"]), _number(last["with_diagonal"], 3), _number(last["without_diagonal"], 3),
+             str(last["runs"])]
+            for name, (*_, last) in tuned["layers"].items()
+        ]  # fmt: skip
+        title = f"consistency of fine-tunings: {variant}, loads of {tuned['window']} batches or more"
+        parts.append(_aligned([title, "step", "with diagonal", "without", "runs"], rows))
     return "\n\n".join(parts)
 
 

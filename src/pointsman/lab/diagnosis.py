@@ -14,13 +14,14 @@ from torch import nn
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import within
 from pointsman.control import named_routers
-from pointsman.diagnostics.consistency import consistency_over_training
+from pointsman.diagnostics.consistency import consistency_over_training, window_of
 from pointsman.diagnostics.diagnose import diagnose, plain_reader
 from pointsman.lab.progress import Progress
 from pointsman.ops.kernels import using
 
 if TYPE_CHECKING:
     from pointsman.lab.training.run import Run
+    from pointsman.lab.training.task import Task
 
 FILE = "diagnostics.json"
 MOST_HISTORY = 4
@@ -65,8 +66,9 @@ def diagnose_path(
 
     A run: `diagnose` on its data at its own k, with its earlier checkpoints as history and `against` (runs or
     checkpoints with the same vocabulary, layers and experts); with several runs also "consistency_over_training" from
-    their metrics. A comparison: every router's first seed against its other seeds, under "routers", and the
-    "entropy_ratio" of each router to the first one. A Hugging Face model: its own gates.
+    their metrics, and of a run with fine-tunings "finetunings", their consistency. A comparison: every router's first
+    seed against its other seeds, under "routers", and the "entropy_ratio" of each router to the first one. A Hugging
+    Face model: its own gates.
 
     Returns:
         JSON values: those of `diagnose` with "source", "protocol" and "tokens_text" (listed id -> its text); for a
@@ -99,10 +101,12 @@ def _step_of(path: Path) -> int | None:
 
 
 def _open(path: Path, device: str) -> Run:
+    from pointsman.lab.finetuning.run import is_finetuned, load_finetuned
     from pointsman.lab.training.run import load_run
 
     step = _step_of(path)
-    return load_run(path if step is None else path.parent.parent, step=step, device=device)
+    folder = path if step is None else path.parent.parent
+    return (load_finetuned if is_finetuned(folder) else load_run)(folder, step=step, device=device)
 
 
 def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Progress | None) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     for label, other in others.items():
         if other.vocabulary.digest != run.vocabulary.digest:
             raise RunError(f"{label} and {path} have different vocabularies")
-    task, config = run.task(settings.data), run.config.with_overrides(settings.changes)
+    task, config = _task_of(run, settings.data), run.config.with_overrides(settings.changes)
     split = settings.split or task.reported_split(config)
     seen = task.observed(config, split, settings.tokens, torch.device(settings.device))
     own = min(router.top_k for _, router in named_routers(run.model))
@@ -139,10 +143,50 @@ def _of_run(path: Path, against: Sequence[Path], settings: Settings, watch: Prog
     found["protocol"] = {**seen.protocol, "top_k": own}
     if seen.groups:
         found["groups"] = list(seen.groups)
-    found["tokens_text"] = _texts(found, run.vocabulary.decode)
+    found["tokens_text"] = _texts(found, lambda ids: str(run.vocabulary.decode(ids)))
     if others:
         rows = [RunDirectory(one.path).metrics("routing") for one in (run, *others.values())]
         found["consistency_over_training"] = consistency_over_training(rows)
+    if tuned := finetunings_of(run.path):
+        found["finetunings"] = tuned
+    return found
+
+
+def _task_of(run: Run, data: str | None) -> Task:
+    """What a run learned: in pre-training, or in fine-tuning."""
+    if not run.finetuning:
+        return run.task(data)
+    from pointsman.lab.finetuning.run import finetuned_task
+
+    if data is not None:
+        raise RunError(f"--data {data}: {run.path} is fine-tuned, which is read on its own task; leave --data out")
+    task = finetuned_task(run)
+    if task is None:
+        raise RunError(f"{run.path} was fine-tuned on {run.finetuning['task']}: this reads XTREME's tasks alone")
+    return task
+
+
+def finetunings_of(run: Path) -> dict[str, Any]:
+    """Inter-run consistency of the fine-tunings of one run (X-MoE, 4.5), by variant, where there are two or more.
+
+    Returns:
+        {variant: {"runs", "window": batches whose loads are summed, "layers": {layer: [{"step", "runs",
+        "with_diagonal", "without_diagonal"}]}}}; variants whose runs have no window are left out.
+    """
+    from pointsman.lab.runs.paths import finetuned_runs
+    from pointsman.lab.runs.record import read_run
+
+    by_variant: dict[str, list[Path]] = {}
+    for path in finetuned_runs(run):
+        by_variant.setdefault(path.parent.name, []).append(path)
+    found = {}
+    for variant, paths in by_variant.items():
+        done = [one for path in paths if (one := read_run(path)).done]
+        if len(done) > 1 and not variant.endswith(",from-scratch"):
+            window = window_of(min(one.steps or 0 for one in done))
+            layers = consistency_over_training([one.metrics("routing") for one in done], window)
+            if layers:
+                found[variant] = {"runs": len(done), "window": window, "layers": layers}
     return found
 
 

@@ -18,10 +18,11 @@ pytest.importorskip("sacrebleu")
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.lab.data.multilingual.pieces import END, START
-from pointsman.lab.data.parallel import load_parallel
+from pointsman.lab.data.parallel import ids_of, load_parallel
 from pointsman.lab.evaluation.translation import padded, search
 from pointsman.lab.models.translation import TranslationConfig, Translator
 from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.run import load_run
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.trainer import train
 
@@ -159,6 +160,34 @@ def test_a_run_is_judged_by_bleu_and_resumes_bit_for_bit(
     assert "bleu" in capsys.readouterr().out
     [file] = (tmp_path / "cut").glob("evaluation-*-valid.json")
     assert json.loads(file.read_text())["results"][0]["languages"]["fr"]["sentences"] == 8
+
+
+def test_both_sides_are_diagnosed_without_padding_and_by_language(
+    settings: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    from pointsman.lab.diagnosis import Settings, diagnose_path
+    from pointsman.lab.report.samples import collect_samples
+
+    train(settings("xmoe", **{"model.moe_layers": "every:1", "model.decoder_moe_layers": "every:1"}), tmp_path / "run")
+    found = diagnose_path(tmp_path / "run", settings=Settings(tokens=None))
+    assert found["groups"] == ["de", "fr"]
+    pairs = load_parallel(settings().data, None).parts["test"]
+    run = load_run(tmp_path / "run")
+    encoded = [[len(ids_of(text, run.vocabulary, 24)) for text in pair] for of in pairs.values() for pair in of]
+    tokens = {name: layer["load"]["tokens"] for name, layer in found["layers"].items()}
+    assert {name.partition(".")[0] for name in tokens} == {"encoder", "decoder"}
+    for name, count in tokens.items():
+        assert count == sum(one[name.startswith("decoder")] for one in encoded)  # <s> stands for the target's end
+        assert found["layers"][name]["group"]["corrected"] is not None
+        assert found["layers"][name]["jacobian"]["gradient"] is not None
+    assert found["protocol"]["tokens"] == sum(map(sum, encoded))
+    assert [row["checkpoint"] for row in found["history"]] == ["step-2"]
+    assert all(0 <= layer["fluctuation"]["top1"] <= 1 for layer in found["history"][0]["layers"].values())
+    file = collect_samples(tmp_path / "run", tokens=40, points=10, method="pca")
+    assert file is not None
+    sample = json.loads(file.read_text())
+    assert sample["layers"] == [name for name in tokens if name.startswith("encoder")]
+    assert 30 <= len(sample["tokens"]) <= 80
 
 
 def test_targets_are_inputs_one_step_later(settings: Callable[..., RunConfig]) -> None:

@@ -15,10 +15,12 @@ from pointsman._errors import RunError
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import protocol, sections, series
+from pointsman.lab.report.consistency import consistency
 from pointsman.lab.report.diagnosed import diagnosis_grid
 from pointsman.lab.report.inside import inside
 from pointsman.lab.report.pictures import pictures
 from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.report.xtreme_table import XtremeTable
 from pointsman.lab.runs.comparison import Comparison, read
 
 if TYPE_CHECKING:
@@ -77,12 +79,16 @@ def render(comparison: Comparison, *, baseline: str | None = None) -> str:
     }
     data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
     data["pictures"] = pictures(comparison)
+    agreed = consistency(comparison)
+    data["consistency"] = agreed.get("chart")
     return fill(
         "page.html.j2",
         javascript="\n".join(asset(name) for name in SCRIPTS),
         json=embed(data),
         data=data,
         **context(comparison, table, data, robust=bool(found["robust"])),
+        consistency=agreed,
+        totals=[table.grid() for table in XtremeTable.all(comparison)],
         **found,
     )
 

@@ -23,6 +23,7 @@ from pointsman.diagnostics.observe import evaluating, observe_routing
 from pointsman.diagnostics.samples import pack
 from pointsman.lab.data.vocabulary import END_OF_LINE
 from pointsman.lab.models.transformer_xl import Memory
+from pointsman.lab.models.translation import Translator
 from pointsman.lab.report import pictures
 from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
@@ -134,9 +135,13 @@ def _is_current(run: RunRecord, method: str) -> bool:
 
 @torch.no_grad()
 def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_length: int) -> Seen:
-    """One pass over the segments, each [t] ids, with memory where the model has one, in evaluation mode at this k."""
+    """One pass over the segments, each [t] ids, with memory where the model has one, in evaluation mode at this k.
+
+    Of an encoder-decoder the encoder alone runs.
+    """
     device = next(model.parameters()).device
-    memory_length = memory_length if model.config.causal else 0
+    side = model.encoder if isinstance(model, Translator) else model
+    memory_length = memory_length if side.config.causal else 0
     routings: dict[str, list[Routing]] = {}
     hiddens: dict[str, list[Tensor]] = {}
 
@@ -148,7 +153,7 @@ def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_l
     with evaluating(model, 0), set_top_k(model, top_k), observe_routing(model, take):
         for ids in segments:
             segment = torch.from_numpy(ids[None]).to(device)
-            _, memory = model.encode(segment, memory, memory_length=memory_length)
+            _, memory = side.encode(segment, memory, memory_length=memory_length)
     return {name: (torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
 
 
@@ -201,6 +206,8 @@ def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: st
     chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
     layers, used = {}, method
     for name, router in named_routers(model):
+        if name not in seen:
+            continue
         hidden = seen[name][0][chosen]
         projection = getattr(router.score, "projection", None)
         if isinstance(projection, nn.Module):

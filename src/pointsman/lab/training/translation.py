@@ -7,21 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.multilingual.pieces import START, Pieces
 from pointsman.lab.data.parallel import ParallelText, ids_of, open_parallel
 from pointsman.lab.data.streams import IGNORE
-from pointsman.lab.data.task_streams import PADDING, Encoded, TaskStream
+from pointsman.lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman.lab.evaluation.translation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.translation import TranslationConfig, Translator
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of, smoothed
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.precision import autocast
+from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
 
 TOKENS_A_SENTENCE = 20
 """`eval_tokens` and `valid_tokens` count sentences as so many tokens."""
@@ -56,16 +60,63 @@ class Translation(Task):
         return build_model(config.model)
 
     def encoded(self, length: int) -> Encoded:
-        """The training pairs of all source languages: rows of source ids, labels [n, T] of target ids, -1 padded."""
+        """The training pairs of all source languages."""
         if length not in self._encoded:
-            pairs = [pair for pairs in self.text.parts["train"].values() for pair in pairs]
-            rows = tuple(ids_of(one, self.vocabulary, length) for one, _ in pairs)
-            targets = [ids_of(other, self.vocabulary, length) for _, other in pairs]
-            labels = np.full((len(pairs), max(map(len, targets))), PADDING, dtype=np.int64)
-            for place, row in enumerate(targets):
-                labels[place, : len(row)] = row
-            self._encoded[length] = Encoded(rows, labels, 0)
+            self._encoded[length] = self._encode(
+                [pair for pairs in self.text.parts["train"].values() for pair in pairs], length
+            )
         return self._encoded[length]
+
+    def _encode(self, pairs: Sequence[tuple[str, str]], length: int) -> Encoded:
+        """Rows of source ids, labels [n, T] of target ids, padded with -1."""
+        rows = tuple(ids_of(one, self.vocabulary, length) for one, _ in pairs)
+        targets = [ids_of(other, self.vocabulary, length) for _, other in pairs]
+        labels = np.full((len(pairs), max(map(len, targets))), PADDING, dtype=np.int64)
+        for place, row in enumerate(targets):
+            labels[place, : len(row)] = row
+        return Encoded(rows, labels, 0)
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """Pairs of a part, the right translation as the decoder's input; groups are source languages."""
+        if split not in self.text.parts:
+            raise RunError(f"translation has no {split} part: allowed are {', '.join(self.text.parts)}")
+        count = self._budget(tokens, split)
+        names = tuple(self.text.parts[split])
+        batches = []
+        for number, pairs in enumerate(self.text.parts[split].values()):
+            encoded = self._encode(pairs[:count], config.segment_length)
+            for one in eval_batches(encoded, config.eval_batch_size, device):
+                inputs, targets = paired(one.tokens, one.labels)
+                batches.append(Batch(inputs, targets, None, number))
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits: Tensor = model(batch.inputs)
+            return F.cross_entropy(
+                logits.float().flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
+        protocol = {"data": self.text.description, "split": split, "tokens": read_tokens}
+        return Observed(batches, len(batches), lambda: read, protocol, names)
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        """Source sentences, of each language alike: the page looks at the encoder's layers."""
+        parts = self.text.parts[config.eval_split]
+        found = []
+        for pairs in parts.values():
+            left = tokens // len(parts)
+            for source, _ in pairs:
+                found.append(ids_of(source, self.vocabulary, config.segment_length))
+                left -= len(found[-1])
+                if left <= 0:
+                    break
+        return found
+
+    def _budget(self, tokens: int | None, split: str) -> int | None:
+        """How many pairs of each source language have about so many tokens; None: all."""
+        return None if tokens is None else max(1, tokens // (TOKENS_A_SENTENCE * len(self.text.parts[split])))
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return PairStream(self.encoded(config.segment_length), config.batch_size, config.seed, device)
@@ -88,7 +139,7 @@ class Translation(Task):
             raise RunError(f"translation has no {split} part to score: allowed are valid and test")
         tokens = config.eval_tokens if context.final else config.valid_tokens
         parts = self.text.parts[split]
-        count = None if tokens is None else max(1, tokens // (TOKENS_A_SENTENCE * len(parts)))
+        count = self._budget(tokens, split)
         self._kept = {}
         return evaluate_translation(
             model,
@@ -137,13 +188,17 @@ class PairStream(TaskStream):
     """Batches of like length: inputs [B, 2, L] (source; `<s>` and the target without its end) and targets [B, L]."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        source, target = super().batch(step)
-        length = max(source.shape[1], int((target >= 0).sum(1).max()))
-        target = target[:, :length]
-        start = target.new_full((len(target), 1), START)
-        shifted = torch.cat([start, torch.where(target[:, 1:] >= 0, target[:, :-1], PADDING)], 1)
-        inputs = torch.stack([_wide(source, length, PADDING), _wide(shifted, length, PADDING)], 1)
-        return inputs, _wide(torch.where(target >= 0, target, IGNORE), length, IGNORE)
+        return paired(*super().batch(step))
+
+
+def paired(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """source [B, S] and target [B, T], padded with -1 -> inputs [B, 2, L] and targets [B, L], padded with -100."""
+    length = max(source.shape[1], int((target >= 0).sum(1).max()))
+    target = target[:, :length]
+    start = target.new_full((len(target), 1), START)
+    shifted = torch.cat([start, torch.where(target[:, 1:] >= 0, target[:, :-1], PADDING)], 1)
+    inputs = torch.stack([_wide(source, length, PADDING), _wide(shifted, length, PADDING)], 1)
+    return inputs, _wide(torch.where(target >= 0, target, IGNORE), length, IGNORE)
 
 
 def _wide(rows: Tensor, length: int, fill: int) -> Tensor:
