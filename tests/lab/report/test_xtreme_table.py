@@ -115,3 +115,26 @@ def test_tables_3_and_6_are_filled_by_freezing_and_balance(tmp_path: Path) -> No
     text = paper_tables(tmp_path / "c", "x-moe").text()
     assert "71.93" in text
     assert "ours: tiny, 400 steps, fine-tuned freeze=router+experts" in text
+
+
+def test_translation_is_taken_by_language_and_at_the_k_of_training(tmp_path: Path) -> None:
+    languages = [column.language for column in open_paper("x-moe").tables[3].columns if column.language]
+    write_comparison(tmp_path / "c", ("switch", "xmoe"), (0,), metric="bleu")
+    for (router, _), run in read_comparison(tmp_path / "c").runs.items():
+        config, record = (json.loads((run.path / name).read_text()) for name in ("config.json", "evaluation.json"))
+        names = languages if router == "switch" else languages[1:]
+        config |= {"data": f"parallel:/data/wmt10:from={'+'.join(names)}:to=en", "train_top_k": "2"}
+        for row in record["results"]:
+            values = {name: {"value": 10.0 * row["top_k"] + place} for place, name in enumerate(names)}
+            row |= {"metric": "bleu", "languages": values}
+        dump(run.path / "config.json", config)
+        dump(run.path / "evaluation.json", record)
+    table = paper_tables(tmp_path / "c", "x-moe").tables[3]
+    [cells] = table.ours.values()
+    assert cells[1, 0].mean == 20.0
+    assert cells[1, 9].mean == 24.0  # nine languages
+    assert cells[2, 1].mean == 20.0
+    assert (2, 0) not in cells
+    assert (2, 9) not in cells
+    seventh = next(one for one in open_paper("x-moe").tables if one.number == "Table 7")
+    assert seventh.trained_k

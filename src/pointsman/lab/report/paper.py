@@ -23,6 +23,7 @@ from pointsman.lab.report.xtreme_table import average
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_object, read_run
+from pointsman.routers.registry import has_one_k
 
 COUNTED_SETTING = "counted from the model"
 
@@ -193,9 +194,11 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
     by_k = {int(k): row for row in reversed(rows) if (k := finite(row.get("top_k"))) is not None}
     if not by_k:
         return None
-    row = by_k.get(column.top_k or line.top_k or max(by_k))
+    row = by_k.get(_k_of(run, table, line, column) or max(by_k))
     if row is None:
         return None
+    if column.language is not None:
+        return finite((row.get("languages") or {}).get(column.language, {}).get("value"))
     if column.quantity == "entropy":
         layers = list((row.get("routers") or {}).values())
         place = column.layer or 0
@@ -204,6 +207,17 @@ def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) ->
         return finite(row.get(column.quantity))
     same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
     return finite(row.get("value")) if same else None
+
+
+def _k_of(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> int | None:
+    """The k of a cell; None: the largest. -1, which no run has: it was trained with another k."""
+    wanted = column.top_k or line.top_k
+    told = str(run.config.get("train_top_k", ""))
+    if not table.trained_k or not told.isdecimal():
+        return wanted
+    if has_one_k(run.router):
+        return None
+    return -1 if wanted and wanted != int(told) else int(told)
 
 
 def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
@@ -237,8 +251,10 @@ def _is_papers_attack(row: Mapping[str, Any]) -> bool:
 
 
 def dataset(run: RunRecord) -> str:
-    """The corpus or task of a run, without options and folders."""
-    return Path(str(run.config.get("data", ""))).name.partition(":")[0]
+    """The corpus or task of a run, without options and folders; "multilingual" of all multilingual text."""
+    data = str(run.config.get("data", ""))
+    name = data.partition(":")[0]
+    return "multilingual" if name in ("multilingual", "xtreme-text") else Path(data).name.partition(":")[0]
 
 
 def belongs(run: RunRecord, line: Line, free: Sequence[str] = ()) -> bool:
@@ -272,6 +288,8 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
     told = preset if steps is None else f"{preset}, {steps:,} steps"
     if run.family == "vit":
         told = f"{told}, {dataset(run)}"
+    elif dataset(run) == "multilingual":
+        told = f"{told}, {Path(str(run.config['data'])).name.partition(':')[0]}"
     if preset in table.presets and (table.steps is None or steps == table.steps) and _has_settings_of(run, preset):
         return told
     return f"{told} (not the paper's setting)"

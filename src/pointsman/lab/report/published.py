@@ -4,8 +4,8 @@ name, citation, link
 [columns]  name = [column, …]           columns that several tables share
 [routers]  name = [spec, …]             specs that several lines share
 [[tables]] number, title, metric, columns = [column, …] or a name, lines = [line, …], and optionally
-           data, presets, steps, note, decimals, free = ["frozen", "balance"]
-column     name, and optionally top_k, split, attacked, task, shift, layer, quantity
+           data, presets, steps, note, decimals, free = ["frozen", "balance"], trained_k
+column     name, and optionally top_k, split, attacked, task, shift, layer, language, quantity
 line       label, values = [number or "-", …], and optionally routers = [spec, …] or a name, top_k, frozen, balance
 """
 
@@ -51,6 +51,7 @@ class Column:
         split: of the data. attacked: on word-swapped text. task: instead of the table's data.
         shift: of a run on images: "clean", its own test images, or a kind of `evaluate RUN --robust`.
         layer: for a quantity of one router, counted from 0.
+        language: the figure is that of this language (of translation: of the source).
         quantity: "value" (the table's metric), "entropy", "exact_match", "f1_xtreme", "average" (`xtreme_table.average`
             of the other columns), one of `COUNTED`, or "none": not in any run directory.
     """
@@ -62,6 +63,7 @@ class Column:
     task: str | None = None
     shift: str | None = None
     layer: int | None = None
+    language: str | None = None
     quantity: str = "value"
 
 
@@ -97,6 +99,7 @@ class PublishedTable:
         decimals: printed at least.
         free: what lines say nothing of: "frozen", "balance". Fine-tunings of every kind match then, each in a row of
             its own.
+        trained_k: figures are at the k of training; a column with a k takes runs trained with that k.
     """
 
     number: str
@@ -110,6 +113,7 @@ class PublishedTable:
     note: str = ""
     decimals: int = 2
     free: tuple[str, ...] = ()
+    trained_k: bool = False
 
 
 @dataclass(frozen=True)

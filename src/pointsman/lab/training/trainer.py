@@ -175,7 +175,7 @@ def _trained(
         deterministic_algorithms(config.deterministic),
         _Training(state, best, directory, here, watch, progress, stop) as run,
     ):
-        if best and checkpoint:
+        if best and checkpoint and run.metrics:
             best.restore(checkpoint, run.metrics.rows, state.step)
         run.loop()
         return TrainResult(directory.path, state.step, run.evaluate())
@@ -284,16 +284,14 @@ class _Training:
              "metric": result["metric"], "value": result["value"]}
             for result in results
         )  # fmt: skip
-        if self.best:
+        if self.best and self.metrics:
             self.best.consider(self.metrics.rows, self.state.step)
         self.progress.phase("train", self.config.steps, self.state.step)
 
     def evaluate(self) -> Mapping[str, Any]:
         """The final evaluation, of the last step's weights, at every k."""
-        with self.best.in_place() if self.best else nullcontext():
-            with self._saving_if_stopped():
-                split = self.state.task.reported_split(self.config)
-                results = self._evaluated(split, self.config.eval_top_k, final=True)
+        with self._saving_if_stopped(), self.best.in_place() if self.best else nullcontext():
+            results = self._evaluated(self.state.task.reported_split(self.config), self.config.eval_top_k, final=True)
             self._wait_for_save()
             return self.ranks.by_first(lambda: self._report(results))
 

@@ -132,3 +132,11 @@ def test_no_reported_sentence_is_in_the_pre_training_text(data_dir: Path) -> Non
     for name in XTREME:
         items = next(iter(load_task(name, data_dir, "test").values()))
         assert all(normal(sentence) in reported for sentence in texts(items[0]))
+
+
+def test_mixed_line_ends_are_named_by_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "both.tsv").write_bytes(b"a\tb\tneutral\r\nc\td\tneutral\n")
+    assert [pair.second for pair in read_pairs(tmp_path / "both.tsv", ["neutral"])] == ["b", "d"]
+    (tmp_path / "old.tsv").write_bytes(b"a\tb\tneutral\nc\td\tneutral\re\tf\tneutral\n")
+    with pytest.raises(RunError, match=r"old.tsv: line 2 has a carriage return inside"):
+        read_pairs(tmp_path / "old.tsv", ["neutral"])

@@ -56,14 +56,17 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, line without its newline) of a UTF-8 text file.
 
     Raises:
-        RunError: it cannot be read, is damaged, or is not UTF-8.
+        RunError: it cannot be read, is damaged, is not UTF-8, or has a carriage return inside a line.
     """
     with reading(file), gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as opened:
         for number, line in enumerate(opened, 1):
             try:
-                yield number, line.decode("utf-8").rstrip("\r\n")
+                text = line.decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
                 raise RunError(f"{file}: line {number} is not UTF-8") from None
+            if "\r" in text:
+                raise RunError(f"{file}: line {number} has a carriage return inside: lines must end in \\n or \\r\\n")
+            yield number, text
 
 
 def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
