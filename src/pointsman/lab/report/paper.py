@@ -158,8 +158,8 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
                 found = figure(run, table, line, column)
                 if found is not None:
                     values.setdefault(setting(run, table), {}).setdefault((i, j), {})[run.seed] = found
-    for found in values.values():
-        found |= averages(table, found)
+    for filled in values.values():
+        filled |= averages(table, filled)
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
 
 
