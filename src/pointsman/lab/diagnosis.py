@@ -14,9 +14,10 @@ from torch import nn
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import within
 from pointsman.control import named_routers
-from pointsman.diagnostics.consistency import consistency_over_training, window_of
+from pointsman.diagnostics.consistency import consistency_over_training
 from pointsman.diagnostics.diagnose import diagnose, plain_reader
 from pointsman.lab.progress import Progress
+from pointsman.lab.runs.finetunings import finetunings_of
 from pointsman.ops.kernels import using
 
 if TYPE_CHECKING:
@@ -164,30 +165,6 @@ def _task_of(run: Run, data: str | None) -> Task:
     if task is None:
         raise RunError(f"{run.path} was fine-tuned on {run.finetuning['task']}: this reads XTREME's tasks alone")
     return task
-
-
-def finetunings_of(run: Path) -> dict[str, Any]:
-    """Inter-run consistency of the fine-tunings of one run (X-MoE, 4.5), by variant, where there are two or more.
-
-    Returns:
-        {variant: {"runs", "window": batches whose loads are summed, "layers": {layer: [{"step", "runs",
-        "with_diagonal", "without_diagonal"}]}}}; variants whose runs have no window are left out.
-    """
-    from pointsman.lab.runs.paths import finetuned_runs
-    from pointsman.lab.runs.record import read_run
-
-    by_variant: dict[str, list[Path]] = {}
-    for path in finetuned_runs(run):
-        by_variant.setdefault(path.parent.name, []).append(path)
-    found = {}
-    for variant, paths in by_variant.items():
-        done = [one for path in paths if (one := read_run(path)).done]
-        if len(done) > 1 and not variant.endswith(",from-scratch"):
-            window = window_of(min(one.steps or 0 for one in done))
-            layers = consistency_over_training([one.metrics("routing") for one in done], window)
-            if layers:
-                found[variant] = {"runs": len(done), "window": window, "layers": layers}
-    return found
 
 
 def _label(path: Path, among: Sequence[Path]) -> str:

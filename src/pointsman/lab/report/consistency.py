@@ -9,6 +9,7 @@ from typing import Any
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report.series import drawn, short_layer, significant
 from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.finetunings import finetunings_of
 from pointsman.lab.runs.paths import finetuned_runs
 
 DIAGONAL = {"with_diagonal": "with the diagonal, the paper's", "without_diagonal": "without"}
@@ -50,11 +51,8 @@ def consistency(comparison: Comparison) -> dict[str, Any]:
 
 def _of_router(comparison: Comparison, router: str) -> dict[str, Any]:
     for run in comparison.of(router):
-        if len(finetuned_runs(run.path)) > 1:
-            from pointsman.lab.diagnosis import finetunings_of  # torch is imported only where something was fine-tuned
-
-            if found := finetunings_of(run.path):
-                return found
+        if len(finetuned_runs(run.path)) > 1 and (found := finetunings_of(run.path)):
+            return found
     return {}
 
 
