@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import disk_errors, user_cache_folder
 from pointsman.lab.data.catalog import SPLITS
+from pointsman.lab.data.images.hub import is_saved, open_hub, open_saved
 from pointsman.lab.data.images.layouts import LabelledImages, Layout, Pixels, open_layout
 
 FORMAT = 1
@@ -100,7 +102,8 @@ def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | No
     validation part as its test, and a validation part is again taken from training.
 
     Args:
-        spec: the set. `size`: the shorter side is resized to it, then the centre is cropped. Without it all images
+        spec: the set; a path, a name, or `owner/name` of the Hugging Face hub.
+            `size`: the shorter side is resized to it, then the centre is cropped. Without it all images
             must be square and of one size.
         data_dir: where names are looked up.
         cache_dir: where decoded images are kept; None: the user's cache folder.
@@ -110,8 +113,11 @@ def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | No
     """
     text, size = _parse(spec)
     path = _find(text, data_dir)
-    layout = open_layout(path)
-    name = text if text in IMAGE_SETS else path.name.split(".")[0]
+    if path is None:
+        layout, name = open_hub(text), text.rpartition("/")[2]
+    else:
+        layout = open_saved(path) if is_saved(path) else open_layout(path)
+        name = text if text in IMAGE_SETS else path.name.split(".")[0]
     _check_labels(layout)
     parts, note = _assign(layout)
     root = cache_dir or user_cache_folder() / "images"
@@ -140,12 +146,15 @@ def _parse(spec: str) -> tuple[str, int | None]:
     return name, int(option)
 
 
-def _find(name: str, data_dir: Path | None) -> Path:
+def _find(name: str, data_dir: Path | None) -> Path | None:
+    """Where the images lie; None: on the hub, as `owner/name`."""
     names = _FOLDERS.get(name, (name,))
     places = [data_dir / folder for folder in names] if data_dir else []
     for place in [*places, Path(name).expanduser()]:
         if place.exists():
             return place
+    if re.fullmatch(r"[\w-]+/[\w.-]+", name):
+        return None
     where = f" under {data_dir}" if data_dir else " (POINTSMAN_DATA is not set)"
     raise RunError(f"no images called {name!r}{where}: {did_you_mean(name, IMAGE_SETS)}, or a path")
 

@@ -128,7 +128,7 @@ def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
         decoded = []
         for sheet in sheets:
             with reading(sheet):
-                pixels = _decode(sheet.read_bytes(), str(sheet))
+                pixels = image_pixels(sheet.read_bytes(), str(sheet))
             if pixels.shape[1] != SIDE * SIDE:
                 raise RunError(f"{sheet}: {pixels.shape[1]} pixels a row; a sheet has {SIDE * SIDE}")
             decoded.append(pixels.reshape(-1, SIDE, SIDE, 3))
@@ -198,7 +198,7 @@ def _folders(folder: Path) -> Layout:
 
     def load(index: int) -> Pixels:
         with reading(found[index]):
-            return _decode(found[index].read_bytes(), str(found[index]))
+            return image_pixels(found[index].read_bytes(), str(found[index]))
 
     return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes")
 
@@ -219,7 +219,7 @@ def _tar(archive: Path) -> Layout:
     def load(index: int) -> Pixels:
         with reading(archive), archive.open("rb") as file:
             file.seek(members[index].offset_data)
-            return _decode(file.read(members[index].size), names[index])
+            return image_pixels(file.read(members[index].size), names[index])
 
     return _of_paths(archive, [Path(member.name).parts for member in members], names, load, [archive], "tar of classes")
 
@@ -264,7 +264,8 @@ def _chosen(every: LabelledImages, indices: Sequence[int], labels: Sequence[int]
     return LabelledImages([every.names[index] for index in indices], labels, lambda row: every.load(indices[row]))
 
 
-def _decode(content: bytes, name: str) -> Pixels:
+def image_pixels(content: bytes, name: str) -> Pixels:
+    """The pixels of an image file; an error names it."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
