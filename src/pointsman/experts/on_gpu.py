@@ -60,11 +60,19 @@ def _way(hidden: Tensor, parameters: ExpertParameters) -> str:
     if chosen == "grouped_mm" or not hidden.is_cuda:
         return "grouped_mm"
     if chosen == "auto":
-        chosen = measured(hidden.device)
+        chosen = _measured(hidden.device)
     _, hidden_dim, dim = parameters.w_in.shape
     if chosen == "mixed" and (hidden_dim % 8 or dim % 8 or hidden.dtype != torch.bfloat16):
         chosen = "triton"  # grouped_mm wants rows of whole 16 bytes, and waits for the host in other dtypes
     return "grouped_mm" if chosen != "grouped_mm" and without_triton(_capability(hidden.device)) else chosen
+
+
+def _measured(device: torch.device) -> str:
+    if not torch.compiler.is_compiling():
+        return measured(device)
+    from pointsman.experts.compiling import measured_constant  # its decorator imports the compiler
+
+    return str(measured_constant(device))
 
 
 @cache
@@ -73,7 +81,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @cache
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def measured(device: torch.device) -> str:
     """The fastest of "triton", "mixed" and "grouped_mm" on a CUDA device, forward and backward in bfloat16.
 
