@@ -112,7 +112,7 @@ def test_a_rank_that_hangs_is_named(words: list[str], tmp_path: Path) -> None:
 def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words: list[str], tmp_path: Path) -> None:
     """A rank is killed at a random moment. At most the steps after the last checkpoint are done again."""
     draw = random.Random(1)
-    words = [*words, "--steps", "600", "--checkpoint-every", "10", "--processes", "2", "--parallel", "experts=2"]
+    words = [*words, "--steps", "250", "--checkpoint-every", "5", "--processes", "2", "--parallel", "experts=2"]
     assert pointsman([*words, "--out", str(tmp_path / "unbroken")]).returncode == 0
     out = tmp_path / "broken"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -122,8 +122,8 @@ def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
         try:
             while killed < 20 and launcher.poll() is None:
-                one = rank_of(launcher, draw.randrange(2), out, trains=killed % 4 > 0, gone=gone)
-                time.sleep(draw.uniform(0, 1))
+                one = rank_of(launcher, draw.randrange(2), out, after=killed % 4 * draw.randrange(1, 5), gone=gone)
+                time.sleep(draw.uniform(0, 0.2))
                 if launcher.poll() is None:
                     gone |= children(launcher.pid)
                     os.kill(one, signal.SIGKILL)
@@ -155,10 +155,13 @@ def children(process: int) -> set[int]:
 
 
 def rank_of(
-    launcher: subprocess.Popen[str], rank: int, out: Path, *, trains: bool = True, gone: Collection[int] = ()
+    launcher: subprocess.Popen[str], rank: int, out: Path, *, after: int = 1, gone: Collection[int] = ()
 ) -> int:
-    """The process of a rank once it is there, or has done a step; none of those that are gone. 0: all is done."""
-    until = time.monotonic() + 240
+    """The process of a rank, after so many steps of its own; none of those that are gone. 0: all is done."""
+    until = time.monotonic() + 600
+    metrics = out / "metrics.jsonl"
+    seen: dict[int, float] = {}
+    first: int | None = None
     while time.monotonic() < until:
         time.sleep(0.02)
         if launcher.poll() is not None:
@@ -166,11 +169,15 @@ def rank_of(
         for child in children(launcher.pid) - set(gone):
             try:
                 environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                began = Path(f"/proc/{child}").stat().st_mtime
             except OSError:
                 continue
-            metrics = out / "metrics.jsonl"
-            steps = metrics.is_file() and metrics.stat().st_mtime > began + 0.5 and metrics.stat().st_size > 0
-            if f"RANK={rank}".encode() in environment and (steps or not trains):
+            if f"RANK={rank}".encode() not in environment:
+                continue
+            began = seen.setdefault(child, time.time())
+            if after and not (metrics.is_file() and metrics.stat().st_mtime > began and metrics.stat().st_size):
+                continue
+            lines = len(metrics.read_text().splitlines()) if after else 0
+            first = lines if first is None else first
+            if lines >= first + after - 1 or not after:
                 return child
     raise AssertionError("no such rank")
