@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +45,14 @@ def test_records_of_earlier_versions(recorded: dict[str, str], kernels: Kernels)
 
 class TestUsing:
     """One active choice for all that is computed inside."""
+
+    @pytest.fixture(autouse=True)
+    def _no_choice(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Whatever a thread of another test still holds."""
+        monkeypatch.setattr(kernels_module, "_entered", [])
+        token = kernels_module._own.set(None)
+        yield
+        kernels_module._own.reset(token)
 
     def test_nested(self) -> None:
         onednn = Kernels(gemm="onednn")
