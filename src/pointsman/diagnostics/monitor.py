@@ -81,8 +81,7 @@ class RoutingMonitor:
     `load` is the share of each expert [E] over the `batches` and `tokens` observed since the previous row (X-MoE uses
     windows of 100 batches), `dead` the number of experts without a token, and `experts_per_token` the mean over those
     tokens, without dropped assignments: k, unless the router gives each token its own number. `entropy` (nats, before
-    mixing) and
-    `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None stands for no value.
+    mixing) and `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None stands for no value.
 
     Two things are warned of by name: an expert that got no token in a window, and a collapsed layer. A layer has
     collapsed if its effective number of experts exp(H(load)) is close to the mean number of experts a token, so that

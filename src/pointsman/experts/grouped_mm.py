@@ -273,12 +273,12 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, where: Layout) ->
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Each group's left' right: [E, m, n]; with `right` [S, 1] a bias gradient: [E, m]."""
     if right.shape[1] > 1:
-        return _without_empty(grouped_mm(left.t(), right, ends), ends)
+        return zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
     columns = right.expand(-1, 8).contiguous()
-    return _without_empty(grouped_mm(columns.t(), left, ends)[:, 0], ends)
+    return zeros_without_rows(grouped_mm(columns.t(), left, ends)[:, 0], ends)
 
 
-def _without_empty(products: Tensor, ends: Tensor) -> Tensor:
+def zeros_without_rows(products: Tensor, ends: Tensor) -> Tensor:
     """Zeros for groups without rows, where `grouped_mm` leaves anything: on Blackwell (pytorch issue 172439)."""
     if products.device.type == "cuda" and torch.cuda.get_device_capability(products.device)[0] == 9:
         return products  # right on Hopper, where a pass over all gradients is saved

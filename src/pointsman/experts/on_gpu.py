@@ -1,4 +1,4 @@
-"""Which kernels the experts use on a GPU: Triton's, torch's grouped_mm, or a package that is asked for by name.
+"""Which kernels the experts use on a GPU: our Triton kernels, torch's grouped_mm, or ours around it.
 
 The order is a timing's (`measured`), made once for a device and recorded with a run's other choices
 (`ops.kernels.Kernels.gpu`). Without the package `triton` there is nothing to choose.

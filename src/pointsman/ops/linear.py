@@ -56,13 +56,10 @@ def linears(hidden: Tensor, maps: Sequence[tuple[Tensor, Tensor | None]]) -> tup
 
     In backward the products add up in one gradient, which saves tensors where they cost as much as small products.
     """
-    if not torch.is_grad_enabled():
-        return tuple(linear(hidden, *one) for one in maps)
+    trains = torch.is_grad_enabled() and hidden.requires_grad and not torch.compiler.is_compiling()
+    together = trains and len(maps) > 1 and hidden.dtype == torch.float32
     weights = [weight for weight, _ in maps]
-    fast = not torch.compiler.is_compiling() and all(suits(hidden, weight) for weight in weights)
-    if not (fast and hidden.dtype == torch.float32 and hidden.requires_grad):
-        return tuple(linear(hidden, *one) for one in maps)
-    if len(maps) == 1 or active_gemm(torch.float32) is ONEDNN:
+    if not together or not all(suits(hidden, one) for one in weights) or active_gemm(torch.float32) is ONEDNN:
         return tuple(linear(hidden, *one) for one in maps)
     rows = hidden.reshape(-1, hidden.shape[-1])
     outputs: tuple[Tensor, ...] = _Linears.apply(rows, *weights, *(bias for _, bias in maps))  # type: ignore[no-untyped-call]

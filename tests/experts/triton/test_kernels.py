@@ -9,8 +9,10 @@ from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import DERIVATIVES
 from pointsman.experts.reference import ACTIVATIONS
-from pointsman.experts.triton import gemm, sort, units
-from pointsman.experts.triton.rows import combine, gather, plain_combine, plain_gather
+from pointsman.experts.triton import gemm, units
+from pointsman.experts.triton import sort as sorting
+from pointsman.experts.triton.rows import combine, gather
+from pointsman.experts.triton.sort import Sorted, sort
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -28,6 +30,28 @@ def _undefined_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda *given, **named: spoiled(plain_like(*given, **named)))
 
 
+def plain_sort(expert: Tensor, num_experts: int) -> Sorted:
+    """`sort` in plain operations; the two below are `gather` and `combine`."""
+    flat = expert.reshape(-1)
+    keys = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+    of_rows, order = torch.sort(keys, stable=True)
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    row = row.masked_fill(keys == num_experts, -1)
+    ends = torch.searchsorted(of_rows, torch.arange(num_experts, device=keys.device), right=True)
+    return Sorted(*(tensor.to(torch.int32) for tensor in (order, row, of_rows, ends)))
+
+
+def plain_gather(hidden: Tensor, where: Sorted, k: int) -> Tensor:
+    return hidden[where.order.long() // k]
+
+
+def plain_combine(rows: Tensor, where: Sorted, tokens: int, dim: int, weight: Tensor | None = None) -> Tensor:
+    row = where.row.view(tokens, -1).long()
+    kept = rows.float()[row.clamp_min(0), :dim].masked_fill((row < 0)[:, :, None], 0)
+    total = kept if weight is None else kept * weight.float().masked_fill(row < 0, 0)[:, :, None]
+    return torch.sum(total, 1).to(rows.dtype)
+
+
 def routed(tokens: int, k: int, experts: int, dropped: float = 0.2, favourite: bool = False) -> Tensor:
     chosen = torch.rand(tokens, experts)
     if favourite:  # most experts get nothing
@@ -42,15 +66,15 @@ def routed(tokens: int, k: int, experts: int, dropped: float = 0.2, favourite: b
 )
 @pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
 def test_sort(tokens: int, k: int, experts: int, block: int, dropped: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sort, "BLOCK", block)
+    monkeypatch.setattr(sorting, "BLOCK", block)
     expert = routed(tokens, k, experts, dropped)
-    for got, expected in zip(sort.sort(expert, experts), sort.plain_sort(expert, experts), strict=True):
+    for got, expected in zip(sort(expert, experts), plain_sort(expert, experts), strict=True):
         assert torch.equal(got, expected)
 
 
 def test_an_expert_that_does_not_exist_is_dropped() -> None:
     expert = torch.tensor([[0, 7], [3, 1], [-5, 2]])
-    found = sort.sort(expert, 3)
+    found = sort(expert, 3)
     assert found.row.tolist() == [0, -1, -1, 1, -1, 2]
     assert found.ends.tolist() == [1, 2, 3]
 
@@ -58,7 +82,7 @@ def test_an_expert_that_does_not_exist_is_dropped() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "dim", "k"), [(21, 24, 2), (5, 1100, 3), (1, 7, 1)])
 def test_gather_and_combine(tokens: int, dim: int, k: int, dtype: torch.dtype) -> None:
-    where = sort.plain_sort(routed(tokens, k, 6), 6)
+    where = plain_sort(routed(tokens, k, 6), 6)
     kept = int(where.ends[-1])
     hidden = torch.randn(tokens, dim).to(dtype)
     assert torch.equal(gather(hidden, where, k)[:kept], plain_gather(hidden, where, k)[:kept])
@@ -75,7 +99,7 @@ def test_gather_and_combine(tokens: int, dim: int, k: int, dtype: torch.dtype) -
 @pytest.mark.parametrize(("tokens", "inner", "columns", "favourite"), [(30, 24, 40, False), (19, 17, 33, True)])
 def test_products(tokens: int, inner: int, columns: int, favourite: bool, gathered: bool, dtype: torch.dtype) -> None:
     k, experts = 2, 5
-    where = sort.plain_sort(routed(tokens, k, experts, favourite=favourite), experts)
+    where = plain_sort(routed(tokens, k, experts, favourite=favourite), experts)
     kept, starts = int(where.ends[-1]), [0, *where.ends.tolist()]
     left = torch.randn(tokens if gathered else tokens * k, inner).to(dtype)
     if not gathered:
@@ -104,7 +128,7 @@ def test_products(tokens: int, inner: int, columns: int, favourite: bool, gather
 def test_units(activation: str, gated: bool, dropout: float, dtype: torch.dtype) -> None:
     tokens, k, experts, width = 11, 2, 4, 70
     bias = dtype == torch.float32
-    where = sort.plain_sort(routed(tokens, k, experts), experts)
+    where = plain_sort(routed(tokens, k, experts), experts)
     kept, slots = int(where.ends[-1]), tokens * k
     order, of_rows = where.order[:kept].long(), where.expert[:kept].long()
     up, gate, inner = (torch.randn(slots, width).to(dtype) for _ in range(3))
@@ -142,8 +166,8 @@ def test_units(activation: str, gated: bool, dropout: float, dtype: torch.dtype)
 
 def test_masks() -> None:
     """Kept at the rate, independent of the routing, different by seed."""
-    where = sort.plain_sort(routed(40, 2, 4, dropped=0.0), 4)
-    other = sort.plain_sort(routed(40, 2, 4, dropped=0.0), 4)
+    where = plain_sort(routed(40, 2, 4, dropped=0.0), 4)
+    other = plain_sort(routed(40, 2, 4, dropped=0.0), 4)
     ones, masks = torch.ones(80, 200), []
     for sorted_, seed in ((where, 1), (other, 1), (where, 2), (where, 2**40 + 1)):
         setting = units.Setting("relu", 0.25, torch.tensor([seed]), None, None)
@@ -159,7 +183,7 @@ def test_masks() -> None:
 
 @pytest.mark.parametrize("tokens", [3, 700])
 def test_sums(tokens: int) -> None:
-    where = sort.plain_sort(routed(tokens, 2, 2), 2)
+    where = plain_sort(routed(tokens, 2, 2), 2)
     rows = torch.randn(tokens * 2, 20)
     rows[int(where.ends[-1]) :] = torch.nan
     found, starts = units.sums(rows, where), [0, *where.ends.tolist()]
@@ -170,7 +194,7 @@ def test_sums(tokens: int) -> None:
 
 def test_derivatives() -> None:
     value, inner = torch.randn(1, 64), torch.randn(1, 64)
-    where = sort.plain_sort(torch.zeros(1, 1, dtype=torch.int64), 1)
+    where = plain_sort(torch.zeros(1, 1, dtype=torch.int64), 1)
     for name, derivative in DERIVATIVES.items():
         setting = units.Setting(name, 0.0, torch.zeros(1, dtype=torch.int64), None, None)
         d_up, *_ = units.units_backward(inner, value, None, torch.ones(1, 1), where, setting)

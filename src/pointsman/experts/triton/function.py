@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import refuse_second_derivatives
-from pointsman.experts.grouped_mm import check_experts, grouped_mm, output_bias_shares
+from pointsman.experts.grouped_mm import check_experts, grouped_mm, output_bias_shares, zeros_without_rows
 from pointsman.experts.reference import ExpertParameters
 from pointsman.experts.triton import gemm, units
 from pointsman.experts.triton.rows import combine, gather
@@ -137,7 +137,7 @@ def backward(
         def outer(left: Tensor, right: Tensor, left_k: int = 0, right_k: int = 0) -> Tensor:
             if ours:
                 return gemm.outer(left, right, where, left_k, right_k)
-            return _zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
+            return zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
 
         d_w_out = outer(upper, weighted, left_k=k)
         del upper, weighted
@@ -161,12 +161,6 @@ def _(gradient: Tensor, hidden: Tensor, weight: Tensor, seed: Tensor, w_in: Tens
       w_gate: Tensor | None, b_gate: Tensor | None, *rest: Any) -> list[Tensor]:  # fmt: skip
     given = (hidden, weight, w_in, w_out, b_in, w_gate, b_gate)
     return [tensor.new_empty(tensor.shape) for tensor in given if tensor is not None]
-
-
-def _zeros_without_rows(products: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` leaves anything where a group is empty (pytorch issue 172439)."""
-    empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-    return products.masked_fill_(empty[:, None, None], 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

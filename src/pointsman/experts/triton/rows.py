@@ -5,7 +5,6 @@ Shapes: T tokens of k assignments each, S = T k rows, D wide.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,28 +66,6 @@ def combine(rows: Tensor, where: Sorted, tokens: int, dim: int, weight: Tensor |
     tall = max(1, 4096 // wide)
     given = output if weight is None else weight
     combine_kernel[triton.cdiv(tokens, tall), triton.cdiv(dim, wide)](
-        rows,
-        where.row,
-        given,
-        output,
-        tokens,
-        dim,
-        rows.stride(0),
-        k,
-        weight is not None,
-        tall,
-        wide,
-        **FUSED,
+        rows, where.row, given, output, tokens, dim, rows.stride(0), k, weight is not None, tall, wide, **FUSED
     )
     return output
-
-
-def plain_gather(hidden: Tensor, where: Sorted, k: int) -> Tensor:
-    return hidden[where.order.long() // k]
-
-
-def plain_combine(rows: Tensor, where: Sorted, tokens: int, dim: int, weight: Tensor | None = None) -> Tensor:
-    row = where.row.view(tokens, -1).long()
-    kept = rows.float()[row.clamp_min(0), :dim].masked_fill((row < 0)[:, :, None], 0)
-    total = kept if weight is None else kept * weight.float().masked_fill(row < 0, 0)[:, :, None]
-    return torch.sum(total, 1).to(rows.dtype)

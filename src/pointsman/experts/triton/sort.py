@@ -81,14 +81,3 @@ def sort(expert: Tensor, num_experts: int) -> Sorted:
     given = expert, count, upto, order, row, of_rows, ends, slots, blocks
     place_kernel[blocks,](*given, num_experts, padded, size, **FUSED)
     return Sorted(order, row, of_rows, ends)
-
-
-def plain_sort(expert: Tensor, num_experts: int) -> Sorted:
-    """The same in plain operations: what the kernels are tested against."""
-    flat = expert.reshape(-1)
-    keys = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    of_rows, order = torch.sort(keys, stable=True)
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    row = row.masked_fill(keys == num_experts, -1)
-    ends = torch.searchsorted(of_rows, torch.arange(num_experts, device=keys.device), right=True)
-    return Sorted(*(tensor.to(torch.int32) for tensor in (order, row, of_rows, ends)))

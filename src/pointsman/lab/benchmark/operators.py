@@ -68,7 +68,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside, tensors on "meta" take the way of those on a Hopper GPU, without autocast, which "meta" does not know."""
     with (
         patch.object(apply, "_path", lambda *_: "cuda"),
-        patch.object(grouped_mm, "_without_empty", lambda products, _: products),
+        patch.object(grouped_mm, "zeros_without_rows", lambda products, _: products),
         patch.object(torch, "autocast", lambda *_, **__: nullcontext()),
         patch.object(torch, "is_autocast_enabled", lambda *_: False),
         using(Kernels(gpu="grouped_mm")),

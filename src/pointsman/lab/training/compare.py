@@ -172,7 +172,7 @@ def compare(
         if (recorded := before.get("kernels")) is not None:
             kernels = recorded_kernels(recorded, out / COMPARISON)
         else:
-            kernels = choose_kernels(plan.base, None)
+            kernels = choose_kernels(plan.base, None, torch.device(device))
         write_plan(
             out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
             kernels=kernels.to_dict(), data=task.fingerprint,

@@ -175,9 +175,8 @@ def restore_sharded(checkpoint: Checkpoint, state: TrainingState, monitor: Monit
     own = state.model.state_dict()
     read_into(checkpoint, "model", {name: tensor for name, tensor in own.items() if local_part(tensor) is not tensor})
     whole = [name for name, tensor in own.items() if local_part(tensor) is tensor]
-    state.model.load_state_dict(
-        checkpoint_tensors(checkpoint, "model", whole), strict=False
-    )  # buffers: empty ones may grow
+    buffers = checkpoint_tensors(checkpoint, "model", whole)  # not in place: an empty one takes what it finds
+    state.model.load_state_dict(buffers, strict=False)
     wanted: dict[str, Tensor] = {}
     for name, meta in stored_tensors(checkpoint, "trainer").items():
         kind, key, parameter = [*name.split(".", 2), "", ""][:3]

@@ -209,9 +209,8 @@ class TrainingState:
                     self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
 
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
-        if layer := self._first_of_ranks(
-            first_bad_layer(self.model, forward), [n for n, _ in self.model.named_modules()]
-        ):
+        layers = [name for name, _ in self.model.named_modules()]
+        if layer := self._first_of_ranks(first_bad_layer(self.model, forward), layers):
             return f"step {self.step + 1}: {what}; the first output that is not finite is that of layer {layer}"
         if not math.isfinite(loss):
             return (
@@ -249,10 +248,9 @@ class TrainingState:
         if strange := sorted(weights.keys() - own.keys()):
             return f"its weights belong to another model: this one has no {strange[0]}"
         for name, tensor in own.items():
-            one = tensor.numel() == weights[name].numel() == 1  # [] of one process is [1] of many
-            if (
-                tensor.numel() and tensor.shape != weights[name].shape and not one
-            ):  # an empty buffer takes what it finds
+            if not tensor.numel() or tensor.numel() == weights[name].numel() == 1:
+                continue  # an empty buffer takes what it finds; [] of one process is [1] of many
+            if tensor.shape != weights[name].shape:
                 return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
         return None
 
