@@ -153,7 +153,7 @@ class Patched:
         places = [("pointsman.lab.benchmark.run", "run"), ("pointsman.lab.training.compare", "side_by_side")]
         modules = [(importlib.import_module(module), name) for module, name in places]
         if self.checked:
-            modules.append((importlib.import_module("pointsman.lab.training.trainer")._Training, "loop"))
+            modules.append((importlib.import_module("pointsman.lab.training.loop").TrainingLoop, "loop"))
         self.before = [(owner, name, getattr(owner, name)) for owner, name in modules]
         for owner, name in modules:
             setattr(owner, name, reached)

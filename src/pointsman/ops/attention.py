@@ -24,12 +24,12 @@ from pointsman.ops.gemm import Gemm
 from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
+from pointsman.ops.workspace import TILE, Workspace, tiles
 
 MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys alone gives no NaN
 ROWS = 256  # query rows in a block
 SINGLE = 2**21  # multiply-adds that keep all cores busy: from here on a block holds one sequence
 CPU_ELEMENTS, GPU_ELEMENTS = 2**19, 2**26  # scores in memory at once; on a CPU they fit into cache
-TILE = 2048  # keys of one product of the run's own kind: what it allocates has one size, whatever a block sees
 
 Heads = tuple[Tensor, ...]
 """One tensor for each head."""
@@ -123,20 +123,13 @@ class _Products:
         more = relative.alignment(query.device)
         self.positions = torch.cat([positions, positions.new_zeros(positions.shape[0], more, positions.shape[2])], 1)
         self.padded = None if key_mask is None else ~key_mask
-        self.work: dict[str, Tensor] = {}
+        self.work = Workspace(query)
 
     def memory(self, name: str, *shape: int) -> Tensor:
-        """Not initialised; the memory called `name` is the same for all blocks, of which the first is the largest.
-
-        Blocks differ in size. Memory of its own for each fragments the heap of glibc: at 16,384 tokens most of what
-        the process holds would be pieces too small for the next block.
-        """
+        """Not initialised; the memory called `name` is the same for all blocks, of which the first is the largest."""
         if torch.compiler.is_compiling():
             return self.query.new_empty(shape)
-        size = math.prod(shape)
-        if name not in self.work or len(self.work[name]) < size:
-            self.work[name] = self.query.new_empty(size)
-        return self.work[name][:size].view(shape)
+        return self.work(name, *shape)
 
     def by_transpose(self, left: Tensor, right: Tensor, name: str) -> Tensor:
         """left right' in the memory called `name`: [N, a, d], [N, b, d] -> [N, a, b]. One pair goes through the run's
@@ -145,7 +138,7 @@ class _Products:
             if right.shape[1] <= TILE:
                 return self.gemm.linear(left[0], right[0])[None]
             output = self.memory(name, *left.shape[:2], right.shape[1])
-            for part in _tiles(right.shape[1]):
+            for part in tiles(right.shape[1]):
                 self.gemm.linear(left[0], right[0, part], out=output[0, :, part])
             return output
         if torch.compiler.is_compiling():
@@ -201,7 +194,7 @@ class _Products:
             if block.seen <= TILE:
                 scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
             else:
-                for part in _tiles(block.seen):
+                for part in tiles(block.seen):
                     scores[0, :, part] += self.gemm.linear(flat[0], keys[0, part])
         elif own is None:
             scores = torch.baddbmm(scores, flat, keys.transpose(1, 2))
@@ -225,10 +218,6 @@ class _Products:
 def _of(block: _Block, tensor: Tensor) -> Tensor:
     """The block's part of keys or values [H, B, S, D]: [heads * batch, seen, D], of contiguous rows."""
     return tensor[block.heads, block.batch].flatten(0, 1)[:, : block.seen]
-
-
-def _tiles(keys: int) -> list[slice]:
-    return [slice(start, min(start + TILE, keys)) for start in range(0, keys, TILE)]
 
 
 def _add(total: Tensor, part: Tensor, first: bool) -> None:

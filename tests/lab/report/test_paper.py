@@ -15,8 +15,9 @@ from tests.lab.report.test_page import Page
 from pointsman._errors import RunError
 from pointsman.lab.recipes import PRESETS, RECIPES, recipe
 from pointsman.lab.recipes import preset as make_preset
-from pointsman.lab.report import paper, protocol
-from pointsman.lab.report.paper import PaperComparison, canonical, paper_tables
+from pointsman.lab.report import protocol
+from pointsman.lab.report.cells import canonical, has_settings_of
+from pointsman.lab.report.paper import PaperComparison, paper_tables
 from pointsman.lab.report.published import open_paper, papers, parse_paper
 from pointsman.lab.runs.record import read_run
 
@@ -242,7 +243,7 @@ def test_a_preset_with_other_settings_is_not_the_papers(tmp_path: Path) -> None:
 def test_rows_of_a_recipe_are_the_papers_whatever_the_router(tmp_path: Path, router: str) -> None:
     config = recipe("hyperrouter-enwik8-small-code", router=router)
     run = enwik8_run(tmp_path / "r", router, 0, {16: 1.5}, "hyperrouter-enwik8-small-code", config.steps)
-    assert paper._has_settings_of(read_run(run), "hyperrouter-enwik8-small-code")
+    assert has_settings_of(read_run(run), "hyperrouter-enwik8-small-code")
 
 
 def test_the_command_of_a_run_with_a_router_from_elsewhere(tmp_path: Path) -> None:

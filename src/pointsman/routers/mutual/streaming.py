@@ -25,6 +25,7 @@ from pointsman.ops.gemm import ONEDNN, Gemm
 from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
+from pointsman.ops.workspace import Workspace, tiles
 from pointsman.routers.mutual.visible import Visible
 
 Bias = Callable[[int, int], Tensor]
@@ -138,7 +139,7 @@ class _Products:
         together = len(key) == 1 and len(query) > 1
         rows, to = (query.flatten(0, 1)[None], out.flatten(0, 1)[None]) if together else (query, out)
         for index in range(len(rows)):
-            for part in _tiles(key.shape[1]):
+            for part in tiles(key.shape[1]):
                 add = None if bias is None else bias[index, part]
                 to[index, :, part] = self.gemm.linear(rows[index], key[index, part], add)
         return out
@@ -157,54 +158,31 @@ class _Products:
             rows, weights = rows.flatten(0, 1)[None], weights.flatten(0, 1)[None]
         for index in range(len(rows)):
             one = rows[index].t().contiguous()
-            for part in _tiles(weights.shape[-1]):
+            for part in tiles(weights.shape[-1]):
                 other = weights[index, :, part]
                 total[index, :, part] += one @ other if self.gemm is None else self.gemm.linear(one, other.t())
 
 
-TILE = 2048
-"""Keys of one product: what a product allocates has one size, whatever a block sees."""
-
-
-def _tiles(keys: int) -> list[slice]:
-    return [slice(start, min(start + TILE, keys)) for start in range(0, keys, TILE)]
-
-
-class _Workspace:
-    """Memory of blocks of scores, made once for all blocks of a group.
-
-    Under causality each block is larger than the one before. Memory of its own for each fragments the heap of glibc:
-    at 16,384 tokens a gigabyte in pieces too small for the next block.
-    """
-
-    def __init__(self, prepared: Prepared, visible: Visible) -> None:
-        blocks = visible.blocks(prepared.query.device)
-        rows = max((stop - start for start, stop in blocks), default=0)
-        self.query = prepared.query
-        self.cells = len(self.query) * rows * relative.distances(visible.keys, self.query.device)
-        self.parts: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, rows: int, keys: int) -> Tensor:
-        """[n, rows, keys] of the memory called `name`, not initialised."""
-        if name not in self.parts:
-            self.parts[name] = self.query.new_empty(self.cells)
-        count = len(self.query)
-        return self.parts[name][: count * rows * keys].view(count, rows, keys)
+def _workspace(prepared: Prepared, visible: Visible) -> Workspace:
+    """Memory of blocks of scores [n, rows, keys]. Under causality each block is larger than the one before."""
+    query, blocks = prepared.query, visible.blocks(prepared.query.device)
+    rows = max((stop - start for start, stop in blocks), default=0)
+    return Workspace(query, len(query) * rows * relative.distances(visible.keys, query.device))
 
 
 def _scores(
-    products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int, work: _Workspace | None = None
+    products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int, work: Workspace | None = None
 ) -> Tensor:
     """Scores of a block [n, rows, keys seen], nothing hidden yet; in the workspace if there is one."""
     seen = visible.seen(stop)
     bias = None if prepared.key_bias is None else prepared.key_bias[:, :seen]
-    own = None if work is None else work("scores", stop - start, seen)
+    own = None if work is None else work("scores", len(prepared.query), stop - start, seen)
     scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias, own)
     if prepared.position_query is not None:
         rows = prepared.position_query[:, start:stop]
         assert prepared.positions is not None
         positions = prepared.positions[:, _distances(prepared.positions, seen)]
-        other = None if work is None else work("positions", stop - start, positions.shape[1])
+        other = None if work is None else work("positions", len(prepared.query), stop - start, positions.shape[1])
         scores += by_key(products.scores(rows, positions, out=other))[..., :seen]
     return scores
 
@@ -234,7 +212,7 @@ class _Inform(torch.autograd.Function):
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             visible = options.visible.of(group)
             prepared = options.prepare(*_sliced(inputs, options.batched, group))
-            products, work = _Products.of(prepared.query, options.gemm), _Workspace(prepared, visible)
+            products, work = _Products.of(prepared.query, options.gemm), _workspace(prepared, visible)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
                 scores = visible.hide_(_scores(products, prepared, visible, start, stop, work), start)
@@ -297,7 +275,7 @@ def _backward(
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
     query, key, value, key_bias, position_query, positions = prepared
-    products, work = _Products.of(query, gemm), _Workspace(prepared, visible)
+    products, work = _Products.of(query, gemm), _workspace(prepared, visible)
     dquery = torch.empty_like(query)
     dposition_query = None if position_query is None else torch.empty_like(position_query)
     dkey, dvalue, dpositions = (_turned_zeros(tensor) for tensor in (key, value, positions))
@@ -310,7 +288,7 @@ def _backward(
         through: Tensor | None = None
         if value is not None and dvalue is not None and out_gradient is not None:
             upper = out_gradient[:, start:stop]
-            through = products.scores(upper, value[:, :seen], out=work("through", stop - start, seen))
+            through = products.scores(upper, value[:, :seen], out=work("through", len(query), stop - start, seen))
             torch.ops.aten._softmax_backward_data.out(through, weights, -1, weights.dtype, grad_input=through)
             products.add_inner(dvalue[:, :, :seen], upper, weights)
         if lse_gradient is not None:
@@ -326,7 +304,7 @@ def _backward(
             assert dposition_query is not None
             assert dpositions is not None
             places = _distances(positions, seen)
-            by_distance = work("positions", stop - start, places.stop - places.start).zero_()
+            by_distance = work("positions", len(query), stop - start, places.stop - places.start).zero_()
             by_key(by_distance)[..., :seen].copy_(through)
             dposition_query[:, start:stop] = products.times(by_distance, positions[:, places])
             products.add_inner(dpositions[:, :, places], position_query[:, start:stop], by_distance)
