@@ -75,6 +75,7 @@ WITHOUT: dict[str, Callable[[], object]] = {
     "fused_relu": lambda: [unfused(products) for products in (gemm.BlasRelu, gemm.OneDNN)],
     "dots_in_backward": lambda: put(lambda left, right: (left * right).sum(-1), (dots, "each")),
     "decode": lambda: put(0, (decode, "MOST")),
+    "decode_all": lambda: put(lambda *_: False, (decode, "_all_suits")),
     "decode_dots": lambda: put(lambda: False, (dots, "works")),
     "decode_batched": lambda: put(lambda *_: False, (decode, "_batched_suits")),
     "decode_grouped": lambda: put(lambda *_: False, (decode, "_grouped_suits")),

@@ -124,6 +124,14 @@ def test_a_dropped_weight_is_not_read(problem: Callable[..., Any]) -> None:
             assert apply_experts(case.hidden, case.routing, case.parameters, "relu").isfinite().all()
 
 
+def test_an_expert_that_overflows_is_no_matter_of_other_tokens(problem: Callable[..., Any]) -> None:
+    case = problem(5)
+    with torch.no_grad():
+        case.routing.experts[:] = torch.tensor([1, 2])
+        case.parameters.w_out[0] = torch.inf
+        assert apply_experts(case.hidden, case.routing, case.parameters, case.activation).isfinite().all()
+
+
 def test_a_token_at_a_time_equals_all_at_once() -> None:
     layer = MoE(24, 32, 6, top_k=2, gated=True, activation="silu").eval()
     hidden = torch.randn(200, 24)

@@ -23,6 +23,8 @@ from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
 
 MOST = 256  # assignments; with more, many share an expert, and oneDNN would build a kernel for each new row count
 TINY = 1 << 15  # elements of a weight that takes less time to read than a call takes
+ALL = 1 << 18  # elements of all experts' weights of one kind that each token may be multiplied by; measured
+WORK = 1 << 22  # tokens times these elements up to which that is faster than sorting
 FEW = 6  # assignments to experts with such weights for which one torch.mv each takes the fewest calls
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -50,6 +52,10 @@ def forward(
     # lists: for so few, Python sorts and counts faster than one call into torch or NumPy
     experts: list[int] = expert.reshape(-1).tolist()
     refuse_beyond(max(experts), len(parameters.w_in))
+    if _all_suits(tokens, len(experts), parameters, first):
+        output = _by_all(hidden, weight, expert, parameters, first.activation)
+        if bool(output.sum().isfinite()):  # 0 times what an expert does with a token that it did not get may be NaN
+            return output
     places = list(range(len(experts)))
     if min(experts) < 0:
         places = [place for place in places if experts[place] >= 0]
@@ -72,6 +78,26 @@ def forward(
 
 def _tensor(values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(list(values), dtype=dtype, device="cpu")
+
+
+def _all_suits(tokens: int, assignments: int, p: ExpertParameters, first: HiddenUnits) -> bool:
+    """Whether every token through every expert is faster than to find out who goes where."""
+    size, several = p.w_in.numel(), assignments > 2 + len(p.w_in) / 16
+    return several and size <= ALL and tokens * size <= WORK and p.w_in.dtype == torch.float32
+
+
+def _by_all(hidden: Tensor, weight: Tensor, expert: Tensor, p: ExpertParameters, activation: str) -> Tensor:
+    """Every token through every expert; the combine weights, 0 where it was not chosen, are factors of hidden units."""
+    tokens, num_experts = len(hidden), len(p.w_in)
+    weight = weight.masked_fill(expert < 0, 0)
+    factor = weight.new_zeros(tokens, num_experts).scatter_add_(1, expert.clamp_min(0), weight).to(hidden.dtype)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(rows, weight.flatten(0, 1), None if bias is None else bias.flatten())
+
+    units = _units(hidden, p, activation, linear).view(tokens, num_experts, -1).mul_(factor[:, :, None])
+    output = torch.bmm(units.transpose(0, 1), p.w_out.mT).sum(0)
+    return output if p.b_out is None else output.addmm_(factor, p.b_out)
 
 
 class Assigned(NamedTuple):
@@ -252,9 +278,12 @@ def _one_by_one(rows: Tensor, counts: list[int], parameters: ExpertParameters, f
 
 
 def _feed_forward(rows: Tensor, p: ExpertParameters, activation: str, linear: Linear) -> Tensor:
+    return linear(_units(rows, p, activation, linear), p.w_out, p.b_out)
+
+
+def _units(rows: Tensor, p: ExpertParameters, activation: str, linear: Linear) -> Tensor:
+    """The hidden units, a new tensor."""
     units = linear(rows, p.w_in, p.b_in)
     if p.w_gate is not None:
-        units = ACTIVATIONS[activation](linear(rows, p.w_gate, p.b_gate)).mul_(units)
-    else:
-        units = units.relu_() if activation == "relu" else ACTIVATIONS[activation](units)
-    return linear(units, p.w_out, p.b_out)
+        return ACTIVATIONS[activation](linear(rows, p.w_gate, p.b_gate)).mul_(units)
+    return units.relu_() if activation == "relu" else ACTIVATIONS[activation](units)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.lab.models.memory import appended
 from pointsman.ops.linear import linear, linears
 from pointsman.routing import AttentionTrace
 
@@ -110,7 +111,7 @@ class Attention(nn.Module):
         if keep or (memory is not None and memory.shape[1]):
             kept = torch.cat([key, value], -1)
             if memory is not None and memory.shape[1]:
-                kept = torch.cat([memory.to(key.dtype), kept], 1)
+                kept = appended(memory, kept)
                 key, value = kept.chunk(2, -1)
         query = query.view(*query.shape[:2], self.num_heads, self.head_dim)
         key, value = (one.view(*one.shape[:2], self.kv_heads, self.head_dim) for one in (key, value))
@@ -120,7 +121,10 @@ class Attention(nn.Module):
         side_by_side = _flat(self._attend(query, key, value, key_mask, causal, bias))
         bare = linear(side_by_side, self.output.weight)
         output = bare if self.output.bias is None else bare + self.output.bias
-        kept = kept.detach() if keep and kept is not None else None
+        if not keep:
+            kept = None
+        elif kept is not None and kept.requires_grad:
+            kept = kept.detach()
         if not trace:
             return output, kept, None
         groups = self.num_heads // self.kv_heads

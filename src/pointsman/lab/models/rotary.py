@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
+from pointsman.lab.models.memory import appended
 from pointsman.ops.linear import transformed
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
@@ -137,7 +138,7 @@ class Turns:
         if self.turned:
             before = self.turned[len(self.keys_turned)]
             length = before.shape[1]
-            keys = torch.cat([before, self(keys[:, length:], length)], 1)
+            keys = appended(before, self(keys[:, length:], length))
         else:
             keys = self(keys, 0)
         self.keys_turned.append(keys)
