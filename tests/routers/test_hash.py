@@ -112,6 +112,40 @@ def test_each_row_is_in_the_cluster_of_the_nearest_mean(count: int) -> None:
     assert kmeans(torch.zeros(5, 2), 3, torch.Generator().manual_seed(0)).tolist() == [0] * 5
 
 
+def test_a_table_of_columns_comes_first_and_the_walk_goes_on_without_them() -> None:
+    router = build_router("hash:columns=3", dim=DIM, num_experts=8, top_k=8, vocab_size=50)
+    table = router.score.table
+    assert table.shape == (50, 3)
+    assert all(len(set(row)) == 3 for row in table.tolist())
+    context = RoutingContext(token_ids=torch.arange(50)[None])
+    expected = []
+    for index, row in enumerate(table.tolist()):
+        order = [(row[0] + j * int(router.score.stride[index])) % 8 for j in range(8)]
+        expected.append([*row, *(e for e in order if e not in row)])
+    for k in (1, 3, 5, 8):
+        router.top_k = k
+        chosen = router(torch.zeros(1, 50, DIM), context).experts
+        assert chosen.tolist() == [row[:k] for row in expected]
+    given = torch.arange(150).view(50, 3) % 8
+    router.score.set_table(given)
+    router.top_k = 3
+    assert torch.equal(router(torch.zeros(1, 50, DIM), context).experts, given)
+    for bad, says in (
+        (given[:, :2], r"whole numbers \[50, 3\], got \[50, 2\]"),
+        (given + 1, "outside 0 to 7"),
+        (given * 0, "twice for a token id"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            router.score.set_table(bad)
+    for spec, says in (
+        ("hash:columns=0", "columns=0: allowed are whole numbers from 1 to 8"),
+        ("hash:columns=9", "columns=9: allowed are whole numbers from 1 to 8"),
+        ("hash:columns=2:kind=balanced", "kind=balanced makes a table of one column"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            build_router(spec, dim=DIM, num_experts=8, vocab_size=50)
+
+
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(ValueError, match="vocab_size"):
         build_router("hash", dim=DIM, num_experts=4)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
 
-from pointsman import MoE, RoutingContext, build_router
+from pointsman import MoE, Router, RoutingContext, build_router, build_routers
+from pointsman.lab.models import Decoder, DecoderConfig
 
 IDS = torch.arange(21).view(3, 7) * 3 % 64
 
@@ -100,3 +101,21 @@ def test_mistakes_are_one_line() -> None:
     other = build_router("mask:rare=2", dim=4, num_experts=4, vocab_size=10)
     other.load_state_dict(router.state_dict())  # with the counts
     assert torch.equal(other(torch.zeros(1, 2, 4), context).experts, router(torch.zeros(1, 2, 4), context).experts)
+
+
+def test_each_layer_draws_its_own_sets_and_a_checkpoint_keeps_its_own() -> None:
+    def of(router: Router) -> torch.Tensor:
+        return torch.stack([router.score.first, router.score.stride])
+
+    low, high = build_routers("mask:visible=2", layers=2, dim=8, num_experts=6, vocab_size=64)
+    assert not torch.equal(low.score.first, high.score.first)
+    alone = build_router("mask:visible=2", dim=8, num_experts=6, vocab_size=64)
+    assert torch.equal(of(low), of(alone))
+    again = build_router("mask:visible=2", dim=8, num_experts=6, vocab_size=64, place=1)
+    assert torch.equal(of(high), of(again))
+    again.load_state_dict(alone.state_dict())  # as a checkpoint with the same sets in all layers
+    assert torch.equal(of(again), of(alone))
+    shape: dict[str, int] = {"vocab_size": 64, "num_layers": 2, "dim": 16, "num_heads": 2, "hidden_dim": 8}
+    model = Decoder(DecoderConfig(**shape, num_experts=4, top_k=1, router="mask:visible=1"))  # type: ignore[arg-type]
+    first, second = (one.router.score.first for one in model.modules() if isinstance(one, MoE))
+    assert not torch.equal(first, second)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
@@ -18,14 +20,29 @@ def routed(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Routin
     return routing
 
 
+def light_features(score: Any, kind: str, line: list[int], place: int) -> Tensor:
+    """u of one token; `line` are the ids of its sequence, -1 for padding."""
+    own = score.token[line[place]]
+    if kind == "bigram":
+        before = line[place - 1] if place else -1
+        return (own + (own if before < 0 else score.token[before])) / 2
+    if kind == "cnn":
+        back = [line[place - j] if place >= j else -1 for j in range(5)]
+        return sum((c * score.token[i] for c, i in zip(score.kernel, back, strict=True) if i >= 0), 0 * own)
+    return own
+
+
 def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, light_chooses: bool, losses: bool) -> Expected:
     score = router.score
+    lines = IDS.masked_fill(~mask, -1).tolist()
+    places = [(line, place) for line in lines for place in range(len(line))]
     experts: list[list[int]] = []
     weights: list[list[Tensor]] = []
     assigned: list[tuple[list[int], Tensor, Tensor]] = []
-    for h, index, real in zip(hidden.flatten(0, 1), IDS.flatten().tolist(), mask.flatten(), strict=True):
+    for h, (line, place), real in zip(hidden.flatten(0, 1), places, mask.flatten(), strict=True):
+        u = light_features(score, score.kind, line, place)
         z = torch.stack([(row * h).sum() for row in score.gate.weight])
-        light = torch.stack([(row * score.token[index]).sum() for row in score.light])
+        light = torch.stack([(row * u).sum() for row in score.light])
         gates = 1 / (1 + torch.exp(-z))
         chosen = ranked(light if light_chooses else z, k) if real else []
         experts.append(chosen)
@@ -45,8 +62,9 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, light_ch
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("stage", ["one", "two", "evaluation"])
-def test_transcription(k: int, stage: str) -> None:
-    router = router_for("stable:stage_one=2", k)
+@pytest.mark.parametrize("light", ["token", "bigram", "cnn"])
+def test_transcription(k: int, stage: str, light: str) -> None:
+    router = router_for(f"stable:stage_one=2:light={light}", k)
     hidden, mask = inputs()
     hidden.requires_grad_()
     for _ in range(2 if stage == "two" else 1):
@@ -54,6 +72,34 @@ def test_transcription(k: int, stage: str) -> None:
     router.train(stage != "evaluation")
     expected = transcription(router, hidden, mask, k, stage != "one", stage != "two")
     compare(router, hidden, mask, expected, routed(router, hidden, mask))
+
+
+@pytest.mark.parametrize("light", ["bigram", "cnn"])
+def test_earlier_ids_are_carried_on(light: str) -> None:
+    """In segments of any length, and token by token after a memory of one token, as far as that reaches."""
+    router = router_for(f"stable:light={light}+similarity").eval()
+    hidden, _ = inputs()
+    whole = router(hidden, RoutingContext(token_ids=IDS)).experts.view(3, 7, 2)
+    past, found = None, []
+    for start, stop in ((0, 1), (1, 3), (3, 3), (3, 7)):
+        part = router(hidden[:, start:stop], RoutingContext(token_ids=IDS[:, start:stop], past=past))
+        past, found = part.carry, [*found, part.experts.view(3, stop - start, 2)]
+    assert torch.equal(torch.cat(found, 1), whole)
+    assert past is not None
+    assert past["ids"].shape[1] == {"bigram": 1, "cnn": 4}[light]
+    alone = router(hidden[:, 3:], RoutingContext(token_ids=IDS[:, 3:])).experts.view(3, 4, 2)
+    assert not torch.equal(alone, whole[:, 3:])
+
+
+def test_the_kernel_of_the_convolution_is_frozen_with_the_rest() -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1:light=cnn", vocab_size=64)
+    kernel = layer.router.score.kernel
+    assert float(kernel.detach().abs().max()) <= 5**-0.5
+    hidden, _ = inputs()
+    layer.double()(hidden, RoutingContext(token_ids=IDS)).sum().backward()
+    assert layer.router.score.kernel.grad.any()
+    step_end(layer)
+    assert not layer.router.score.kernel.requires_grad
 
 
 def test_the_load_by_hand() -> None:
@@ -119,6 +165,7 @@ def test_stage_one_chooses_as_greedy_base() -> None:
     [
         ("stable:stage_one=-1", "stable: option stage_one=-1: allowed are whole numbers from 0"),
         ("stable:load=-1", "stable: option load=-1.0: allowed are numbers from 0"),
+        ("stable:light=trigram", "option light='trigram'|light: "),
         ("stable:distill=-1", "stable: option distill=-1.0: allowed are numbers from 0"),
     ],
 )

@@ -40,6 +40,7 @@ class LayerSpec:
         dim, num_experts, top_k: the layer's sizes; `top_k` is the k at construction.
         shared: what the routers of one model share (a hypernetwork), by key.
         vocab_size: how many token ids there are; None where the model does not say (`need_vocab_size`).
+        place: how many sparse layers are below it in the model.
         renormalize: whether the k weights are divided by their sum: the option, or the router's default.
     """
 
@@ -49,6 +50,7 @@ class LayerSpec:
     shared: dict[str, nn.Module] = field(default_factory=dict)
     vocab_size: int | None = None
     renormalize: bool = True
+    place: int = 0
 
     def need_vocab_size(self, router: str) -> int:
         """The vocabulary's size; ValueError, in the router's name, where it is not known."""

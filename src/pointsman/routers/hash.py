@@ -36,16 +36,17 @@ NEEDED = {
 
 
 class TableScorer(Scorer):
-    """Looks token ids up: the first expert of an id, and the stride at which its further ones follow.
+    """Looks token ids up: the first experts of an id, and the stride at which its further ones follow.
 
     e_j = (e_0 + j stride) mod E, with a stride coprime to E: an order of all experts for every id, without a table of
     that size. Logits are 0, or those of a trained linear map which weighs the chosen experts.
 
     Args:
         vocab_size: V.
-        kind: "random": each id's expert drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
+        kind: "random": each id's experts drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
         seed: of the table.
         gated: whether there is a linear map.
+        columns: how many experts of an id the table names: `table` is [V], or [V, columns].
     """
 
     needs = frozenset({"token_ids"})
@@ -53,12 +54,17 @@ class TableScorer(Scorer):
     stride: Tensor
     ready: Tensor
 
-    def __init__(self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool) -> None:
+    def __init__(
+        self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool, columns: int = 1
+    ) -> None:
         super().__init__()
         self.num_experts, self.vocab_size, self.kind, self.seed = num_experts, vocab_size, kind, seed
         draw = torch.Generator().manual_seed(seed)
         coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
-        self.register_buffer("table", torch.randint(num_experts, (vocab_size,), generator=draw))
+        table = torch.randint(num_experts, (vocab_size,), generator=draw)
+        if columns > 1:
+            table = torch.rand(vocab_size, num_experts, generator=draw).topk(columns).indices
+        self.register_buffer("table", table)
         self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
         self.register_buffer("ready", torch.tensor(kind == "random"))
         self.gate = LinearScorer(dim, num_experts, bias=False) if gated else None
@@ -104,6 +110,24 @@ class TableScorer(Scorer):
         self.table.copy_(kmeans(embeddings, self.num_experts, draw))
         self.ready.fill_(True)
 
+    def set_table(self, table: Tensor) -> None:
+        """Takes a table of a trained model.
+
+        Args:
+            table: [V, columns], or [V] for one column: the experts of each id, different ones.
+
+        Raises:
+            ValueError: another shape, an expert that does not exist, or one that is named twice for an id.
+        """
+        if table.shape != self.table.shape or table.is_floating_point():
+            raise ValueError(f"hash: the table must be whole numbers {list(self.table.shape)}, got {list(table.shape)}")
+        if not 0 <= int(table.min()) <= int(table.max()) < self.num_experts:
+            raise ValueError(f"hash: the table names an expert outside 0 to {self.num_experts - 1}")
+        if table.dim() > 1 and bool((table.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("hash: the table names an expert twice for a token id")
+        self.table.copy_(table)
+        self.ready.fill_(True)
+
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("hash", self.vocab_size, context)
         if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
@@ -111,21 +135,35 @@ class TableScorer(Scorer):
         logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
         if self.gate is not None:
             logits = self.gate(hidden, context)
-        places = torch.arange(self.num_experts, device=hidden.device)
-        order = (self.table[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
-        return Scored(logits, {"order": order})
+        columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
+        return Scored(logits, {"columns": columns, "stride": self.stride[ids]})
+
+
+def walk(columns: Tensor, stride: Tensor, k: int, num_experts: int) -> Tensor:
+    """The first k experts [N, k] of each token: those of the table [N, w], then (e_0 + j stride) mod E without them."""
+    width = columns.shape[1]
+    if k <= width:
+        return columns[:, :k]
+    places = torch.arange(k if width == 1 else num_experts, device=columns.device)
+    order = (columns[:, :1] + places * stride[:, None]) % num_experts
+    if width == 1:
+        return order
+    taken = torch.zeros_like(order).scatter(1, columns, 1).gather(1, order)
+    further = order.gather(1, taken.argsort(dim=1, stable=True))
+    return torch.cat([columns, further[:, : k - width]], 1)
 
 
 class Walk(Selector):
-    """The first k experts of each token's order; weights 1/k, or their probabilities, renormalised."""
+    """The first k experts of each token's `walk`; weights 1/k, or their probabilities, renormalised."""
 
     def __init__(self, gated: bool, renormalize: bool) -> None:
         super().__init__()
         self.gated, self.renormalize = gated, renormalize if gated else None
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        experts = scores.extra["order"].flatten(0, 1)[:, :k]
         probs = scores.probs.flatten(0, 1)
+        columns, stride = scores.extra["columns"].flatten(0, 1), scores.extra["stride"].flatten()
+        experts = walk(columns, stride, k, probs.shape[-1])
         if not self.gated:
             return experts, torch.full(experts.shape, 1 / k, dtype=probs.dtype, device=probs.device)
         weights = probs.gather(-1, experts)
@@ -143,6 +181,7 @@ def hash_router(
     *,
     kind: Literal["random", "balanced", "clustered"] = "random",
     seed: int = 0,
+    columns: int = 1,
     gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none",
 ) -> Stages:
     """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
@@ -150,10 +189,16 @@ def hash_router(
     kind: a random table, one balanced over the counts that `router.score.calibrate(counts)` is given, or one of the
         clusters of the embeddings that `router.score.cluster(embeddings)` is given.
     seed: of the table.
+    columns: how many experts of an id the table names; the further ones follow at a stride of the id's own
+        (DeepSeek-V4: k columns). `router.score.set_table(table)` takes the table of a trained model.
     gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
     """
+    if not 1 <= columns <= layer.num_experts:
+        raise ValueError(f"hash: option columns={columns}: allowed are whole numbers from 1 to {layer.num_experts}")
+    if columns > 1 and kind != "random":
+        raise ValueError(f"hash: option columns={columns}: kind={kind} makes a table of one column")
     vocabulary = layer.need_vocab_size("hash")
     gated = gate != "none"
     normalize = {"sigmoid": Sigmoid, "sqrtsoftplus": SqrtSoftplus}.get(gate, Softmax)()
-    scorer = TableScorer(layer.dim, layer.num_experts, vocabulary, kind, seed, gated)
+    scorer = TableScorer(layer.dim, layer.num_experts, vocabulary, kind, seed, gated, columns)
     return Stages(scorer, normalize, select=Walk(gated, layer.renormalize))

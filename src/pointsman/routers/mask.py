@@ -17,6 +17,7 @@ from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
 VISIBLE = 8
+NEXT_LAYER = 1_000_003  # from the seed of one layer's sets to that of the layer above
 
 
 class MaskedScorer(Scorer):
@@ -93,7 +94,7 @@ def mask(layer: LayerSpec, *, visible: int | None = None, rare: int = 0, seed: i
 
     visible: how many experts an id sees (none = 8, or all where there are fewer).
     rare: ids with fewer occurrences see one; needs `router.score.calibrate(counts)` (0 = no id is rare).
-    seed: of the sets.
+    seed: of the sets, which differ between the layers of a model.
     """
     visible = min(VISIBLE, layer.num_experts) if visible is None else visible
     if not 1 <= visible <= layer.num_experts:
@@ -102,5 +103,5 @@ def mask(layer: LayerSpec, *, visible: int | None = None, rare: int = 0, seed: i
         )
     check_whole("mask: option rare", rare, least=0)
     vocabulary = layer.need_vocab_size("mask")
-    scorer = MaskedScorer(layer.dim, layer.num_experts, vocabulary, visible, rare, seed)
+    scorer = MaskedScorer(layer.dim, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
     return Stages(scorer, select=VisibleTopK(layer.renormalize))

@@ -142,6 +142,7 @@ def build_router(
     top_k: int = 2,
     shared: dict[str, nn.Module] | None = None,
     vocab_size: int | None = None,
+    place: int = 0,
     **options: Any,
 ) -> Router:
     """Builds the router that `spec` names.
@@ -154,6 +155,7 @@ def build_router(
             `switch` at 1.
         shared: modules that several routers share; `build_routers` passes one dict for a whole model.
         vocab_size: the number of token ids, for routers that look at them.
+        place: how many sparse layers are below it, for routers that draw other tables in each layer.
         options: the router's options by keyword, on top of the spec's.
 
     Raises:
@@ -167,7 +169,9 @@ def build_router(
     if vocab_size is not None:
         check_whole("vocab_size", vocab_size)
     entry = ROUTERS[parsed.router]
-    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
+    check_whole("place", place, least=0)
+    shared = {} if shared is None else shared
+    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), shared, vocab_size, place=place)
     values = _convert({**parsed.options, **options}, entry, spec, COMMON)
     common = {name: option.default for name, option in COMMON.options.items()} | {"balance": entry.balance}
     common |= {name: values.pop(name) for name in COMMON.options if name in values}
@@ -267,6 +271,7 @@ def build_routers(
             top_k=top_k,
             shared=shared,
             vocab_size=vocab_size,
+            place=layer,
         )
         for layer in range(layers)
     ]

@@ -152,6 +152,8 @@ class Router(nn.Module):
         probs, carry, mixed = unmixed, None, {}
         if self.mix is not None:
             probs, carry, mixed = self.mix(unmixed, hidden, context)
+        if scored.carry:
+            carry = {**(carry or {}), **scored.carry}
         choice = logits if self.mix is None and self.normalize.increasing else probs
         selection = self._select(Scores(logits, probs, choice, scored.extra), context)
         if "zero" in self.virtual:

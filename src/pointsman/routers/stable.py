@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,36 +20,69 @@ from pointsman.routing import RoutingContext
 
 GAIN = 0.1
 WIDTH = 50
+EARLIER = {"token": 0, "bigram": 1, "cnn": 4}
+"""How many earlier tokens each light router sees."""
 
 
 class TwoStageScorer(Scorer):
-    """z = C h, and the light router's scores D[id] . K_e, which stage two and evaluation choose by.
+    """z = C h, and the light router's scores u . K_e, which stage two and evaluation choose by.
 
-    C [E, dim] and K [E, 50] start orthogonal with gain 0.1, D [V, 50] ~ N(0, 1). `steps` counts the steps; after
-    `stage_one` of them D and K never train again, and the losses are 0.
+    u_t = D[id_t] ("token"), the mean of D[id_t] and D[id_(t-1)] ("bigram"; the first token alone), or
+    sum_(j<5) c_j D[id_(t-j)] ("cnn"; zeros before the first token and for padding). C [E, dim] and K [E, 50] start
+    orthogonal with gain 0.1, D [V, 50] ~ N(0, 1), c [5] ~ U(-1, 1) / sqrt(5). `steps` counts the steps; after
+    `stage_one` of them D, K and c never train again, and the losses are 0.
     """
 
     needs = frozenset({"token_ids"})
     needs_step_end = True
     steps: Tensor
 
-    def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int) -> None:
+    def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token") -> None:
         super().__init__()
-        self.vocab_size, self.stage_one = vocab_size, stage_one
+        self.vocab_size, self.stage_one, self.kind = vocab_size, stage_one, kind
         self.gate = LinearScorer(dim, num_experts, bias=False)
         self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
         for weight in (self.gate.weight, self.light):
             nn.init.orthogonal_(weight, gain=GAIN)
+        self.kernel: nn.Parameter | None = None
+        if kind == "cnn":
+            taps = EARLIER[kind] + 1
+            self.kernel = nn.Parameter(torch.empty(taps).uniform_(-(taps**-0.5), taps**-0.5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("stable", self.vocab_size, context)
-        light = F.embedding(ids, self.token).to(hidden.dtype) @ self.light.to(hidden.dtype).T
+        seen, carry = self._seen(ids, context)
+        light = self._features(seen, ids.shape[1]).to(hidden.dtype) @ self.light.to(hidden.dtype).T
         second = self.steps >= self.stage_one
-        return Scored(
-            self.gate(hidden, context), {"light": torch.where(second, light.detach(), light), "second": second}
-        )
+        extra = {"light": torch.where(second, light.detach(), light), "second": second}
+        return Scored(self.gate(hidden, context), extra, carry=carry)
+
+    def _seen(self, ids: Tensor, context: RoutingContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """The ids [B, earlier + T] that the light router reads, -1 for padding and for none; and those to carry on."""
+        earlier = EARLIER[self.kind]
+        if not earlier:
+            return ids, {}
+        if context.padding_mask is not None:
+            ids = ids.masked_fill(~context.padding_mask, -1)
+        before = (context.past or {}).get("ids", ids[:, :0])[:, -earlier:]
+        seen = F.pad(torch.cat([before, ids], 1), (earlier - before.shape[1], 0), value=-1)
+        return seen, {"ids": seen[:, -earlier:]}
+
+    def _features(self, seen: Tensor, length: int) -> Tensor:
+        """u [B, T, 50] of the ids `seen` [B, earlier + T]."""
+        rows = F.embedding(seen.clamp_min(0), self.token)
+        own = rows[:, -length:] if length else rows[:, :0]
+        if self.kind == "bigram":
+            there = (seen[:, :length] >= 0)[..., None]
+            return (own + torch.where(there, rows[:, :length], own)) / 2
+        if self.kernel is None:
+            return own
+        rows = rows * (seen >= 0)[..., None]
+        last = len(self.kernel) - 1
+        taps = (weight * rows[:, last - place : last - place + length] for place, weight in enumerate(self.kernel))
+        return torch.stack(list(taps)).sum(0)
 
     def load(self, given: LossInput) -> Tensor:
         """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
@@ -79,9 +112,10 @@ class TwoStageScorer(Scorer):
 
     def _freeze_light(self) -> None:
         if int(self.steps) >= self.stage_one:
-            for parameter in (self.token, self.light):
-                parameter.requires_grad_(False)
-                parameter.grad = None  # momentum and weight decay would move it
+            for parameter in (self.token, self.light, self.kernel):
+                if parameter is not None:
+                    parameter.requires_grad_(False)
+                    parameter.grad = None  # momentum and weight decay would move it
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -107,17 +141,25 @@ class TwoStages(Selector):
 
 
 @register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", renormalize=False)
-def stable(layer: LayerSpec, *, stage_one: int = 6000, load: float = 0.3, distill: float = 0.3) -> Stages:
+def stable(
+    layer: LayerSpec,
+    *,
+    stage_one: int = 6000,
+    load: float = 0.3,
+    distill: float = 0.3,
+    light: Literal["token", "bigram", "cnn"] = "token",
+) -> Stages:
     """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
 
     stage_one: optimizer steps of stage one (the released code: 6,000 of 60,000).
     load: weight of its balance loss.
     distill: weight of the distillation.
+    light: what the distilled router sees: the token's id, also the one before it (bigram), or five ids (cnn).
     """
     check_whole("stable: option stage_one", stage_one, least=0)
     for name, value in (("load", load), ("distill", distill)):
         if value < 0:
             raise ValueError(f"stable: option {name}={value}: allowed are numbers from 0")
-    score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one)
+    score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light)
     losses = {"load": Loss(score.load, load), "distill": Loss(score.distill, distill)}
     return Stages(score, Sigmoid(), select=TwoStages(layer.renormalize), losses=losses)

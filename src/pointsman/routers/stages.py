@@ -31,12 +31,14 @@ class Scored:
         extra: tensors that the selector or a loss of the same router reads.
         statistics: summed over a step by `Stage.gather`, detached.
         above: tensors [B, T, ...] for the sparse layers above (`RoutingContext.below`), with gradient.
+        carry: what the scorer needs of these tokens later (`RoutingContext.past`), beside what a mixer carries.
     """
 
     logits: Tensor
     extra: Tensors = field(default_factory=dict)
     statistics: Tensors = field(default_factory=dict)
     above: Tensors = field(default_factory=dict)
+    carry: RouterState = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class Stack(nn.Module, Generic[Config]):
                 top_k=config.top_k,
                 shared=self._shared,
                 vocab_size=getattr(config, "vocab_size", None),
+                place=place,
             )
         self._check_causal(router)
         return MoE(
