@@ -25,6 +25,7 @@ from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ops.workspace import TILE, Workspace, tiles
+from pointsman.ranks import ALONE, Ranks
 
 MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys alone gives no NaN
 ROWS = 256  # query rows in a block
@@ -46,6 +47,7 @@ def traced_attention(
     key_mask: Tensor | None = None,
     dropout: float = 0.0,
     trace: bool = True,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, tuple[Heads, Heads, Heads] | None]:
     """Causal attention with relative positions, and its queries, keys and values head by head.
 
@@ -59,6 +61,7 @@ def traced_attention(
             mean of the values before it.
         dropout: probability with which attention probabilities are dropped.
         trace: whether queries, keys and values are wanted.
+        ranks: who shares the batch: each drops of its rows what one process drops.
 
     Returns:
         [H, B, T, D] in the dtype of `query`, with the strides of a contiguous [B, T, H, D]; and, if wanted, queries,
@@ -68,7 +71,8 @@ def traced_attention(
     gemm = active_gemm(query.dtype) if query.device.type == "cpu" else None
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
-    settings = _Settings(scale, dropout, seed, gemm, trace)
+    rank, count = (ranks.rank, ranks.count) if dropout else (0, 1)
+    settings = _Settings(scale, dropout, seed, gemm, trace, rank, count)
     output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
@@ -80,10 +84,15 @@ class _Settings(NamedTuple):
     seed: int
     gemm: Gemm | None
     trace: bool
+    rank: int
+    ranks: int
 
 
 class _Block(NamedTuple):
-    """Queries `start:stop` of some heads and sequences; they see the first `seen` keys."""
+    """Queries `start:stop` of some heads and sequences; they see the first `seen` keys.
+
+    They are the sequences `own` of the `drawn` ones of a block of the whole batch, whose masks are drawn together.
+    """
 
     number: int
     heads: slice
@@ -91,12 +100,17 @@ class _Block(NamedTuple):
     start: int
     stop: int
     seen: int
+    own: slice
+    drawn: int
 
 
-def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
+def _blocks(query: Tensor, keys: int, rank: int, ranks: int) -> Iterator[_Block]:
     """Blocks from the last rows to the first. The last rows see all keys: they write the gradients of keys, and earlier
-    blocks add to them."""
-    heads, batch, length, width = query.shape
+    blocks add to them.
+
+    Of several ranks: the blocks of the whole batch, as far as they hold sequences of this rank."""
+    heads, each, length, width = query.shape
+    batch = each * ranks
     rows, on_cpu = min(length, ROWS), query.device.type == "cpu"
     items = max(1, (CPU_ELEMENTS if on_cpu else GPU_ELEMENTS) // (rows * keys))
     if on_cpu and rows * keys * width >= SINGLE:
@@ -108,8 +122,12 @@ def _blocks(query: Tensor, keys: int) -> Iterator[_Block]:
     for stop in range(length, 0, -rows):
         for head in range(0, heads, head_step):
             for first in range(0, batch, batch_step):
-                places = slice(head, head + head_step), slice(first, first + batch_step), max(0, stop - rows), stop
-                yield _Block(number, *places, keys - length + stop)
+                start, end = max(first, rank * each), min(first + batch_step, (rank + 1) * each)
+                if start < end:
+                    here = slice(start - rank * each, end - rank * each)
+                    places = slice(head, head + head_step), here, max(0, stop - rows), stop
+                    drawn = min(first + batch_step, batch) - first
+                    yield _Block(number, *places, keys - length + stop, slice(start - first, end - first), drawn)
                 number += 1
 
 
@@ -212,7 +230,9 @@ class _Products:
         if not rate:
             return None
         generator = torch.Generator(probabilities.device).manual_seed(self.settings.seed + block.number)
-        return self.memory("kept", *probabilities.shape).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+        shape = (len(probabilities) // (block.own.stop - block.own.start), block.drawn, *probabilities.shape[1:])
+        kept = self.memory("kept", *shape).bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+        return kept[:, block.own].reshape(probabilities.shape)
 
 
 def _of(block: _Block, tensor: Tensor) -> Tensor:
@@ -254,7 +274,7 @@ class _RelativeAttention(torch.autograd.Function):
         output = query.new_empty(batch, length, heads, width).permute(2, 0, 1, 3)
         with without_autocast(query.device.type):
             shared = _Products(query, positions, settings, key_mask)
-            for block in _blocks(query, key.shape[2]):
+            for block in _blocks(query, key.shape[2], settings.rank, settings.ranks):
                 content, position = shared.queries(block, content_bias), shared.queries(block, position_bias)
                 probabilities = shared.probabilities(block, content, position, _of(block, key))
                 kept = shared.kept(block, probabilities)
@@ -288,7 +308,7 @@ class _RelativeAttention(torch.autograd.Function):
         delta = None if aligned else torch.einsum("hbtd,hbtd->hbt", gradient, output).neg_()
         with without_autocast(query.device.type):
             shared = _Products(query, positions, settings, key_mask)
-            for block in _blocks(query, keys):
+            for block in _blocks(query, keys, settings.rank, settings.ranks):
                 last = block.stop == length
                 content, position = shared.queries(block, content_bias), shared.queries(block, position_bias)
                 heads, batch, rows, _ = content.shape

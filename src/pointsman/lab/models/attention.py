@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.lab.models.memory import appended
+from pointsman.ops.drawing import dropout as drop
 from pointsman.ops.linear import linear, linears
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace
 
 ROWS = 256  # queries a block where each has a mask or bias of its own
@@ -46,9 +48,13 @@ class Attention(nn.Module):
         bias: whether the four maps have biases.
         qk_norm: makes a norm of queries, and one of keys, from the width that it is to normalise; None: none.
         norm_heads: whether these norms are over each head (D) or over all of them (H D).
+
+    Attributes:
+        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
     """
 
     role = "attention"
+    ranks: Ranks = ALONE
 
     def __init__(
         self,
@@ -162,23 +168,32 @@ class Attention(nn.Module):
             mask = None
             if key_mask is not None:
                 mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None]
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout, is_causal=causal and length > 1, enable_gqa=grouped
-            )
+            below = causal and length > 1
+            return _attended(query, key, value, mask, dropout, self.ranks, causal=below, grouped=grouped)
         mixed = []
         for start in range(0, length, ROWS):
             stop = min(start + ROWS, length)
-            mixed.append(
-                F.scaled_dot_product_attention(
-                    query[:, :, start:stop],
-                    key,
-                    value,
-                    _mask(start, stop, keys - length, keys, key_mask, causal, bias, query),
-                    dropout,
-                    enable_gqa=grouped,
-                )
-            )
+            mask = _mask(start, stop, keys - length, keys, key_mask, causal, bias, query)
+            part = query[:, :, start:stop]
+            mixed.append(_attended(part, key, value, mask, dropout, self.ranks, grouped=grouped))
         return torch.cat(mixed, 2)
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, ranks: Ranks, *,
+    causal: bool = False, grouped: bool,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention`; of several ranks each drops of its rows what one process drops."""
+    if ranks.count == 1 or not dropout:
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, enable_gqa=grouped)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) if grouped else one for one in (key, value))
+    scores = query @ key.transpose(2, 3) * query.shape[3] ** -0.5
+    if causal:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return drop(torch.softmax(scores, -1), dropout, True, ranks).to(value.dtype) @ value
 
 
 def _mask(

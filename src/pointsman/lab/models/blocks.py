@@ -112,9 +112,13 @@ class RelativeAttention(nn.Module):
     """Causal multi-head attention with relative positions over memory and new tokens (Transformer-XL, 3.3).
 
     a_ij = ((q_i + u) . k_j + (q_i + w) . r_(i - j)) / sqrt(D); r = `position` of the sinusoids, one map a layer.
+
+    Attributes:
+        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
     """
 
     role = "attention"
+    ranks: Ranks = ALONE
 
     def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
         super().__init__()
@@ -148,6 +152,7 @@ class RelativeAttention(nn.Module):
             key_mask=context.key_mask,
             dropout=self.dropout if self.training else 0.0,
             trace=trace,
+            ranks=self.ranks,
         )
         side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
         output = linear(side_by_side, self.output.weight)
