@@ -100,7 +100,7 @@ def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Lay
 
 def _leave(ranks: Ranks, error: BaseException) -> None:
     """Says why, once among all ranks, and ends this process at once, so that none waits for it."""
-    from pointsman.parallel.start import LOST, first_to_tell, is_lost, lost_ranks
+    from pointsman.parallel.start import LOST, first_to_tell, is_lost, let_others_ask, lost_ranks
 
     told = explain(error)
     if ranks.count == 1:  # the ranks have not met: rank 0 says it for all
@@ -126,6 +126,7 @@ def _leave(ranks: Ranks, error: BaseException) -> None:
             print(line.replace("pointsman: ", f"pointsman: {start}", 1), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    let_others_ask(ranks)
     os._exit(code)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from itertools import count as counting
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,9 @@ LOST = 75
 """Exit code of a rank that waited for another in vain."""
 PATIENCE = 3.0
 """Seconds in which ranks that can still answer report that they are lost."""
+
+_calls = counting()
+"""Of `one_after_another`: each has a key of its own."""
 
 
 def start(
@@ -68,7 +73,7 @@ def one_after_another(ranks: Ranks, function: Callable[[], T]) -> T:
     if ranks.count == 1:
         return function()
     machine = os.environ.get("GROUP_RANK", "0")
-    key, store = f"made-{machine}", _store()
+    key, store = f"made-{machine}-{next(_calls)}", _store()
     if os.environ.get("LOCAL_RANK", str(ranks.rank)) == "0":
         made = function()
         store.set(key, "1")
@@ -85,6 +90,19 @@ def first_to_tell(ranks: Ranks) -> bool:
         return bool(_store().add("told", 1) == 1)
     except RuntimeError:  # its owner has ended
         return True
+
+
+def let_others_ask(ranks: Ranks) -> None:
+    """Rank 0 stays until the others have asked `first_to_tell`, at most for `PATIENCE`: torchrun's store ends with it.
+
+    The store of `launch` is a file.
+    """
+    if not ranks.first or STORE in os.environ:
+        return
+    until = time.monotonic() + PATIENCE
+    with suppress(RuntimeError):
+        while _store().add("told", 0) < ranks.count and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def lost_ranks(ranks: Ranks) -> list[int]:
