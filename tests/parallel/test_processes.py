@@ -22,6 +22,8 @@ SMALL = {
     "checkpoint_every": 2, "keep_checkpoints": 1000, "validate_every": 1000, "log_every": 1, "deterministic": True,
 }  # fmt: skip
 
+STOPPED = "pointsman: stopped after step {step}; saved: the same command with --resume (--out {out}) goes on"
+
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
@@ -78,6 +80,41 @@ def test_two_processes_and_torchrun_train_what_one_process_trains(words: list[st
         assert len(done.stdout.splitlines()) == len(table.splitlines())
     for name in ("two", "torchrun"):
         assert difference(content(tmp_path / "one"), content(tmp_path / name)) < 1e-4  # float32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("signals", "says"), [
+    ([signal.SIGINT], STOPPED), ([signal.SIGTERM], STOPPED), ([signal.SIGINT, signal.SIGINT], "interrupted"),
+])  # fmt: skip
+def test_ctrl_c_saves_on_all_ranks_and_says_so_once(
+    signals: list[signal.Signals], says: str, words: list[str], tmp_path: Path
+) -> None:
+    """A second one ends at once. Nothing is left running."""
+    out = tmp_path / "run"
+    command = [*words, "--steps", "100000", "--checkpoint-every", "10000", "--out", str(out), "--processes", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "pointsman", *command], stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        try:
+            rank_of(launcher, 0, out, after=2)
+            ranks = children(launcher.pid)
+            for number in signals:
+                launcher.send_signal(number)
+                time.sleep(0.02)
+            _, told = launcher.communicate(timeout=120)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 130
+    step = max(steps(out), default=0) if (out / "checkpoints").exists() else 0
+    assert bool(step) == (len(signals) == 1)
+    lines = [line for line in told.splitlines() if line]
+    assert lines == ["stopping: saving first (Ctrl-C again to stop at once)", says.format(step=step, out=out)]
+    assert len(ranks) == 2
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def alone(text: str, out: Path, **options: Any) -> Path:
 
 
 def over(count: int, text: str, out: Path, **options: Any) -> list[str]:
-    return on_ranks("training", count, out.parent, text=text, out=str(out), **options)
+    return on_ranks("training", count, text=text, out=str(out), **options)
 
 
 def test_two_ranks_write_what_one_process_writes(text: str, tmp_path: Path) -> None:
@@ -130,20 +130,34 @@ def test_masked_language_modelling(tmp_path: Path) -> None:
         lines = [" ".join(draw.choices(words, k=draw.randint(3, 12))) + "." for _ in range(900)]
         (folder / f"{language}.txt").write_text("\n".join(lines))
     masked(ALONE, str(folder), str(tmp_path / "one"))
-    on_ranks("masked", 4, tmp_path, texts=str(folder), out=str(tmp_path / "four"), layout="experts=2")
+    on_ranks("masked", 4, texts=str(folder), out=str(tmp_path / "four"), layout="experts=2")
     assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
 
 
 def test_a_full_disk_and_other_settings_are_one_line_that_names_the_rank(text: str, tmp_path: Path) -> None:
-    first, second = on_ranks("full_disk", 2, tmp_path, text=text, out=str(tmp_path / "full"))
+    first, second = on_ranks("full_disk", 2, text=text, out=str(tmp_path / "full"))
     assert first == second
     assert first == (
         f"rank 1: {tmp_path}/full/checkpoints/step-2: File too large; checkpoint step-2 was not written; "
         "what was saved before is untouched"
     )
     assert not list((tmp_path / "full" / "checkpoints").iterdir())
-    told = on_ranks("differing", 2, tmp_path, text=text, out=str(tmp_path / "other"))
+    told = on_ranks("differing", 2, text=text, out=str(tmp_path / "other"))
     assert told == ["ranks differ in the settings: learning_rate: rank 0 has 0.001, rank 1 has 0.002"] * 2
+
+
+@pytest.mark.parametrize(("broken", "first"), [
+    (4, "the loss is nan; the first output that is not finite is that of layer layers.1.moe.experts;"),
+    (-4, "the gradient's norm is nan; the first gradient that is not finite is that of layers.1.attention_norm.bias;"),
+])  # fmt: skip
+def test_divergence_on_one_rank_is_the_line_of_one_process_on_all(
+    broken: int, first: str, text: str, tmp_path: Path
+) -> None:
+    one = training(ALONE, text, str(tmp_path / "one"), broken=broken)
+    assert one.startswith(f"step 4: {first} the last good checkpoint is step-2;")
+    assert over(2, text, tmp_path / "two", layout="experts=2", broken=broken) == [one] * 2
+    assert [entry.name for entry in (tmp_path / "two" / "checkpoints").iterdir()] == ["step-2"]  # whole
+    assert over(2, text, tmp_path / "two", layout="experts=2", resume=True) == [""] * 2
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(text: str, tmp_path: Path) -> None:

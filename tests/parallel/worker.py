@@ -1,8 +1,10 @@
-"""What the ranks of the tests do: python worker.py FUNCTION RANK COUNT STORE ARGUMENTS (JSON), prints JSON."""
+"""What the ranks of the tests do: python worker.py RANK COUNT STORE, then lines [FUNCTION, ARGUMENTS] in JSON."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 import traceback
 import warnings
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
@@ -53,14 +56,15 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: float = 1.0) -> tuple[list[float], Any]:
-    """A few steps; the losses of the whole batch, and the optimizer."""
+def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: float = 1.0) -> dict[str, Tensor]:
+    """A few steps: the losses of the whole batch, the norms of its gradients, and what they leave in weights, routers
+    and optimizer, of which each rank has its part."""
     objective = objective_of(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = parameter_groups(parameters)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = parameter_groups(named.values())
     optimizer = torch.optim.SGD(groups, lr=0.5) if sgd else torch.optim.Adam(groups, lr=3e-3, fused=True)
     set_loss_scale(model, 1 / objective.passes)
-    memory, losses = None, []
+    memory, found = None, {}
     for step in range(STEPS):
         seed_step(0, step)
         inputs, targets = (tensor[ranks.rows(BATCH)] for tensor in batch(step))
@@ -70,33 +74,53 @@ def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: floa
         outcome = objective.run(model, inputs, targets, memory, LENGTH)
         (factor * outcome.loss / ranks.count).backward()
         memory = outcome.memory
-        losses.append(float(ranks.total(outcome.nats / ranks.count)[0]))
-        clip_gradient(parameters, gradient_norm(parameters, ranks), 1.0)
+        norm = gradient_norm(named.values(), ranks)
+        found |= {f"loss of step {step}": ranks.total(outcome.nats / ranks.count)[0], f"norm of step {step}": norm}
+        clip_gradient(named.values(), norm, 1.0)
         optimizer.step()
         step_end(model)
-    return losses, optimizer
+    for name, parameter in named.items():
+        found |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
+    return {name: tensor.detach() for name, tensor in (found | model.state_dict()).items()}
+
+
+def distance(part: Tensor, expected: Tensor) -> float:
+    """The largest difference of a rank's part of a tensor from that part of the whole."""
+    expected = expected.view(part.shape)
+    if isinstance(part, DTensor):
+        expected = distribute_tensor(expected, part.device_mesh, part.placements, src_data_rank=None).to_local()
+        part = part.to_local()
+    return float((part.double() - expected.double()).abs().max()) if part.numel() else 0.0
 
 
 def invariant(
-    ranks: Ranks, specs: list[str], layout: str = "", experts: str = "ffn", checkpointing: bool = False,
+    ranks: Ranks, specs: list[str], layouts: list[str], experts: str = "ffn", checkpointing: bool = False,
     sgd: bool = False, factor: float = 1.0, changes: dict[str, Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """spec -> the largest differences of loss and of any tensor to one process with the whole batch."""
+) -> dict[str, tuple[float, str]]:  # fmt: skip
+    """Spec and layout -> the largest difference to one process with the whole batch, and of what.
+
+    The one process checkpoints no activations. Each rank is the one process for some of the specs.
+    """
     found = {}
-    for spec in specs:
+
+    def run(spec: str, layout: str | None) -> dict[str, Tensor]:
         with kernels.using(kernels.Kernels("plain")):
-            alone = build(spec, experts, checkpointing, **(changes or {}))
-            expected, _ = train(alone, ALONE, sgd=sgd)
-            model = build(spec, experts, checkpointing, **(changes or {}))
+            model = build(spec, experts, checkpointing and layout is not None, **(changes or {}))
+            if layout is None:
+                return train(model, ALONE, sgd=sgd)
             parallelize(model, Layout.parse(layout, ranks.count), ranks)
-            losses, _ = train(model, ranks, sgd=sgd, factor=factor)
-        state = whole_tensors(model)
-        worst = max(
-            float((state[name].double() - tensor.double()).abs().max())
-            for name, tensor in alone.state_dict().items()
-            if tensor.numel()
-        )
-        found[spec] = [max(abs(a - b) for a, b in zip(losses, expected, strict=True)), worst]
+            return train(model, ranks, sgd=sgd, factor=factor)
+
+    for first in range(0, len(specs), ranks.count):
+        some = specs[first : first + ranks.count]
+        references = ranks.gather(run(some[ranks.rank], None) if ranks.rank < len(some) else {})
+        for spec, reference in zip(some, references, strict=False):
+            for layout in layouts:
+                over = run(spec, layout)
+                assert over.keys() == reference.keys()
+                differences = {name: distance(over[name], tensor) for name, tensor in reference.items()}
+                worst = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
+                found[f"{spec} {layout}"] = (differences[worst], worst)
     return found
 
 
@@ -242,8 +266,6 @@ def own_model(ranks: Ranks, layout: str, accelerate: bool = False) -> float:
 
 def accelerated(optimizer: Any, ranks: Ranks) -> tuple[Any, Any]:
     """An optimizer prepared by accelerate, and its backward; the model is `parallelize`'s."""
-    import os
-
     from accelerate import Accelerator
 
     os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
@@ -316,10 +338,19 @@ def recorded(ranks: Ranks) -> bool:
 
 
 class Float64(LanguageModelling):
-    """Language modelling in float64."""
+    """Language modelling in float64; from a step on, a layer or (below zero) what flows back into it is no number."""
+
+    broken = 0
 
     def build_model(self, config: RunConfig) -> Any:
-        return super().build_model(config).double()
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            if output.requires_grad and Watch.step >= -Float64.broken > 0:
+                output.register_hook(lambda gradient: gradient * math.nan)
+            return output * math.nan if Watch.step >= Float64.broken > 0 else output
+
+        model = super().build_model(config).double()
+        model.layers[1].moe.experts.register_forward_hook(hook)
+        return model
 
 
 class Watch(RoutingMonitor):
@@ -349,12 +380,13 @@ def run_config(text: str, spec: str = "smoe:balance=0.05", **changes: Any) -> Ru
 
 
 def training(
-    ranks: Ranks, text: str, out: str, layout: str = "", resume: bool = False, stop: int = 0,
+    ranks: Ranks, text: str, out: str, layout: str = "", resume: bool = False, stop: int = 0, broken: int = 0,
     spec: str = "smoe:balance=0.05", changes: dict[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """A run of the lab in float64; what it raised."""
+    """A run of the lab in float64; what it raised. The last rank is asked to stop, or breaks."""
     config = run_config(text, spec, **(changes or {}))
-    Watch.step, Watch.last = 0, stop if ranks.rank == ranks.count - 1 else 0  # of one rank
+    last = ranks.rank == ranks.count - 1
+    Watch.step, Watch.last, Float64.broken = 0, stop * last, broken * last
     try:
         trainer.train(
             config, out, resume=resume, task=Float64.open(config), monitor=Watch, stop=Watch, ranks=ranks,
@@ -376,8 +408,8 @@ def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
 
     model = EncoderConfig(
         vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4,
-        router="smoe:balance=0.05", moe_layers="after:1", norm="pre", dropout=0.1, expert_dropout=0.0,
-        attention_dropout=0.0, max_length=32,
+        router="smoe:balance=0.05", moe_layers="after:1", norm="pre", dropout=0.1, attention_dropout=0.1,
+        expert_dropout=0.0, max_length=32,
     )  # fmt: skip
     config = RunConfig(
         model=model, data=f"multilingual:{texts}", steps=4, batch_size=8, segment_length=32, memory_length=0,
@@ -395,9 +427,13 @@ def full_disk(ranks: Ranks, text: str, out: str) -> str:
     import resource
 
     Float64.open(run_config(text))  # its ids are in the cache then
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if ranks.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    return training(ranks, text, out)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        return training(ranks, text, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def differing(ranks: Ranks, text: str, out: str) -> str:
@@ -406,22 +442,20 @@ def differing(ranks: Ranks, text: str, out: str) -> str:
 
 
 def main() -> None:
-    function, rank, count, store, arguments = sys.argv[1:]
+    rank, count, store = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*the router gets no gradient")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .FSDPForeign. returned a view")  # an nn.Linear's
     ranks = start(rank=int(rank), count=int(count), store=Path(store), timeout=timedelta(seconds=60))
-    try:
-        result = globals()[function](ranks, **json.loads(arguments))
-        print(json.dumps(result), flush=True)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        import os
-
-        os._exit(1)
-    torch.distributed.destroy_process_group()
+    for line in sys.stdin:
+        function, arguments = json.loads(line)
+        try:
+            print("result:", json.dumps(globals()[function](ranks, **arguments)), flush=True)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 if __name__ == "__main__":
