@@ -89,7 +89,16 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
 
 
 def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
-    """The rows of one split from the Hugging Face hub, without the hub library's warnings about retries.
+    """The rows of one split from the Hugging Face hub.
+
+    Raises:
+        RunError: as of `on_hub`.
+    """
+    return on_hub(name, lambda datasets: datasets.load_dataset(repository, config, split=split))
+
+
+def on_hub(name: str, ask: Callable[[Any], Any]) -> Any:
+    """What `ask(datasets)` returns, without the hub library's warnings about retries.
 
     Raises:
         RunError: no network, or the library is not installed.
@@ -102,7 +111,7 @@ def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return datasets.load_dataset(repository, config, split=split)
+        return ask(datasets)
     except Exception as error:  # without a network, the hub's libraries raise their own types
         if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
             raise

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.lab.data.multilingual.formats import Pair, Question
-from pointsman.lab.data.multilingual.xtreme import XTREME, Item, components, hashed, load_task
+from pointsman.lab.data.multilingual.hub import fetch_task
+from pointsman.lab.data.multilingual.xtreme import (
+    XTREME,
+    Item,
+    components,
+    hashed,
+    load_task,
+    task_folder,
+)
 
 ENGLISH = "en"
 TRAINED_ON = {"xquad": "tydiqa", "mlqa": "tydiqa"}
@@ -57,7 +65,7 @@ def is_crosslingual(spec: str) -> bool:
 
 
 def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
-    """`TASK[:languages=en+de]`.
+    """`TASK[:languages=en+de]`; a task that the data folder lacks is fetched from the Hugging Face hub into it.
 
     Raises:
         RunError: no data folder, an unknown language or option, files that are missing or damaged.
@@ -70,6 +78,9 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
     task = XTREME[name]
     trained_on = TRAINED_ON.get(name, name)
+    for one in (trained_on, name):
+        if task_folder(one, data_dir) is None:
+            fetch_task(one, data_dir / XTREME[one].folder)
     rows = load_task(trained_on, data_dir, "train").get(ENGLISH, [])
     tests = {language: items for language, items in load_task(name, data_dir, "test").items() if items}
     chosen = wanted.split("+") if wanted else sorted(tests, key=lambda language: (language != ENGLISH, language))

@@ -197,13 +197,17 @@ def load_task(name: str, data_dir: Path, part: str) -> dict[str, list[Item]]:
     """
     if name not in XTREME:
         raise RunError(f"unknown task {name!r}: {did_you_mean(name, XTREME)}")
-    task = XTREME[name]
-    folder = data_dir / task.folder
-    if not folder.is_dir() and (data_dir / name).is_dir():  # XTREME's name of it
-        folder = data_dir / name
-    if not folder.is_dir():
-        raise RunError(f"the task {name} needs the folder {folder} (POINTSMAN_DATA names the data folder)")
-    return task.read(folder, part)
+    folder = task_folder(name, data_dir)
+    if folder is None:
+        place = data_dir / XTREME[name].folder
+        raise RunError(f"the task {name} needs the folder {place} (POINTSMAN_DATA names the data folder)")
+    return XTREME[name].read(folder, part)
+
+
+def task_folder(name: str, data_dir: Path) -> Path | None:
+    """Where a task's files lie, if they do."""
+    places = (data_dir / XTREME[name].folder, data_dir / name)  # the second is XTREME's name of it
+    return next((place for place in places if place.is_dir()), None)
 
 
 def texts(item: Item) -> Iterator[str]:
