@@ -59,6 +59,19 @@ def test_mistakes_before_any_rank_starts(
     assert says in line
 
 
+@pytest.mark.parametrize(("command", "says"), [("compare", "start compare with --processes N"), ("finetune", "in one")])
+def test_torchrun_starts_training_only(
+    command: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([command]) == 2
+    assert says in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main([command]) == 2
+    assert not capsys.readouterr().err
+
+
 def test_mistakes_of_the_ranks_are_one_line(words: list[str], tmp_path: Path) -> None:
     done = pointsman([*words, "--out", str(tmp_path / "run"), "--steps", "4", "--processes", "3"])
     assert done.returncode == 2
@@ -80,6 +93,36 @@ def test_two_processes_and_torchrun_train_what_one_process_trains(words: list[st
         assert len(done.stdout.splitlines()) == len(table.splitlines())
     for name in ("two", "torchrun"):
         assert difference(content(tmp_path / "one"), content(tmp_path / name)) < 1e-4  # float32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_comparison_on_two_processes(words: list[str], tmp_path: Path) -> None:
+    """It writes what one process writes; a rank that is killed costs no row."""
+    words = ["compare", *words[1:], "--routers", "smoe,dense", "--steps", "12"]
+    del words[words.index("--top-k") : words.index("--top-k") + 2]
+    del words[words.index("--router") : words.index("--router") + 2]
+    one, two = tmp_path / "one", tmp_path / "two"
+    done = pointsman([*words, "--out", str(one), "--jobs", "1"])
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "pointsman", *words, "--out", str(two), "--processes", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as launcher:
+        try:
+            os.kill(rank_of(launcher, 1, two / "runs" / "smoe" / "seed-0", after=3), signal.SIGKILL)
+            told, errors = launcher.communicate(timeout=600)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, errors
+    assert "pointsman: rank 1 was ended by SIGKILL\npointsman: starting again (1 of 3)\n" in errors
+    assert [line.split()[0] for line in told.splitlines() if line.startswith(("smoe ", "dense "))][:2] == [
+        "smoe",
+        "dense",
+    ]
+    for router in ("smoe", "dense"):
+        runs = [content(out / "runs" / router / "seed-0") for out in (one, two)]
+        assert difference(*runs) < 1e-4  # float32
 
 
 @pytest.mark.slow

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
 from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
+from pointsman.cli.ranks import FLAGS as RANK_FLAGS
+from pointsman.cli.ranks import add_rank_flags, in_a_rank, joined, launched
 from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
+
+if TYPE_CHECKING:
+    from pointsman.parallel.layout import Layout
+    from pointsman.ranks import Ranks
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
   pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
   pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine      # adds a row
   pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine      # fine-tunes every row
+  pointsman compare --routers smoe,hyperrouter --data enwik8 --out runs/mine --processes 8    # each run on 8 processes
 
 After an interruption the same command continues. The table is also written as CSV, Markdown, LaTeX and as a page.
 """
@@ -25,7 +35,7 @@ After an interruption the same command continues. The table is also written as C
 
 TRAINING_FLAGS = (
     "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
-    "--track", "--set", "--jobs",
+    "--track", "--set", "--jobs", "--processes", *RANK_FLAGS,
 )  # fmt: skip
 
 
@@ -37,6 +47,7 @@ def parser() -> Parser:
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)
+    add_rank_flags(flags)
     flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
     return flags
 
@@ -60,28 +71,44 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
         print(write_page(values.out, look_inside=False), file=sys.stderr)
         return 0
-    from pointsman.lab.training.compare import Plan, compare, default_jobs, ordered_seeds
-
     if values.out is None:
         data = run_config(values, "smoe").data
         values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
-    out = values.out
+    if values.processes:
+        flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
+    code = launched(flags, values, device, "compare", arguments, again=())
+    if code is None:
+        with joined(values, device) as (ranks, layout, device):
+            _train(values, arguments, device, ranks, layout)
+    if code or in_a_rank():
+        return code or 0
+    print(write_tables(values.out))
+    if values.task:
+        fine_tune_comparison(values, values.out, device)
+    print(f"\n{write_page(values.out)}", file=sys.stderr)
+    return 0
+
+
+def _train(
+    values: argparse.Namespace, arguments: Sequence[str], device: str, ranks: Ranks, layout: Layout | None
+) -> None:
+    """Trains what is missing of the comparison; writes its tables after each run."""
+    from pointsman.lab.training.compare import Plan, compare, default_jobs, ordered_seeds
+
     use_recorded_imports(values, values.routers)
     base = run_config(values, "smoe")
     command = shlex.join(["pointsman", "compare", *arguments])
     plan = Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
-    with Display() as display, stop_on_signals() as stop:
-        tables = TableUpdates(lambda: write_tables(out))
-        jobs = default_jobs(base, device) if values.jobs is None else values.jobs
+    tables = TableUpdates(lambda: write_tables(values.out) if ranks.first else None)
+    jobs = values.jobs
+    if jobs is None and ranks.count == 1:
+        jobs = default_jobs(base, device)
+    display = Display()
+    with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
         compare(
-            plan, out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop, data_progress=display.data
-        )
-    text = write_tables(out)
-    print(text)
-    if values.task:
-        fine_tune_comparison(values, out, device)
-    print(f"\n{write_page(out)}", file=sys.stderr)
-    return 0
+            plan, values.out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop,
+            data_progress=display.data, ranks=ranks, layout=layout,
+        )  # fmt: skip
 
 
 def write_tables(out: Path) -> str:

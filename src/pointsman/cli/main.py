@@ -29,6 +29,8 @@ COMMANDS = {
     "generate": "continue prompts with a run's language model, at any k",
     "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
 }
+OVER_RANKS = ("train",)
+"""The commands that torchrun may start on several ranks."""
 EXTRAS = {
     "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
     "report": ("matplotlib", "jinja2", "umap"),
@@ -70,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0]
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")
+    if name not in OVER_RANKS and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        other = "start compare with --processes N" if name == "compare" else "this command runs in one process"
+        return 2 if os.environ.get("RANK", "0") != "0" else fail(f"torchrun starts `pointsman train` only; {other}")
     warnings.formatwarning = one_line
     keep_freed_memory()
     try:

@@ -34,12 +34,21 @@ def add_rank_flags(flags: Parser) -> None:
     )
 
 
-def launched(parser: Parser, values: argparse.Namespace, device: str, command: str, words: Sequence[str]) -> int | None:
-    """The exit code of the ranks that --processes asks for; None in a rank, and where there is one process only."""
-    from pointsman.parallel.layout import Layout
-    from pointsman.parallel.start import STORE
+def launched(
+    parser: Parser,
+    values: argparse.Namespace,
+    device: str,
+    command: str,
+    words: Sequence[str],
+    again: Sequence[str] = ("--resume",),
+) -> int | None:
+    """The exit code of the ranks that --processes asks for; None in a rank, and where there is one process only.
 
-    if STORE in os.environ:
+    `again` are the words that the command needs to go on after a rank was killed.
+    """
+    from pointsman.parallel.layout import Layout
+
+    if in_a_rank():
         return None
     inside = "WORLD_SIZE" in os.environ
     if inside and values.processes:
@@ -54,7 +63,15 @@ def launched(parser: Parser, values: argparse.Namespace, device: str, command: s
         _check_devices(values.processes)
     from pointsman.parallel.launch import launch
 
-    return launch([sys.executable, "-m", "pointsman", command, *words], values.processes, values.restarts)
+    ranks = [sys.executable, "-m", "pointsman", command, *words]
+    return launch(ranks, values.processes, values.restarts, again)
+
+
+def in_a_rank() -> bool:
+    """Whether this process is one that --processes started."""
+    from pointsman.parallel.start import STORE
+
+    return STORE in os.environ
 
 
 def _check_devices(count: int) -> None:
@@ -73,9 +90,9 @@ def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Lay
         yield ALONE, None, device
         return
     from pointsman.parallel.layout import Layout
-    from pointsman.parallel.start import STORE, start
+    from pointsman.parallel.start import start
 
-    if STORE in os.environ:
+    if in_a_rank():
         threading.Thread(target=_end_with_launcher, daemon=True).start()
     ranks = ALONE
     try:

@@ -18,12 +18,12 @@ from pointsman.parallel.start import LOST, STORE
 POLL = 0.05  # seconds
 
 
-def launch(command: Sequence[str], count: int, restarts: int) -> int:
+def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[str] = ("--resume",)) -> int:
     """Runs a command on `count` ranks, and returns the exit code of all: that of the first to fail.
 
-    A rank that a signal ended, or that waited for another in vain, ends the others too; then all begin anew with
-    --resume, up to `restarts` times. A user's error, or a fault in the program, is not tried again. SIGINT and SIGTERM
-    go on to the ranks. Ranks end with this process.
+    A rank that a signal ended, or that waited for another in vain, ends the others too; then all begin anew with the
+    words `again`, up to `restarts` times. A user's error, or a fault in the program, is not tried again. SIGINT and
+    SIGTERM go on to the ranks. Ranks end with this process.
     """
     command = list(command)
     with _forwarding() as ranks:
@@ -34,14 +34,13 @@ def launch(command: Sequence[str], count: int, restarts: int) -> int:
                     rank, code = _first_failure(ranks)
                 finally:
                     _end(ranks)
-            again = code < 0 or code == LOST
-            if not again or attempt == restarts:
+            lost = code < 0 or code == LOST
+            if not lost or attempt == restarts:
                 return code if code >= 0 else 128 - code
             if code < 0:
                 print(f"pointsman: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
             print(f"pointsman: starting again ({attempt + 1} of {restarts})", file=sys.stderr, flush=True)
-            if "--resume" not in command:
-                command.append("--resume")
+            command += [word for word in again if word not in command]
     raise AssertionError
 
 

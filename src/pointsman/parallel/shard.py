@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,27 +47,18 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     """
     if layout.world != ranks.count:
         raise RunError(f"layout {layout} is of {layout.world} ranks; there are {ranks.count}")
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-    for name, layer in layers:
-        _check(name, layer, layout)
+    layers = check_layers(model, layout)
     ranks.agree(_digest(model), "the initial weights")
     if ranks.count == 1:
         return model
     _without_scalars(model)
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-    kind = next(model.parameters()).device.type
-    dense = init_device_mesh(kind, (layout.replicas, layout.shards), mesh_dim_names=("replicas", "shards"))
-    sparse = init_device_mesh(
-        kind,
-        (layout.replicas, layout.expert_shards, layout.experts),
-        mesh_dim_names=("replicas", "expert_shards", "experts"),
-    )
+    dense, sparse = _meshes(next(model.parameters()).device.type, layout)
     for module in model.modules():
         if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
             setattr(module, "ranks", ranks)  # noqa: B010
-    for _, layer in layers:
+    for layer in layers:
         _divide(layer.experts, sparse, layout)
     blocks = _blocks(model)
     for together in _that_share(blocks):
@@ -80,6 +72,28 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
     return model
+
+
+def check_layers(model: nn.Module, layout: Layout) -> list[MoE]:
+    """The MoE layers of a model, which may be on meta.
+
+    Raises:
+        RunError: one whose experts the layout does not divide, or that only one process can train.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    for name, layer in layers.items():
+        router = layer.router
+        try:
+            layout.check_experts(layer.experts.num_experts)
+        except RunError as error:
+            raise RunError(f"layer {name!r}: {error}") from None
+        for stage in router.modules():
+            if layout.world > 1 and isinstance(stage, Stage) and stage.one_process:
+                raise RunError(f"layer {name!r}: router {router.spec!r} trains in one process: {stage.one_process}")
+        update = getattr(router.select, "update", None)
+        if layout.world > 1 and getattr(update, "bins", None) == 0:
+            raise RunError(f"layer {name!r}: router {router.spec!r}: bins=0 sorts in one process only; use bins=1000")
+    return list(layers.values())
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
@@ -136,17 +150,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor if full is None else full()
 
 
-def _check(name: str, layer: MoE, layout: Layout) -> None:
-    try:
-        layout.check_experts(layer.experts.num_experts)
-    except RunError as error:
-        raise RunError(f"layer {name!r}: {error}") from None
-    for stage in layer.router.modules():
-        if layout.world > 1 and isinstance(stage, Stage) and stage.one_process:
-            raise RunError(f"layer {name!r}: router {layer.router.spec!r} trains in one process: {stage.one_process}")
-    update = getattr(layer.router.select, "update", None)
-    if layout.world > 1 and getattr(update, "bins", None) == 0:
-        raise RunError(f"layer {name!r}: router {layer.router.spec!r}: bins=0 sorts in one process only; use bins=1000")
+@cache
+def _meshes(kind: str, layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
+    """The meshes of dense parameters and of experts. Models after one another share them, and their process groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sparse = (layout.replicas, layout.expert_shards, layout.experts)
+    return (
+        init_device_mesh(kind, (layout.replicas, layout.shards), mesh_dim_names=("replicas", "shards")),
+        init_device_mesh(kind, sparse, mesh_dim_names=("replicas", "expert_shards", "experts")),
+    )
 
 
 def _digest(model: nn.Module) -> str:

@@ -83,10 +83,11 @@ def one_after_another(ranks: Ranks, function: Callable[[], T]) -> T:
 
 
 def first_to_tell(ranks: Ranks) -> bool:
-    """Whether this rank is the first that reports why the job ends: rank 0 if it has anything to say."""
-    if not ranks.first:
-        time.sleep(1)
+    """Whether this rank is the first that reports why the job ends: rank 0 if it says anything within `PATIENCE`."""
+    until = time.monotonic() + (0 if ranks.first else PATIENCE)
     try:
+        while _store().add("told", 0) == 0 and time.monotonic() < until:
+            time.sleep(0.05)
         return bool(_store().add("told", 1) == 1)
     except RuntimeError:  # its owner has ended
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pointsman._errors import RunError, Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.models.families import OLDEST, build_model, family
-from pointsman.lab.progress import Progress, Stop
+from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.runs.compact import restore
 from pointsman.lab.runs.comparison import read_plan, write_plan
 from pointsman.lab.runs.directory import RunDirectory
@@ -30,10 +30,15 @@ from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
 from pointsman.lab.training.jobs import Work, available_cores, side_by_side
 from pointsman.lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman.lab.training.progress import Interrupted
+from pointsman.lab.training.state import check_ranks
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.lab.training.trainer import train
 from pointsman.ops.kernels import Kernels
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.shard import check_layers
+from pointsman.parallel.start import one_after_another
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.elsewhere import import_routers
 from pointsman.routers.registry import split_specs
 
@@ -137,6 +142,8 @@ def compare(
     watcher: Watcher,
     stop: Stop | None = None,
     data_progress: Callable[[str, int, int], None] | None = None,
+    ranks: Ranks = ALONE,
+    layout: Layout | None = None,
 ) -> Plan:
     """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
 
@@ -148,6 +155,8 @@ def compare(
         watcher: told when a run begins and when it has its evaluation.
         stop: asks to save and end.
         data_progress: told of reading and tokenizing the data.
+        ranks: who shares each batch of each run, one run after another; every rank calls with the same arguments.
+        layout: how they divide each model; None: in shards.
 
     Returns:
         The plan of the whole directory.
@@ -158,32 +167,28 @@ def compare(
     """
     for router in plan.routers:
         split_specs(router)
-    whole = merged(plan, out)
-    task = pretraining_task(plan.base, data_progress)
+    if not ranks.first:
+        progress, data_progress = Quiet(), None
+    if ranks.count > 1:
+        check_ranks(plan.base, ranks)
+    whole = ranks.by_first(lambda: merged(plan, out))
+    task = one_after_another(ranks, lambda: pretraining_task(plan.base, data_progress))
     task.check(plan.base)
-    _check_models(plan, task)
-    with alone(out), _threads(jobs):
-        restore(out)  # runs that another machine has finished
-        before = read_plan(out) or {}
-        if before.get("data", task.fingerprint) != task.fingerprint:
-            raise RunError(
-                f"{out} holds a comparison on other data: {plan.base.data} has changed since; choose another --out"
-            )
-        if (recorded := before.get("kernels")) is not None:
-            kernels = recorded_kernels(recorded, out / COMPARISON)
-        else:
-            kernels = choose_kernels(plan.base, None, torch.device(device))
-        write_plan(
-            out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
-            kernels=kernels.to_dict(), data=task.fingerprint,
-        )  # fmt: skip
-        every = [(router, seed) for seed in plan.seeds for router in plan.routers]
+    _check_models(plan, task, layout or Layout(ranks.count))
+    every = [(router, seed) for seed in plan.seeds for router in plan.routers]
 
-        def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
-            record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
-            return task.is_current(record, plan.config(router, seed))
+    def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
+        record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
+        return task.is_current(record, plan.config(router, seed))
 
-        todo = [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+    with ExitStack() as held, _threads(jobs):
+
+        def begin() -> tuple[Kernels, list[tuple[int, str, int]]]:
+            held.enter_context(alone(out))
+            kernels = _begun(plan.base, whole, out, task)
+            return kernels, [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+
+        kernels, todo = ranks.by_first(begin)
 
         def begins(place: int, line: Progress) -> None:
             number, router, seed = todo[place]
@@ -197,7 +202,7 @@ def compare(
             setup = partial(_trainer, plan.base, kernels, device)
             side_by_side(runs, setup, min(jobs, len(runs)), progress=progress, begins=begins, ended=ended, stop=stop)
             return whole
-        work = _trainer(plan.base, kernels, device, task)
+        work = _trainer(plan.base, kernels, device, task, ranks, layout)
         for place, run in enumerate(runs):
             begins(place, progress)
             work(run, progress, stop)
@@ -205,7 +210,27 @@ def compare(
     return whole
 
 
-def _trainer(base: RunConfig, kernels: Kernels, device: str, task: Task | None = None) -> Work:
+def _begun(base: RunConfig, whole: Plan, out: Path, task: Task) -> Kernels:
+    """Writes the plan of a directory that no other process works in; the kernels of all its runs."""
+    restore(out)  # runs that another machine has finished
+    before = read_plan(out) or {}
+    if before.get("data", task.fingerprint) != task.fingerprint:
+        raise RunError(f"{out} holds a comparison on other data: {base.data} has changed since; choose another --out")
+    if (recorded := before.get("kernels")) is not None:
+        kernels = recorded_kernels(recorded, out / COMPARISON)
+    else:
+        kernels = choose_kernels(base, None)
+    write_plan(
+        out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
+        kernels=kernels.to_dict(), data=task.fingerprint,
+    )  # fmt: skip
+    return kernels
+
+
+def _trainer(
+    base: RunConfig, kernels: Kernels, device: str, task: Task | None = None, ranks: Ranks = ALONE,
+    layout: Layout | None = None,
+) -> Work:  # fmt: skip
     """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
     if task is None:
         for name in base.imports:
@@ -217,7 +242,7 @@ def _trainer(base: RunConfig, kernels: Kernels, device: str, task: Task | None =
         try:
             train(
                 config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
-                progress=progress, monitor=RoutingMonitor, stop=stop,
+                progress=progress, monitor=RoutingMonitor, stop=stop, ranks=ranks, layout=layout,
             )  # fmt: skip
         except Interrupted as saved:
             raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
@@ -245,11 +270,13 @@ def default_jobs(config: RunConfig, device: str) -> int | None:
     return available_cores() if small and torch.device(device).type == "cpu" else None
 
 
-def _check_models(plan: Plan, task: Task) -> None:
-    """Refuses rows whose model cannot be built, before the rows above them are trained."""
+def _check_models(plan: Plan, task: Task, layout: Layout) -> None:
+    """Refuses rows whose model cannot be built or divided, before the rows above them are trained."""
     for router in plan.routers:
         with torch.device("meta"):
-            task.build_model(task.prepared(plan.config(router, 0)))
+            model = task.build_model(task.prepared(plan.config(router, 0)))
+        if layout.world > 1:
+            check_layers(model, layout)
 
 
 def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class TrainingState:
         layout: Layout | None = None,
     ) -> None:
         if ranks.count > 1:
-            _check_ranks(config, ranks)
+            check_ranks(config, ranks)
         self.config = config
         self.ranks = ranks
         self.stopping = False
@@ -299,7 +299,8 @@ def seed_step(seed: int, step: int) -> None:
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def _check_ranks(config: RunConfig, ranks: Ranks) -> None:
+def check_ranks(config: RunConfig, ranks: Ranks) -> None:
+    """Raises RunError for ranks that do not divide a micro-batch, or settings that one process only can have."""
     parts = config.accumulation
     each = config.batch_size // parts
     if each % ranks.count:
