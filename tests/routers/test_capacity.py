@@ -72,6 +72,17 @@ def test_batch_priority_by_hand() -> None:
     assert Capacity(0.5, 0.5, "priority", "batch")(both, probs, 2, RoutingContext(), 1).tolist() == [[-1, -1], [0, 1]]
 
 
+def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
+    router = build_router("switch:capacity=2:capacity_unit=tokens", dim=8, num_experts=2).eval()
+    hidden, mask = torch.ones(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 1] = False  # takes no place
+    for given, places in ((None, [[0, 1], [0, 1]]), (mask, [[0, 2], [0, 1]])):
+        experts = router(hidden, RoutingContext(padding_mask=given)).experts.view(2, 9)
+        assert [row.nonzero().flatten().tolist() for row in experts >= 0] == places
+    with pytest.raises(ValueError, match="capacity_unit=tokens: capacity and eval_capacity must be whole numbers"):
+        build_router("switch:capacity=1.5:capacity_unit=tokens", dim=8, num_experts=2)
+
+
 def test_evaluation_has_a_factor_of_its_own() -> None:
     router = build_router("vmoe:capacity=0.5:eval_capacity=4:capacity_order=rank", dim=8, num_experts=4)
     hidden = torch.randn(2, 16, 8)

@@ -17,6 +17,7 @@ from pointsman.routing import RoutingContext
 
 Order = Literal["token", "rank", "priority"]
 Scope = Literal["sequence", "batch"]
+Unit = Literal["share", "tokens"]
 
 
 class Capacity(Stage):
@@ -29,11 +30,16 @@ class Capacity(Stage):
             tokens first (GShard, V-MoE). "priority": the same with tokens by falling largest probability (V-MoE's batch
             priority routing).
         scope: what a group is: each "sequence", or all tokens of the micro-"batch".
+        unit: what the factor is: a "share" of L k / E, or the number of assignments itself ("tokens").
     """
 
-    def __init__(self, training: float | None, evaluation: float | None, order: Order, scope: Scope) -> None:
+    def __init__(
+        self, training: float | None, evaluation: float | None, order: Order, scope: Scope, unit: Unit = "share"
+    ) -> None:
         super().__init__()
-        self.factors, self.order, self.scope = (training, evaluation), order, scope
+        self.factors, self.order, self.scope, self.unit = (training, evaluation), order, scope, unit
+        if unit == "tokens" and not all(one is None or float(one).is_integer() for one in self.factors):
+            raise ValueError("capacity_unit=tokens: capacity and eval_capacity must be whole numbers")
         causal, invariant = order == "token" and scope == "sequence", scope == "sequence"
         self.causal, self.batch_invariant = causal or evaluation is None, invariant or evaluation is None
         self.training_causal = causal or training is None
@@ -53,10 +59,12 @@ class Capacity(Stage):
         length = len(experts) // max(groups, 1)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(groups, length)
         each = self.factor * k / num_experts
-        capacity: Tensor | int = max(1, math.ceil(each * length - ROUNDING))
+        counted = self.unit == "tokens"
+        capacity: Tensor | int = int(self.factor) if counted else max(1, math.ceil(each * length - ROUNDING))
         slots = experts.reshape(groups, length * k)
         if mask is not None:
             slots = torch.where(mask.repeat_interleave(k, dim=1), slots, num_experts)
+        if mask is not None and not counted:
             exact = torch.float32 if mask.device.type == "mps" else torch.float64  # which has nothing better
             tokens = mask.sum(1, keepdim=True, dtype=exact)
             capacity = torch.ceil(each * tokens - ROUNDING).clamp_min(1).long()
@@ -80,7 +88,7 @@ class Capacity(Stage):
 
     def extra_repr(self) -> str:
         training, evaluation = self.factors
-        return f"training={training}, evaluation={evaluation}, order={self.order}, scope={self.scope}"
+        return f"training={training}, evaluation={evaluation}, order={self.order}, scope={self.scope}, unit={self.unit}"
 
 
 def _places(slots: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ def _common(
     eval_capacity: float | None = None,
     capacity_order: Literal["token", "rank", "priority"] = "token",
     capacity_scope: Literal["sequence", "batch"] = "sequence",
+    capacity_unit: Literal["share", "tokens"] = "share",
     renormalize: bool | None = None,
     scale: float = 1.0,
     lr_scale: float = 1.0,
@@ -114,6 +115,7 @@ def _common(
     capacity_order: earlier tokens first (token); all first choices before all second ones (rank); the same with the
         tokens of the largest probability first (priority).
     capacity_scope: T is the length of each sequence (sequence), or all tokens of the micro-batch together (batch).
+    capacity_unit: capacity is that share of T k / E, or the number of assignments itself (tokens).
     renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
     scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
     lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).

@@ -190,12 +190,13 @@ def build_router(
         raise ValueError(f"router spec {spec!r}: {parsed.router} has its own rule for {name}; leave the option out")
     temperature = stages.balance_temperature
     training, evaluation = common.pop("capacity"), common.pop("eval_capacity")
-    order, scope = common.pop("capacity_order"), common.pop("capacity_scope")
+    order, scope, unit = (common.pop(f"capacity_{name}") for name in ("order", "scope", "unit"))
     limit: Capacity | None = None
     if training is not None or evaluation is not None:
-        limit = Capacity(training, training if evaluation is None else evaluation, order, scope)
-    elif (order, scope) != ("token", "sequence"):
-        raise ValueError(f"router spec {spec!r}: capacity_order and capacity_scope need capacity or eval_capacity")
+        limit = Capacity(training, training if evaluation is None else evaluation, order, scope, unit)
+    elif (order, scope, unit) != ("token", "sequence", "share"):
+        names = "capacity_order, capacity_scope and capacity_unit"
+        raise ValueError(f"router spec {spec!r}: {names} need capacity or eval_capacity")
     balancing = Balance(
         scope=common.pop("balance_scope"),
         basis=common.pop("balance_on"),
