@@ -99,6 +99,9 @@ def examine(kind: str) -> Row:
         )
         if any("no loss" in line for line in result.notes):
             row.results["audit note"] = "routing only; this class has no language-model head"
+        for line in result.notes:
+            if "experts 0 and 1 alone" in line:
+                row.results["audit note"] = line
 
     def served() -> None:
         width = 1 if kind != "longcat_flash" else 3  # its own experts fail at k = 1
@@ -114,8 +117,7 @@ def examine(kind: str) -> Row:
     def own() -> None:
         if not row.routers:
             raise ValueError(row.results["audit"] or without)
-        (spec,) = row.routers
-        replaced(spec)
+        replaced("|".join(row.routers))
 
     def mixed() -> None:
         changed = replaced("hyperrouter+similarity")

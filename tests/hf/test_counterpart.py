@@ -25,8 +25,7 @@ from pointsman.hf.counterpart import (
     virtual_experts_of,
     why_without,
 )
-from pointsman.hf.gates import Gate, find_gates, survey
-from pointsman.hf.top_k import gate_top_k
+from pointsman.hf.gates import Gate, find_gates, first_k, survey
 from pointsman.routers.registry import build_router
 
 PLAIN, SHARE, BIASED = "smoe:bias=false", "smoe:bias=false:renormalize=false", "loss-free"
@@ -39,6 +38,7 @@ SPECS = {
     "bailing_hybrid": GROUPS + ":scale=2.5",
     "beam": GROUPS,
     "cohere2_moe": PLAIN,
+    "dbrx": PLAIN,
     "deepseek_ocr2": SHARE,
     "deepseek_v2": SHARE,
     "deepseek_v3": GROUPS + ":scale=2.5",
@@ -66,10 +66,12 @@ SPECS = {
     "hy_v4": GROUPS + ":scale=2.827",
     "inkling2": "loss-free:scale=8",
     "jamba": SHARE,
+    "jetmoe": PLAIN,
     "kimi_linear": GROUPS + ":scale=2.446",
     "kolibri1": "loss-free:biased=logits",
     "laguna": BIASED,
     "lfm2_moe": BIASED,
+    "llama4": "smoe:gate=sigmoid:bias=false:renormalize=false:weigh=input",
     "longcat_flash": SOFT + ":nulls=256:kind=copy:renormalize=false:scale=6",
     "mellum": PLAIN,
     "mimo_v2_flash": GROUPS,
@@ -81,6 +83,7 @@ SPECS = {
     "mixtral": PLAIN,
     "muse_spark": BIASED,
     "nemotron_h": GROUPS,
+    "nllb_moe": PLAIN,
     "olmoe": PLAIN,
     "openai_privacy_filter": "smoe:scale=0.5",
     "phimoe": "sparsemixer:r=0.01",
@@ -93,12 +96,13 @@ SPECS = {
     "qwen4_exp": PLAIN,
     "solar_open": GROUPS,
     "step3p7": BIASED,
+    "switch_transformers": "switch:bias=false:jitter=0.01:capacity=64:capacity_unit=tokens",
     "unlimited_ocr": SHARE,
 }
 """Every class with a counterpart: the spec of its tiny model (two groups of four experts, one kept)."""
 NONE = ("diffusion_gemma", "gemma4", "inkling")
-NO_GATE = ("dbrx", "doge", "jetmoe", "llama4", "nllb_moe", "switch_transformers", "vitpose_backbone", "zaya")
-"""Classes that route inside their blocks, or whose gate is no linear map: `find_gates` says of each why."""
+NO_GATE = ("doge", "vitpose_backbone", "zaya")
+"""Classes whose choice is no function of one linear map: `find_gates` says of each why."""
 
 
 def with_bias(gate: Gate) -> None:
@@ -123,7 +127,8 @@ def test_the_spec_with_the_gates_weights_routes_like_the_gate(name: str) -> None
     spec = counterpart(gate)
     assert spec == SPECS[name]
     real = gate.num_experts - virtual_experts_of(gate)
-    router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=gate_top_k(gate).value), gate)
+    k = first_k(gate.module, gate.block, gate.form)
+    router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=k), gate)
     hidden = torch.randn(100, gate.dim, generator=torch.Generator().manual_seed(3))
     expected = routed_by(gate, hidden)
     with torch.no_grad():
@@ -152,7 +157,7 @@ def test_rules_of_their_own_have_no_counterpart(name: str) -> None:
 
 @pytest.mark.parametrize("name", NO_GATE)
 def test_classes_without_a_gate_say_why(name: str) -> None:
-    with pytest.raises(ValueError, match=r"not a known mixture|does not return|returns|scores with 4"):
+    with pytest.raises(ValueError, match=r"product keys|does not return|scores with 4"):
         find_gates(zoo.tiny_model(name))
 
 
@@ -200,6 +205,84 @@ def test_muse_sparks_multiplier_is_in_the_weight() -> None:
             torch.testing.assert_close(gate.block(hidden), before)
         hf.materialize(model)
         torch.testing.assert_close(gate.module.weight, weight)
+
+
+def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model("deepseek_v4"))
+    before = logits(model)
+    table, *others = find_gates(model)
+    specs = [counterpart(gate) for gate in (table, others[0])]
+    assert specs == ["hash:columns=2:gate=sqrtsoftplus:scale=1.5", SPECS["deepseek_v4"]]
+    named = hf.audit(model, tokenizer(), texts(1), length=12).layers.values()
+    assert [layer["router"] for layer in named] == [specs[0]] + [specs[1]] * 3
+    with pytest.raises(ValueError, match="DeepseekV4HashRouter chooses experts by token id, from a table of 2"):
+        pointsman.set_top_k(model, 4)
+    only = hf.replace_routers(copy.deepcopy(model), str(specs[0]))
+    assert [name for name, _ in pointsman.control.named_routers(only)] == [f"{table.name}.pointsman"]
+    changed = hf.replace_routers(copy.deepcopy(model), [str(layer["router"]) for layer in named])
+    assert len(list(pointsman.control.named_routers(changed))) == 4
+    assert torch.allclose(logits(changed), before, atol=1e-5)
+    with pointsman.set_top_k(changed, 4):  # the table, then the walk
+        assert not torch.allclose(logits(changed), before, atol=1e-5)
+    changed.save_pretrained(tmp_path)
+    assert torch.allclose(logits(type(model).from_pretrained(tmp_path)), before, atol=1e-5)
+    assert torch.allclose(logits(hf.materialize(changed)), before, atol=1e-5)
+    table.module.tid2eid.zero_()  # as in a model without a checkpoint
+    with pytest.raises(ValueError, match="names an expert twice for a token id"):
+        hf.replace_routers(model, str(specs[0]))
+
+
+@pytest.mark.parametrize("name", ["llama4", "jetmoe", "switch_transformers", "nllb_moe", "dbrx"])
+def test_classes_that_route_in_their_blocks(name: str) -> None:
+    """Another rule in training: gradients reach the router through the block; what a block does itself is refused."""
+    model = spread(zoo.tiny_model(name)).train()
+    ids = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
+    if name == "dbrx":
+        with pytest.raises(ValueError, match="DbrxFFN chooses and weighs the experts itself, after the logits"):
+            hf.replace_routers(model, "loss-free")
+        spec = "hyperrouter"
+    else:
+        spec = "smoe:scale=1.5" if name == "nllb_moe" else "switch:jitter=0" if "switch" in name else "loss-free"
+    hf.replace_routers(model, spec)
+    routers = [router for _, router in pointsman.control.named_routers(model)]
+    model(**ids).logits.square().mean().backward()
+    trained = [one for router in routers for one in router.parameters() if one.requires_grad]
+    assert trained
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in trained)
+    assert any(one.grad.any() for one in trained)
+    pointsman.step_end(model)
+    if spec == "loss-free":
+        assert all(router.select.bias.any() for router in routers)
+
+
+def test_switchs_capacity_is_of_tokens_in_each_sequence() -> None:
+    model = spread(zoo.tiny_model("switch_transformers", expert_capacity=3))
+    gate = find_gates(model)[0]
+    spec = counterpart(gate)
+    assert spec == "switch:bias=false:jitter=0.01:capacity=3:capacity_unit=tokens"
+    hidden = torch.randn(2, 20, gate.dim, generator=torch.Generator().manual_seed(3))
+    before = gate.block(hidden)
+    assert (before == 0).all(-1).any(), "nothing was dropped"
+    hf.replace_routers(model, spec)
+    torch.testing.assert_close(gate.block(hidden), before)
+    with pytest.raises(ValueError, match="SwitchTransformersTop1Router always chooses 1"):
+        pointsman.set_top_k(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("power", "spec"), [(2, None), (None, SHARE), (1, PLAIN)], ids=["euclidean", "as they are", "sum"]
+)
+def test_dbrx_divides_by_a_norm_of_its_configuration(power: int | None, spec: str | None) -> None:
+    model = spread(zoo.tiny_model("dbrx"))
+    gate = find_gates(model)[0]
+    gate.block.moe_normalize_expert_weights = power
+    gate = find_gates(model)[0]
+    assert counterpart(gate) == spec
+    if spec is not None:
+        hidden = torch.randn(2, 9, gate.dim, generator=torch.Generator().manual_seed(3))
+        before = gate.block(hidden)
+        hf.replace_routers(model, [spec, PLAIN])
+        torch.testing.assert_close(gate.block(hidden), before)
 
 
 def test_the_settings_of_deepseek_v3() -> None:

@@ -59,13 +59,15 @@ def spread(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", "router.weight")):
+            if name.endswith(("gate.weight", "router.weight", "router.layer.weight", "router.classifier.weight")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
             if name.endswith("router.bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), 8, generator=generator).topk(buffer.shape[1]).indices)
     return model
 
 

@@ -144,7 +144,7 @@ PER_CLASS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 24},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_v4": {"num_hidden_layers": 4, "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
     "doge": {"is_moe": True, "num_experts": 64, "num_experts_per_tok": 4},

@@ -15,22 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.hf.gates import Gate, positions, run_gate
+from pointsman.hf.gates import Gate, distinct_table, first_k, run_gate
 from pointsman.hf.top_k import gate_top_k
 from pointsman.routers.registry import build_router, list_routers, parse_spec
 from pointsman.routers.router import Router
+from pointsman.routing import RoutingContext
 
 TOKENS = 64
 TOLERANCE = 1e-5
 GROUPS = ("num_group", "n_group", "num_expert_group")
 KEPT = ("topk_group", "limited_groups", "num_limited_groups")
-TRAINING_OPTIONS = ("update", "rate", "centre", "bins")
-"""Options of `loss-free` that do not change what a forward computes."""
+TRAINING_OPTIONS = ("update", "rate", "centre", "bins", "jitter")
+"""Options that do not change what a forward computes."""
 GEMMA = "normalises its input, and multiplies each expert's weight by a trained factor"
 WITHOUT = {
     "Gemma4TextRouter": GEMMA,
     "DiffusionGemmaTextRouter": GEMMA,
     "InklingTopkRouter": "scores its shared experts, too; their weights and those of the chosen experts sum to 1",
+    "NllbMoeTop2Router": "draws its second expert, or renormalises the weights that its capacity leaves",
 }
 """Class -> why it has no counterpart, where that is known."""
 
@@ -56,7 +58,7 @@ def counterpart(gate: Gate) -> str | None:
     if not gate.form.linear:
         return None
     try:
-        k = gate_top_k(gate).value
+        k = gate_top_k(gate).value if gate.layout is None else first_k(gate.module, gate.block, gate.form)
         random = _with_random_weights(gate)
         hidden = torch.randn(TOKENS, gate.dim, generator=torch.Generator().manual_seed(1))
         wanted = routed_by(random, hidden)
@@ -66,7 +68,8 @@ def counterpart(gate: Gate) -> str | None:
         spec = ":".join([head, *options])
         try:
             real = gate.num_experts - virtual_experts_of(gate)
-            router = load_gate(build_router(spec, dim=gate.dim, num_experts=real, top_k=k), random)
+            built = build_router(spec, dim=gate.dim, num_experts=real, top_k=k, vocab_size=vocabulary(gate))
+            router = load_gate(built, random)
         except ValueError:
             continue
         found = _dense(router.eval(), hidden)
@@ -96,14 +99,17 @@ def same_forward(spec: str, other: str) -> bool:
 
 
 def load_gate(router: Router, gate: Gate) -> Router:
-    """Copies a gate's weight, bias and correction bias into a linear router, in place; returns the router.
+    """Copies a gate's weight, bias, correction bias and table of token ids into a router, in place; returns the router.
 
     Raises:
-        ValueError: the router has no bias, or no correction bias, for that of the gate.
+        ValueError: the router has no bias, no correction bias or no table for that of the gate.
     """
     owner = gate.module.get_submodule(gate.form.owner)
     weight, bias, correction = owner.get_parameter("weight"), getattr(owner, "bias", None), correction_bias(gate)
     score: Any = router.score
+    if gate.form.table:
+        score.set_table(gate.module.get_buffer(gate.form.table).reshape(score.table.shape))
+        score = score.gate
     with torch.no_grad():
         score.weight.copy_(weight * gate.form.multiplier)
         if (bias is None) != (score.bias is None):
@@ -116,6 +122,11 @@ def load_gate(router: Router, gate: Gate) -> Router:
         if correction is not None:
             own.copy_(correction.reshape(-1))
     return router
+
+
+def vocabulary(gate: Gate) -> int | None:
+    """The number of token ids of a gate that chooses by them."""
+    return len(gate.module.get_buffer(gate.form.table)) if gate.form.table else None
 
 
 def correction_bias(gate: Gate) -> Tensor | None:
@@ -148,17 +159,20 @@ def _is_down(path: str, part: nn.Module) -> bool:
 
 def routed_by(gate: Gate, hidden: Tensor) -> Tensor:
     """The combine weights [tokens, E] of a gate for `hidden` [tokens, dim]; 0 for experts that are not chosen."""
-    arguments = [getattr(gate.block, name) for name in gate.form.extras]
     with torch.no_grad():
-        output, _ = run_gate(gate.module, hidden, arguments)
-    logits, weights, experts = (output[place] for place in positions(type(gate.module).__name__, output, len(hidden)))
-    zeros = torch.zeros(len(hidden), logits.shape[-1])
-    return zeros.scatter(1, experts.reshape(len(hidden), -1).long(), weights.reshape(len(hidden), -1).float())
+        output, _ = run_gate(gate.module, hidden, gate.arguments(len(hidden)))
+    logits, weights, experts = (one.reshape(len(hidden), -1) for one in gate.routed(output))
+    zeros = torch.zeros(len(hidden), logits.shape[-1] + 1)
+    return zeros.scatter(1, experts.long() + 1, weights.float())[:, 1:]
 
 
 def _dense(router: Router, hidden: Tensor) -> Tensor:
+    ids = None
+    if "token_ids" in router.needs:
+        score: Any = router.score
+        ids = (torch.arange(len(hidden)) % score.vocab_size)[None]
     with torch.no_grad():
-        routing = router(hidden)
+        routing = router(hidden, RoutingContext(token_ids=ids))
     chosen = torch.zeros(len(hidden), router.num_experts + 1).scatter(1, routing.experts + 1, routing.weights.float())
     virtual = routing.virtual_weights
     return chosen[:, 1:] if virtual is None else torch.cat([chosen[:, 1:], virtual.float()], 1)
@@ -168,9 +182,12 @@ def _with_random_weights(gate: Gate) -> Gate:
     """A float32 copy of the gate on the CPU with random weight, bias and correction bias."""
     generator = torch.Generator().manual_seed(0)
     module = copy.deepcopy(gate.module).cpu().float().eval()
-    block = nn.Module()
+    block: Any = nn.Module()
     for name in gate.form.extras:
         setattr(block, name, getattr(gate.block, name).detach().cpu().clone())
+    if hasattr(gate.block, "top_k"):
+        block.top_k = gate.block.top_k
+    distinct_table(module, gate.form.table)
     copied = replace(gate, module=module, block=block)
     owner = module.get_submodule(gate.form.owner)
     weight, bias, correction = owner.get_parameter("weight"), getattr(owner, "bias", None), correction_bias(copied)
@@ -189,6 +206,15 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
     bias = [] if getattr(owner, "bias", None) is not None else ["bias=false"]
     renormalized: tuple[list[str], ...] = ([], ["renormalize=false"])
     nulls = [f"nulls={virtual}", "kind=copy"] if (virtual := virtual_experts_of(gate)) else []
+    if gate.form.table:
+        columns = f"columns={gate.module.get_buffer(gate.form.table).shape[1]}"
+        for kind in ("softmax", "sigmoid", "sqrtsoftplus"):
+            for renormalize in renormalized:
+                yield "hash", [columns, f"gate={kind}", *renormalize]
+        return
+    if gate.layout is not None:
+        yield from _candidates_of_layout(gate, bias)
+        return
     reach = getattr(gate.module, "router_jitter_noise", None)
     if isinstance(reach, float) and not nulls:
         yield "sparsemixer", [f"r={reach:g}"]
@@ -203,6 +229,20 @@ def _candidates(gate: Gate) -> Iterator[tuple[str, list[str]]]:
                 yield "loss-free", [*([] if kind == "sigmoid" else [f"gate={kind}"]), *groups, *nulls, *renormalize]
     for renormalize in renormalized:
         yield "loss-free", ["biased=logits", *nulls, *renormalize]
+
+
+def _candidates_of_layout(gate: Gate, bias: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Those of a class that is known by name."""
+    layout = gate.layout
+    assert layout is not None
+    kind = [] if layout.kind == "softmax" else [f"gate={layout.kind}"]
+    if "switch" in layout.rules:
+        jitter = getattr(gate.module, "jitter_noise", 0)
+        noise = [f"jitter={jitter:g}"] if jitter else []
+        yield "switch", [*bias, *noise, f"capacity={gate.module.expert_capacity}", "capacity_unit=tokens"]
+        return
+    for renormalize in ([], ["renormalize=false"]):
+        yield "smoe", [*kind, *bias, *renormalize, *layout.options]
 
 
 def virtual_experts_of(gate: Gate) -> int:
@@ -234,5 +274,6 @@ def _settings(gate: Gate) -> tuple[Any, ...]:
         gate.dim,
         gate.form,
         tuple(sorted(values.items())),
+        getattr(gate.block, "top_k", None),
         router,
     )

@@ -3,6 +3,7 @@
 A gate is a sibling module of `experts`. Its forward returns integers [tokens, k] (the chosen experts), floats
 [tokens, k] (their weights) and floats [tokens, E] (logits); its name and their order differ between classes. Between
 logits and choice (softmax or sigmoid, groups, correction bias, scaling, renormalisation) the class's own code runs.
+Classes that return something else are known by name: `layouts`.
 """
 
 from __future__ import annotations
@@ -11,49 +12,23 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.hf.forms import Form, Kind, NotAGateError, positions
+from pointsman.hf.layouts import LAYOUTS, Layout
+
 PROBE_TOKENS = 6
 NO_GATE = "{}: no gate next to experts: not a known mixture of experts"
 BY_TOKEN_ID = "chooses experts by token id, from a table"
-Kind = Literal["softmax", "sigmoid", "other"]
-
-
-class NotAGateError(ValueError):
-    """A module next to the experts does not return logits, weights and indices; the message says what it does."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a gate is called, and what it returns.
-
-    Attributes:
-        owner: path from the gate to the module that holds the linear map ("" = the gate itself).
-        sequence: whether its input must be [B, T, dim].
-        extras: names of the block's tensors that are further arguments (a correction bias).
-        logits, weights, indices: positions in the returned tuple.
-        kind: the function from logits to scores; "other" if neither softmax nor sigmoid.
-        linear: whether the logits are exactly `multiplier` * (weight @ hidden (+ bias)).
-        outputs: the length of the returned tuple; 0 in configurations of earlier versions.
-        multiplier: a constant of the class between the product and the logits.
-        flat: whether it returns tokens [B * T] also for an input [B, T, dim].
-    """
-
-    owner: str
-    sequence: bool
-    extras: tuple[str, ...]
-    logits: int
-    weights: int
-    indices: int
-    kind: Kind
-    linear: bool
-    outputs: int = 0
-    multiplier: float = 1.0
-    flat: bool = False
+TOKEN_IDS = "input_ids"
+OTHER_BLOCKS = {
+    "DogeCDMoE": "finds experts of one neuron each by product keys: its scores are no product with one weight"
+}
+"""Blocks without a gate: what they do."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +52,43 @@ class Gate:
 
     @property
     def experts(self) -> nn.Module:
-        return self.block.get_submodule("experts")
+        """The block's experts; the block itself, where they are its parameters."""
+        experts: nn.Module = getattr(self.block, "experts", self.block)
+        return experts
 
-    def routed(self, output: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def layout(self) -> Layout | None:
+        """What its class returns, if that is not logits, weights and indices."""
+        return LAYOUTS.get(self.form.layout)
+
+    def routed(self, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the gate's output."""
+        if self.layout is not None:
+            return self.layout.read(output, first_k(self.module, self.block, self.form), self.form.power)
         logits, weights, experts = (
             output[place].flatten(0, -2) for place in (self.form.logits, self.form.weights, self.form.indices)
         )
         return logits, weights, experts
+
+    def arguments(self, tokens: int) -> list[Tensor]:
+        """What its forward takes after the hidden states; token ids 0, 1, …, if it chooses by them."""
+        return arguments_of(self.module, self.block, self.form, tokens)
+
+
+def first_k(module: nn.Module, block: nn.Module, form: Form) -> int:
+    """The k of a gate; 1 where neither gate nor block keeps one."""
+    layout = LAYOUTS.get(form.layout)
+    if layout is not None and layout.fixed_k is not None:
+        return layout.fixed_k
+    return next((k for one in (module, block) if isinstance(k := getattr(one, "top_k", None), int)), 1)
+
+
+def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:
+    extras: list[Tensor] = [getattr(block, extra) for extra in form.extras]
+    if form.table:
+        table = module.get_buffer(form.table)
+        extras.append(torch.arange(tokens, device=table.device) % len(table))
+    return extras
 
 
 def owner_of(gate: nn.Module) -> str:
@@ -99,10 +103,13 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """(qualified name, module, block) of siblings of `experts` that have a `top_k` or are named as gates are."""
     for layer, block in model.named_modules():
         children = dict(block.named_children())
-        if "experts" not in children:
-            continue
         for name, child in children.items():
-            if name != "experts" and (hasattr(child, "top_k") or name in ("gate", "router")):
+            layout = LAYOUTS.get(type(child).__name__)
+            if layout is not None and layout.block:
+                known = type(block).__name__ == layout.block
+            else:
+                known = "experts" in children and (hasattr(child, "top_k") or name in ("gate", "router"))
+            if known and name != "experts":
                 yield (f"{layer}.{name}" if layer else name), child, block
 
 
@@ -114,8 +121,15 @@ def find_gates(model: nn.Module) -> list[Gate]:
     """
     gates, reasons = survey(model)
     if not gates:
-        raise ValueError(reasons[0] if reasons else NO_GATE.format(type(model).__name__))
+        raise ValueError(reasons[0] if reasons else no_gate(model))
     return gates
+
+
+def no_gate(model: nn.Module) -> str:
+    """Why a model without candidates has none."""
+    names = {type(module).__name__ for module in model.modules()}
+    known = sorted(names & OTHER_BLOCKS.keys())
+    return f"{known[0]} {OTHER_BLOCKS[known[0]]}" if known else NO_GATE.format(type(model).__name__)
 
 
 def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
@@ -137,23 +151,35 @@ def survey(model: nn.Module) -> tuple[list[Gate], list[str]]:
     return gates, reasons
 
 
-def extras_of(module: nn.Module, block: nn.Module) -> tuple[str, ...]:
-    """Names of the block's tensors that the gate's forward takes after the hidden states.
+def table_of(module: nn.Module) -> str:
+    """The name of the gate's buffer [V, k] of whole numbers, the experts of each token id.
+
+    Raises:
+        NotAGateError: it has none, or several.
+    """
+    tables = [name for name, one in module.named_buffers() if one.dim() == 2 and not one.is_floating_point()]
+    if len(tables) != 1:
+        raise NotAGateError(f"{type(module).__name__} {BY_TOKEN_ID} that is not found")
+    return tables[0]
+
+
+def extras_of(module: nn.Module, block: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Names of the block's tensors that the gate's forward takes after the hidden states; its table of token ids or "".
 
     Raises:
         NotAGateError: the gate needs an argument that is not a tensor of the block.
     """
-    names = []
+    names, table = [], ""
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if isinstance(getattr(block, parameter.name, None), Tensor):
             names.append(parameter.name)
-        elif parameter.name == "input_ids":
-            raise NotAGateError(f"{type(module).__name__} {BY_TOKEN_ID}")
+        elif parameter.name == TOKEN_IDS:
+            table = table_of(module)
         elif parameter.default is parameter.empty:
             raise NotAGateError(f"{type(module).__name__} also needs {parameter.name!r}, which is not the block's")
-    return tuple(names)
+    return tuple(names), table
 
 
 @torch.no_grad()
@@ -169,6 +195,11 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
     if weight.is_meta:
         raise NotAGateError("its weights are on the meta device; load them first")
     dim = weight.shape[-1]
+    known = type(module).__name__
+    if known in LAYOUTS:
+        layout, power = LAYOUTS[known], getattr(block, "moe_normalize_expert_weights", None)
+        form = Form(owner, layout.sequence, (), 0, 0, 0, layout.kind, True, layout=known, power=power)
+        return Gate(name, layer, module, block, weight.shape[0], dim, form)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROBE_TOKENS, dim, generator=generator)
     blank = not bool(weight.any())
@@ -176,9 +207,11 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         weight.copy_(torch.randn(weight.shape, generator=generator))
     spread = F.linear(hidden.to(weight.device), weight.float()).std()  # softmax and sigmoid differ clearly at std 1
     hidden = (hidden.to(weight.device) / spread.clamp_min(1e-6)).to(weight.dtype)
-    extras = extras_of(module, block)
-    arguments = [getattr(block, extra) for extra in extras]
+    extras, table = extras_of(module, block)
+    form = Form(owner, False, extras, 0, 0, 0, "other", True, table=table)
+    arguments = arguments_of(module, block, form, PROBE_TOKENS)
     training = module.training
+    kept = distinct_table(module, table)
     module.eval()
     try:
         output, sequence = run_gate(module, hidden, arguments)
@@ -189,14 +222,29 @@ def probe(name: str, layer: str, module: nn.Module, block: nn.Module) -> Gate:
         num_experts = int(actual.shape[-1])
         linear, factor = multiplier is not None, 1.0 if multiplier is None else multiplier
         flat = output[logits].dim() == output[weights].dim() == output[indices].dim() == 2
-        form = Form(owner, sequence, extras, logits, weights, indices, "other", linear, len(output), factor, flat)
+        form = Form(
+            owner, sequence, extras, logits, weights, indices, "other", linear, len(output), factor, flat, table=table
+        )
         gate = Gate(name, layer, module, block, num_experts, dim, form)
         form = replace(form, kind=_kind(gate, hidden, arguments))
     finally:
         module.train(training)
         if blank:
             weight.zero_()
+        if kept is not None:
+            module.get_buffer(table).copy_(kept)
     return replace(gate, form=form)
+
+
+def distinct_table(module: nn.Module, table: str) -> Tensor | None:
+    """Gives every token id different experts, in place, and returns the table as it was; None without one."""
+    if not table:
+        return None
+    experts = module.get_buffer(table)
+    kept = experts.clone()
+    ids, places = (torch.arange(size, device=experts.device) for size in experts.shape)
+    experts.copy_((ids[:, None] + places) % max(experts.shape[1], int(getattr(module, "num_experts", 1))))
+    return kept
 
 
 def _multiplier(module: nn.Module, product: Tensor, logits: Tensor) -> float | None:
@@ -208,7 +256,7 @@ def _multiplier(module: nn.Module, product: Tensor, logits: Tensor) -> float | N
     return next(near, None)
 
 
-def call_gate(gate: Gate) -> tuple[Any, ...]:
+def call_gate(gate: Gate) -> Any:
     """The gate's output for zero vectors; for a replaced router, the class's output for equal logits."""
     parameter = next(gate.module.parameters())
     module: Any = gate.module
@@ -216,12 +264,11 @@ def call_gate(gate: Gate) -> tuple[Any, ...]:
     width = gate.num_experts if routed else gate.dim
     hidden = torch.zeros(PROBE_TOKENS, width, device=parameter.device, dtype=parameter.dtype)
     call = partial(module.own_class.forward, module) if routed else module.forward
-    arguments = [getattr(gate.block, extra) for extra in gate.form.extras]
-    output: tuple[Any, ...] = call(hidden[None] if gate.form.sequence else hidden, *arguments)
-    return output
+    return call(hidden[None] if gate.form.sequence else hidden, *gate.arguments(PROBE_TOKENS))
 
 
-def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[tuple[Any, ...], bool]:
+def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tuple[Any, bool]:
+    """The output for hidden [N, dim] (or as one sequence, if the class wants it so), and whether it was that."""
     problem: Exception | None = None
     for sequence in (False, True):
         try:
@@ -229,36 +276,10 @@ def run_gate(module: nn.Module, hidden: Tensor, arguments: list[Tensor]) -> tupl
         except Exception as error:  # any error means that the class does not accept this shape
             problem = error
             continue
-        if not isinstance(output, tuple):
+        if not isinstance(output, tuple) and type(module).__name__ not in LAYOUTS:
             raise NotAGateError(f"{type(module).__name__} returns {type(output).__name__}, not what it chose")
         return output, sequence
     raise NotAGateError(f"{type(module).__name__} cannot be called on hidden states alone ({type(problem).__name__})")
-
-
-def positions(kind: str, output: tuple[Any, ...], tokens: int) -> tuple[int, int, int]:
-    """Positions of logits, weights and indices in the output of a gate of class `kind` for this number of tokens."""
-    tensors = [
-        (place, item.flatten(0, -2) if item.dim() > 1 else item[:, None])
-        for place, item in enumerate(output)
-        if isinstance(item, Tensor) and item.dim() > 0
-    ]
-    tensors = [(place, item) for place, item in tensors if item.shape[0] == tokens]
-    integers = [(place, item) for place, item in tensors if not item.is_floating_point() and item.dtype != torch.bool]
-    floats = [(place, item) for place, item in tensors if item.is_floating_point()]
-    if len(integers) != 1:
-        raise NotAGateError(f"{kind} does not return the chosen experts [tokens, k]")
-    indices, chosen = integers[0]
-    if not chosen.shape[1]:
-        raise NotAGateError(f"{kind} chooses no expert: its k is 0")
-    if chosen.shape[1] > 1 and bool((chosen.sort(-1).values.diff(dim=-1) == 0).any()):
-        raise NotAGateError(f"{kind} returns a mask over experts, not the chosen experts [tokens, k]")
-    wide = [place for place, item in floats if item.shape[1] > chosen.shape[1]]
-    narrow = [place for place, item in floats if item.shape == chosen.shape]
-    if not wide and len(narrow) >= 2:  # k = E: every class returns the logits first
-        wide, narrow = narrow[:1], narrow[1:]
-    if not wide or not narrow:
-        raise NotAGateError(f"{kind} does not return logits [tokens, experts] and weights [tokens, k]")
-    return wide[0], narrow[0], indices
 
 
 def _kind(gate: Gate, hidden: Tensor, arguments: list[Tensor]) -> Kind:

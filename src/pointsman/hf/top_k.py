@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pointsman.hf.gates import NO_GATE, Gate, NotAGateError, call_gate, survey
+from pointsman.hf.forms import NotAGateError
+from pointsman.hf.gates import BY_TOKEN_ID, Gate, call_gate, no_gate, survey
 from pointsman.routers.router import Router
 
 CONFIG_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -40,13 +41,20 @@ def gate_top_k(gate: Gate) -> TopKField:
     Raises:
         ValueError: there is none.
     """
-    if isinstance(getattr(gate.module, "top_k", None), int):
-        return TopKField(gate.module, "top_k")
+    kind = type(gate.module).__name__
+    if gate.layout is not None and gate.layout.fixed_k is not None:
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} always chooses {gate.layout.fixed_k}")
+    router = getattr(gate.module, "pointsman", None)
+    if gate.form.table and router is not None:
+        return TopKField(router, "top_k")
+    for owner in (gate.module, gate.block):
+        if isinstance(getattr(owner, "top_k", None), int):
+            return TopKField(owner, "top_k")
     config = getattr(gate.module, "config", None)
     for name in CONFIG_NAMES:
         if isinstance(getattr(config, name, None), int):
             return TopKField(config, name)
-    raise ValueError(f"set_top_k: layer {gate.layer!r}: {type(gate.module).__name__} keeps no k")
+    raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} keeps no k")
 
 
 def top_k_fields(model: nn.Module, k: int) -> list[TopKField]:
@@ -57,7 +65,7 @@ def top_k_fields(model: nn.Module, k: int) -> list[TopKField]:
     """
     gates, reasons = survey(model)
     if reasons or not gates:
-        raise ValueError("set_top_k: " + (reasons[0] if reasons else NO_GATE.format(type(model).__name__)))
+        raise ValueError("set_top_k: " + (reasons[0] if reasons else no_gate(model)))
     found: list[TopKField] = []
     for gate in gates:
         most = max_top_k(gate)
@@ -67,7 +75,8 @@ def top_k_fields(model: nn.Module, k: int) -> list[TopKField]:
         _check_accepts(gate, field, k)
         found.append(field)
         found.extend(TopKField(router, "top_k") for router in gate.module.modules() if isinstance(router, Router))
-    found.extend(_copies(model, {field.value for field in found}))
+    if not any(gate.layout is not None and gate.layout.own_k for gate in gates):
+        found.extend(_copies(model, {field.value for field in found}))
     return list({(id(field.owner), field.attribute): field for field in found}.values())
 
 
@@ -77,7 +86,7 @@ def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
         config = getattr(module, "config", None)
         if config is None or not hasattr(module, "base_model_prefix"):
             continue
-        for owner in (module, config):
+        for owner in (module, config, getattr(config, "ffn_config", config)):  # DBRX keeps it there
             for name in CONFIG_NAMES:
                 value = owner.__dict__.get(name)
                 if isinstance(value, int) and not isinstance(value, bool) and value in current:
@@ -89,6 +98,11 @@ def _check_accepts(gate: Gate, field: TopKField, k: int) -> None:
     """Raises ValueError unless the gate, with this k, returns k experts per token."""
     if k == field.value or next(gate.module.parameters()).is_meta:
         return
+    if gate.form.table:
+        if hasattr(gate.module, "pointsman"):
+            return
+        name = type(gate.module).__name__
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {name} {BY_TOKEN_ID} of {field.value}")
     before, training = field.value, gate.module.training
     gate.module.eval()
     setattr(field.owner, field.attribute, k)

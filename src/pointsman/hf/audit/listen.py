@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.diagnostics import Fluctuation
-from pointsman.hf.gates import Kind, NotAGateError, candidates, positions, survey
+from pointsman.hf.forms import Kind, NotAGateError, positions
+from pointsman.hf.gates import candidates, survey
 from pointsman.routing import Routing
 
 Observer = Callable[[str, Routing, Tensor], None]
@@ -31,6 +32,7 @@ class GateListener:
         self.model = model
         gates, _ = survey(model)
         self.kinds: dict[str, Kind] = {gate.name: gate.form.kind for gate in gates}
+        self.by_layout = {gate.name: gate for gate in gates if gate.layout is not None}
         self.num_experts = {gate.name: gate.num_experts for gate in gates}
         self.gates = {name: module for name, module, _ in candidates(model)}
         self.unsupported: dict[str, str] = {}
@@ -85,9 +87,13 @@ class GateListener:
 
     def routing(self, name: str, gate: nn.Module, output: Any, tokens: int) -> Routing:
         """A gate's output as a Routing. If its scores are unknown, `probs` is the softmax of the logits."""
-        if not isinstance(output, tuple):
+        if name in self.by_layout:
+            logits, weights, experts = (one.detach() for one in self.by_layout[name].routed(output))
+        elif isinstance(output, tuple):
+            places = positions(type(gate).__name__, output, tokens)
+            logits, weights, experts = (output[place].detach() for place in places)
+        else:
             raise NotAGateError(f"{type(gate).__name__} returns {type(output).__name__}, not what it chose")
-        logits, weights, experts = (output[place].detach() for place in positions(type(gate).__name__, output, tokens))
         logits = logits.reshape(tokens, -1).float()
         kind = self.kinds.get(name, "other")
         if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):

@@ -14,6 +14,7 @@ from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.run import AuditRun
+from pointsman.hf.gates import no_gate
 from pointsman.hf.text import Conversation, text_batches
 
 Progress = Callable[[int, int | None], None]
@@ -62,7 +63,7 @@ def audit(
     check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
     listener = GateListener(model)
     if not listener.gates:
-        raise ValueError(f"audit: {type(model).__name__} has no gate next to experts: not a known mixture of experts")
+        raise ValueError(f"audit: {no_gate(model)}")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)

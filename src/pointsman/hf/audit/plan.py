@@ -69,6 +69,7 @@ def routers_of(model: nn.Module) -> dict[str, dict[str, str | float | None]]:
 def small_diagnostics(model: nn.Module, listener: GateListener, notes: list[str]) -> Diagnostics:
     """The diagnostics whose state takes at most `MAX_BYTES`; a note for each one left out."""
     gates, _ = survey(model)
+    notes.extend({gate.layout.note: None for gate in gates if gate.layout is not None and gate.layout.note})
     kinds = ["entropy", "margin", "load", "co_activation"]
     dim = max((gate.dim for gate in gates), default=0)
     experts = max((gate.num_experts for gate in gates), default=0)

@@ -37,8 +37,10 @@ def materialize(model: nn.Module) -> nn.Module:
         where = f"materialize: layer {name.rpartition('.')[0]!r} has the router {router.spec!r}"
         if router.mix is not None and float(router.mix.strength().detach()) != 0:
             raise ValueError(f"{where}: a plain gate cannot express its mixer")
+        table = gate.pointsman_form.table
+        score = router.score.gate or router.score if table else router.score
         with torch.no_grad():
-            plain = router.score.plain_linear()
+            plain = score.plain_linear()
         if plain is None:
             raise ValueError(f"{where}, which a plain gate cannot express")
         factor = gate.pointsman_form.multiplier
@@ -50,6 +52,8 @@ def materialize(model: nn.Module) -> nn.Module:
             bias = None
         if not isinstance(router.select, ClassRule):
             own = _class_rule(gates[name], weight, bias)
+            if table:
+                gate.get_buffer(table).copy_(router.score.table.view_as(gate.get_buffer(table)))
             if own is None or not same_forward(router.spec, own):
                 raise ValueError(f"{where}; the rule of {type(gate).__name__} is {own or 'another one'!r}")
         found.append((gates[name], weight, bias))

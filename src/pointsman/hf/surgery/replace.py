@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pointsman.hf.counterpart import correction_bias, virtual_experts_of
-from pointsman.hf.gates import BY_TOKEN_ID, NO_GATE, Form, Gate, survey
+from pointsman.hf.counterpart import correction_bias
+from pointsman.hf.forms import Form
+from pointsman.hf.gates import Gate, first_k, no_gate, survey
+from pointsman.hf.layouts import LAYOUTS
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
+from pointsman.hf.surgery.checks import assigned, check
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
-from pointsman.hf.surgery.scorers import HyperDelta, adapted, check_spec, has_own_rule, shared_by_default
+from pointsman.hf.surgery.scorers import HyperDelta, adapted, has_own_rule, shared_by_default
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.registry import build_router, parse_spec, split_specs
 from pointsman.routers.router import Router
@@ -43,7 +46,8 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     class's code after the logits. With the spec that `audit` names for the model, outputs do not change at first;
     `loss-free` starts from the class's correction bias and updates it in `step_end` (`pointsman.hf.StepEnd`).
 
-    Layers whose gate is a table of token ids (DeepSeek-V4's first ones) keep it.
+    Layers whose gate is a table of token ids (DeepSeek-V4's first ones) keep it, unless a spec is of `hash`: such specs
+    are for these layers, all others for the other layers. The table is the class's.
 
     Routers compute in float32. The specs are stored in the model's configuration: `save_pretrained` and
     `from_pretrained` restore them in any process that has imported `pointsman.hf`.
@@ -63,18 +67,17 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         raise ValueError(f"replace_routers: start={start!r}: allowed are 'pretrained' and 'fresh'")
     specs = split_specs(spec)
     gates, reasons = survey(model)
-    reasons = [reason for reason in reasons if not reason.endswith(BY_TOKEN_ID)]
     if reasons or not gates:
-        raise ValueError("replace_routers: " + (reasons[0] if reasons else NO_GATE.format(type(model).__name__)))
+        raise ValueError("replace_routers: " + (reasons[0] if reasons else no_gate(model)))
     resolved = []
-    for place, gate in enumerate(gates):
-        one = shared_by_default(specs[place % len(specs)], gate.dim, gate.num_experts)
-        _check(gate, one)
-        resolved.append(one)
+    for gate, own in assigned(gates, specs):
+        one = shared_by_default(own, gate.dim, gate.num_experts)
+        check(gate, one)
+        resolved.append((gate, one))
     shared: dict[str, nn.Module] = {}
     homes = _homes(model)
     built = []
-    for gate, one in zip(gates, resolved, strict=True):
+    for gate, one in resolved:
         if not homes:
             raise ValueError(f"replace_routers: {type(model).__name__} has no transformers model to store specs in")
         home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
@@ -95,30 +98,14 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
     return model
 
 
-def _check(gate: Gate, spec: str) -> None:
-    check_spec(spec)
-    where = f"replace_routers: layer {gate.layer!r}"
-    router = getattr(gate.module, "pointsman", None)
-    if router is not None:
-        raise ValueError(f"{where} already has the router {router.spec!r}; materialize(model) first")
-    if not gate.form.linear:
-        raise ValueError(f"{where}: the logits of {type(gate.module).__name__} are not the product with one weight")
-    if has_own_rule(spec) and (gate.form.sequence > gate.form.flat or gate.form.outputs != 3):
-        raise ValueError(
-            f"{where}: {type(gate.module).__name__} returns more than logits, weights and experts; {spec!r} does not"
-        )
-    options, virtual = parse_spec(spec).options, virtual_experts_of(gate)
-    if (given := options.get("nulls", "0")) != "0" and (given != str(virtual) or options.get("kind") != "copy"):
-        has = f"nulls={virtual}:kind=copy" if virtual else "none"
-        raise ValueError(f"{where}: virtual experts are the class's own: {type(gate.module).__name__} has {has}")
-    if parse_spec(spec).mixer is not None and gate.form.kind == "other":
-        raise ValueError(
-            f"{where}: {type(gate.module).__name__} uses neither softmax nor sigmoid; mixers need one of them"
-        )
-
-
 def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], heads: int | None) -> Router:
-    router = make_router(gate.module, spec, gate.form, start, shared, heads)
+    router = make_router(gate.module, gate.block, spec, gate.form, start, shared, heads)
+    if gate.form.table and start == "pretrained":
+        score: Any = router.score
+        try:
+            score.set_table(gate.module.get_buffer(gate.form.table).reshape(score.table.shape))
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"replace_routers: layer {gate.layer!r}: {error}") from None
     correction = correction_bias(gate) if has_own_rule(spec) and start == "pretrained" else None
     select: Any = router.select
     if correction is not None and hasattr(select, "bias"):
@@ -128,18 +115,27 @@ def _build(gate: Gate, spec: str, start: Start, shared: dict[str, nn.Module], he
 
 
 def make_router(
-    gate: nn.Module, spec: str, form: Form, start: Start, shared: dict[str, nn.Module], heads: int | None
+    gate: nn.Module,
+    block: nn.Module,
+    spec: str,
+    form: Form,
+    start: Start,
+    shared: dict[str, nn.Module],
+    heads: int | None,
 ) -> Router:
     """The router of one gate with weight [E, dim] and bias [E]; `shared` as of `build_router`."""
+    layout = LAYOUTS.get(form.layout)
     owner = gate.get_submodule(form.owner)
     weight, bias = owner.get_parameter("weight"), getattr(owner, "bias", None)
     columns, dim = weight.shape
     before = set(map(id, shared.values()))
     parsed = parse_spec(spec)
     num_experts = columns - int(parsed.options.get("nulls", 0))
-    sizes = {"dim": dim, "num_experts": num_experts, "top_k": int(getattr(gate, "top_k", 1))}
-    router = build_router(spec, **sizes, shared=shared).to(weight.device)
-    if (router.needs_moe and not router.virtual) or router.score.below:
+    sizes = {"dim": dim, "num_experts": num_experts, "top_k": first_k(gate, block, form)}
+    vocabulary = len(gate.get_buffer(form.table)) if form.table else None
+    router = build_router(spec, **sizes, shared=shared, vocab_size=vocabulary).to(weight.device)
+    weighed = layout is not None and router.weigh == "input"  # by the class's block
+    if (router.needs_moe and not router.virtual and not weighed) or router.score.below:
         raise ValueError(
             f"replace_routers: {spec!r} needs more than weights of experts; only pointsman's layers give it"
         )
@@ -150,8 +146,9 @@ def make_router(
         score.refer(score.hypernetwork)
     router.score = score
     router.balance = router.z_loss = 0.0
-    if has_own_rule(spec):
+    if has_own_rule(spec) and (layout is None or layout.write is not None):
         return router
+    router.limit = None
     router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
     router.select = ClassRule(form) if router.mix is None else MixedRule(form)
     mixer: Any = router.mix
@@ -235,7 +232,8 @@ def restore_routers(model: PreTrainedModel) -> None:
         form = Form(**{**entry["form"], "extras": tuple(entry["form"]["extras"])})
         heads = getattr(model.config, "num_attention_heads", None)
         with torch.no_grad():
-            router = make_router(gate, entry["router"], form, entry["start"], shared, heads)
+            block = modules[name.rpartition(".")[0]]
+            router = make_router(gate, block, entry["router"], form, entry["start"], shared, heads)
         _attach(gate, form, router)
         _inform(model, name, gate, state)
     _keep_precise(model)

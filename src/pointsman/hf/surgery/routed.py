@@ -8,14 +8,16 @@ logits themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.hf.gates import Form
+from pointsman.hf.forms import Form
+from pointsman.hf.gates import TOKEN_IDS
+from pointsman.hf.layouts import LAYOUTS, Layout
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.layer import AttachLosses
@@ -55,10 +57,17 @@ class ClassRule(Selector):
     def __init__(self, form: Form) -> None:
         super().__init__()
         self.form = form
-        self.call: Callable[[Tensor], tuple[Any, ...]] | None = None  # set by the gate during a forward
-        self.output: tuple[Any, ...] = ()
+        self.call: Callable[[Tensor], Any] | None = None  # set by the gate during a forward
+        self.output: Any = ()
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        layout = LAYOUTS.get(self.form.layout)
+        if layout is not None:
+            assert self.call is not None
+            rows = scores.logits if layout.sequence else scores.logits.flatten(0, 1)
+            self.output = self.call(rows.clone())  # some classes add noise to it, in place
+            _, weights, experts = layout.read(self.output, layout.fixed_k or k, self.form.power)
+            return experts, weights
         logits = scores.logits.flatten(0, 1)
         if self.form.multiplier != 1:  # the class multiplies by it
             logits = logits / self.form.multiplier
@@ -130,24 +139,58 @@ class _Routed:
         """The width to which the class's code flattens its input: here that of the logits."""
         return int(self.pointsman.num_experts)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        router, rule = self.pointsman, self.pointsman.select
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        router, rule, form = self.pointsman, self.pointsman.select, self.pointsman_form
+        layout, dtype, shape = LAYOUTS.get(form.layout), hidden_states.dtype, tuple(hidden_states.shape[:-1])
         if isinstance(rule, ClassRule):
-            rule.call = lambda logits: self.own_class.forward(self, logits, *args, **kwargs)
+            hidden_states, call = _jittered(self, layout, hidden_states)
+            rule.call = lambda logits: call(logits, *args, **kwargs)
         state = self.pointsman_state
-        if state is None:
-            routing: Routing = router(hidden_states)
+        if form.table:
+            ids = kwargs[TOKEN_IDS] if TOKEN_IDS in kwargs else args[0]
+            rows = hidden_states if hidden_states.dim() == 3 else hidden_states[None]
+            routing: Routing = router(rows, RoutingContext(token_ids=ids.reshape(rows.shape[:2])))
+        elif state is None:
+            routing = router(hidden_states)
         else:
             hidden, context = state.context(self, hidden_states)
             routing = router(hidden, context)
             state.keep(self, routing)
         if isinstance(rule, ClassRule):
             output, rule.output, rule.call = rule.output, (), None
+        elif layout is not None:
+            assert layout.write is not None
+            output = layout.write(routing.logits, routing.weights, routing.experts, shape)
         else:
-            output = _own_output(self.pointsman_form, routing)
+            output = _own_output(form, routing)
+        if layout is not None:
+            output = layout.cast(output, dtype)
         if not (router.training and routing.statistics and torch.is_grad_enabled()):
             return output
-        return _with_statistics(output, router, self.pointsman_form.weights, routing)
+        if layout is not None:
+            return layout.replaced(output, _gathering(layout.carrier(output), router, routing))
+        weights = _gathering(output[form.weights], router, routing)
+        return (*output[: form.weights], weights, *output[form.weights + 1 :])
+
+
+def _jittered(gate: Any, layout: Layout | None, hidden: Tensor) -> tuple[Tensor, Callable[..., Any]]:
+    """The gate's input with the noise that its class multiplies it by in training, and the class's forward without."""
+    forward = partial(gate.own_class.forward, gate)
+    reach = getattr(gate, layout.jitter[0]) if layout is not None and layout.jitter is not None else None
+    if not reach or not gate.training:
+        return hidden, forward
+    assert layout is not None
+    assert layout.jitter is not None
+    name, off = layout.jitter
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setattr(gate, name, off)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            setattr(gate, name, reach)
+
+    return hidden * torch.empty_like(hidden).uniform_(1 - reach, 1 + reach), call
 
 
 def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
@@ -161,13 +204,12 @@ def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
     return tuple(output[place] for place in range(len(output)))
 
 
-def _with_statistics(output: tuple[Any, ...], router: Any, place: int, routing: Routing) -> tuple[Any, ...]:
-    """The same output, whose backward gathers the statistics, once per micro-batch."""
-    weights = output[place]
+def _gathering(weights: Tensor, router: Any, routing: Routing) -> Tensor:
+    """The same weights, whose backward gathers the routing's statistics, once per micro-batch."""
     if not weights.requires_grad:
-        return output
-    gathered = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
-    return (*output[:place], gathered, *output[place + 1 :])
+        return weights
+    gathered: Tensor = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 @cache

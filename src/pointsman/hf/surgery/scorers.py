@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pointsman.hf.forms import Form
+from pointsman.hf.layouts import LAYOUTS
+from pointsman.routers.hash import TableScorer
 from pointsman.routers.hyper import HyperScorer
 from pointsman.routers.registry import entry, parse_spec
 from pointsman.routers.router import Router
@@ -20,6 +23,7 @@ CLASS_OPTIONS = {
     "eval_capacity": "the model class never drops tokens",
     "capacity_order": "the model class never drops tokens",
     "capacity_scope": "the model class never drops tokens",
+    "capacity_unit": "the model class never drops tokens",
     "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
@@ -29,27 +33,36 @@ CLASS_OPTIONS = {
 }
 RULES = ("smoe", "loss-free", "sparsemixer")
 """Routers whose own selection rule can take the place of the class's: always, or `smoe` with one of `RULE_OPTIONS`."""
+SOME = ("hash", "switch")
+"""The same for classes that say so: gates with a table of token ids, and those whose `Layout` has the router."""
 RULE_OPTIONS = {"gate", "renormalize", "scale", "nulls"}
 SHARE_FROM = 2**24
 """From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
 
 
-def check_spec(spec: str) -> None:
+def check_spec(spec: str, form: Form) -> None:
     """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
-    parsed = parse_spec(spec)
-    for name in parsed.options:
-        if name in CLASS_OPTIONS:
+    parsed, layout = parse_spec(spec), LAYOUTS.get(form.layout)
+    allowed = layout.allowed if layout is not None else ()
+    own = ("hash",) if form.table else layout.rules if layout is not None else ()
+    fixed = layout.options if layout is not None else ()
+    for name, value in parsed.options.items():
+        if name in CLASS_OPTIONS and name not in allowed and f"{name}={value}" not in fixed:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
-    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in RULES):
+    if parsed.router in SOME and parsed.router not in own:
+        raise ValueError(
+            f"replace_routers: {spec!r} is defined by its selection, which the Hugging Face class does itself"
+        )
+    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in RULES + own):
         names = sorted(RULE_OPTIONS & set(parsed.options)) or [parsed.router]
-        allowed = ", ".join(map(repr, RULES))
-        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with {allowed} without a mixer")
+        takers = ", ".join(map(repr, RULES))
+        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with {takers} without a mixer")
 
 
 def has_own_rule(spec: str) -> bool:
     """Whether the router itself selects and weights the experts, in the place of the class's code."""
     parsed = parse_spec(spec)
-    return parsed.router in RULES[1:] or bool(RULE_OPTIONS & set(parsed.options))
+    return parsed.router in RULES[1:] + SOME or bool(RULE_OPTIONS & set(parsed.options))
 
 
 def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
@@ -142,6 +155,10 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
         raise ValueError(f"replace_routers: {router.spec!r} has its own normalisation")
     if isinstance(score, HyperScorer):
         return HyperDelta(score, weight, bias)
+    if isinstance(score, TableScorer):
+        if score.gate is not None and weight is not None:
+            score.gate.weight.data.copy_(weight)
+        return score
     if isinstance(score, (LinearScorer, FrozenLinearScorer)):
         with torch.no_grad():
             if isinstance(score, LinearScorer):

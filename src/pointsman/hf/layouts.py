@@ -1,0 +1,155 @@
+"""Gates that do not return logits, weights and indices: what each class returns, read and written.
+
+Shapes: N tokens, E experts, k chosen ones. A dropped assignment is expert -1 with weight 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.hf.forms import Kind
+
+Read = Callable[[Any, int, float | None], tuple[Tensor, Tensor, Tensor]]
+"""(what the class returns, k, `Form.power`) -> logits [N, E], weights [N, k], experts [N, k]."""
+Write = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Any]
+"""(logits [N, E], weights [N, k], experts [N, k], shape of the tokens) -> what the class returns."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one class of gates returns.
+
+    Attributes:
+        kind: the function from logits to scores.
+        read, write: between its output and a routing. `write` None: its block chooses, after the logits.
+        weights: position of the weights in its output; None: its output is the logits.
+        block: the class of its block, where that has no child `experts`.
+        sequence: whether its rule depends on the sequences: it is called with [B, T, dim].
+        fixed_k: its k, where that cannot be changed.
+        own_k: whether the model's configuration uses its k for something else, too.
+        options: options of every counterpart, which say what the block does with the weights.
+        rules: routers, besides those for all classes, whose rule it can express.
+        allowed: options of them that no other class allows.
+        note: what its block does with the routing that nobody expects.
+        jitter: the attribute with the reach of its input's noise in training, and the value for none; None: no noise.
+    """
+
+    kind: Kind
+    read: Read
+    write: Write | None
+    weights: int | None
+    block: str = ""
+    sequence: bool = False
+    fixed_k: int | None = None
+    own_k: bool = False
+    options: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+    note: str = ""
+    jitter: tuple[str, float | None] | None = None
+
+    def cast(self, output: Any, dtype: torch.dtype) -> Any:
+        """The output with weights in the dtype of the model, which its block does not convert."""
+        return self.replaced(output, self.carrier(output).to(dtype))
+
+    def carrier(self, output: Any) -> Tensor:
+        """The tensor through which the block's gradient reaches the router."""
+        tensor: Tensor = output if self.weights is None else output[self.weights]
+        return tensor
+
+    def replaced(self, output: Any, carrier: Tensor) -> Any:
+        """The output with another `carrier`."""
+        if self.weights is None:
+            return carrier
+        return (*output[: self.weights], carrier, *output[self.weights + 1 :])
+
+
+def _dense(logits: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """[N, E]: the weights at their experts."""
+    zeros = torch.zeros_like(logits[:, :1]).expand(-1, logits.shape[1] + 1)
+    return zeros.scatter(1, experts + 1, weights.to(logits.dtype))[:, 1:]
+
+
+def _read_llama4(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores [N, E], 0 where not chosen; logits [N, E])."""
+    scores, logits = output
+    experts = logits.topk(k, dim=-1).indices
+    return logits, scores.gather(1, experts), experts
+
+
+def _write_llama4(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[int, ...]) -> Any:
+    return _dense(logits, weights, experts), logits
+
+
+def _read_dbrx(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [N, E]; the block takes the k best of their softmax, divided by their p-norm."""
+    weights, experts = torch.softmax(output, -1).topk(k, dim=-1)
+    if power is not None:
+        weights = weights / torch.norm(weights, p=power, dim=-1, keepdim=True)
+    return output, weights, experts
+
+
+def _read_jetmoe(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(assignment [N k] and its token, sorted by expert; their weights; tokens of each expert; logits [N, E])."""
+    order, _, sorted_weights, sizes, logits = output
+    counts = torch.tensor(sizes, device=logits.device)
+    sorted_experts = torch.repeat_interleave(torch.arange(len(sizes), device=logits.device), counts)
+    experts = torch.empty_like(order).scatter(0, order, sorted_experts)
+    weights = torch.empty_like(sorted_weights).scatter(0, order, sorted_weights)
+    return logits, weights.view(-1, k), experts.view(-1, k)
+
+
+def _write_jetmoe(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[int, ...]) -> Any:
+    order = experts.flatten().argsort(stable=True)
+    sizes = torch.bincount(experts.flatten(), minlength=logits.shape[1]).tolist()
+    return order, order // experts.shape[1], weights.flatten()[order], sizes, logits
+
+
+def _read_switch(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(0 or 1 [B, T, E], all 0 where capacity dropped the token; its weight [B, T, 1]; logits [B, T, E])."""
+    mask, weights, logits = (tensor.reshape(-1, tensor.shape[-1]) for tensor in output)
+    kept = mask.any(-1, keepdim=True)
+    return logits, weights * kept, mask.argmax(-1, keepdim=True).masked_fill(~kept, -1)
+
+
+def _write_switch(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[int, ...]) -> Any:
+    mask = _dense(logits, (experts >= 0).to(logits.dtype), experts).long()
+    return tuple(tensor.reshape(*shape, -1) for tensor in (mask, weights, logits))
+
+
+def _read_nllb(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(0 or 1 of the first choice [N, E]; weights of both [N, E]; logits [N, E])."""
+    _, combined, logits = output
+    experts = logits.topk(k, dim=-1).indices
+    weights = combined.gather(1, experts)
+    return logits, weights, experts.masked_fill(weights == 0, -1)
+
+
+def _write_nllb(logits: Tensor, weights: Tensor, experts: Tensor, shape: tuple[int, ...]) -> Any:
+    first = experts[:, :1]
+    mask = _dense(logits, (first >= 0).to(logits.dtype), first).long()
+    return mask, _dense(logits, weights, experts), logits
+
+
+LAYOUTS = {
+    "Llama4Router": Layout(
+        "sigmoid", _read_llama4, _write_llama4, 0, options=("weigh=input",)
+    ),
+    "DbrxRouter": Layout("softmax", _read_dbrx, None, None, jitter=("moe_jitter_eps", None)),
+    "JetMoeTopKGating": Layout("softmax", _read_jetmoe, _write_jetmoe, 2, block="JetMoeMoE", own_k=True),
+    "SwitchTransformersTop1Router": Layout(
+        "softmax", _read_switch, _write_switch, 1, sequence=True, fixed_k=1, rules=("switch",),
+        allowed=("capacity", "capacity_unit"), jitter=("jitter_noise", 0.0),
+    ),
+    "NllbMoeTop2Router": Layout(
+        "softmax", _read_nllb, _write_nllb, 1, fixed_k=2,
+        note="NllbMoeSparseMLP of transformers 5.23 runs experts 0 and 1 alone: its experts read the mask of first "
+        "choices as an index. The figures are of what its router chose",
+    ),
+}  # fmt: skip
+"""Class of the gate -> what it returns."""
