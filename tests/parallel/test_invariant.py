@@ -1,5 +1,7 @@
 """W ranks with a W-th of the batch each equal one process with the whole batch."""
 
+import warnings
+
 import pytest
 from tests.parallel.ranks import on_ranks
 
@@ -98,9 +100,12 @@ def test_somebody_elses_model() -> None:
 
 
 @pytest.mark.slow
-def test_somebody_elses_model_in_a_loop_of_accelerate() -> None:
-    pytest.importorskip("accelerate")
-    assert max(on_ranks("own_model", 2, layout="experts=2", accelerate=True)) < BOUND
+@pytest.mark.parametrize("through", ["accelerate", "lightning"])
+def test_somebody_elses_model_in_somebody_elses_loop(through: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(through)
+    assert max(on_ranks("own_model", 2, layout="experts=2", through=through)) < BOUND
 
 
 @pytest.mark.slow

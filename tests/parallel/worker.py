@@ -234,21 +234,34 @@ class Foreign(nn.Module):
         return self.head(hidden)
 
 
-def own_model(ranks: Ranks, layout: str, accelerate: bool = False) -> float:
-    """A plain training loop around somebody else's model, or accelerate's: the largest difference of the weights."""
+def own_batches() -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(4, 6, 16, generator=generator, dtype=torch.float64)
+        found.append((inputs, torch.randint(5, (4, 6), generator=generator)))
+    return found
 
-    def loop(model: Foreign, ranks: Ranks) -> Foreign:
+
+def own_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
+    rows = ranks.rows(len(inputs))
+    return nn.functional.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()) / ranks.count
+
+
+def own_model(ranks: Ranks, layout: str, through: str = "") -> float:
+    """A plain training loop around somebody else's model, accelerate's, or Lightning's: the largest difference of the
+    weights."""
+
+    def loop(model: Foreign, ranks: Ranks, through: str = "") -> Foreign:
+        if through == "lightning":
+            return by_lightning(model, ranks)
         parameters = list(model.parameters())
         optimizer: Any = torch.optim.AdamW(parameter_groups(parameters), lr=1e-2)
         backward: Any = torch.Tensor.backward
-        if accelerate and ranks.count > 1:
+        if through == "accelerate":
             optimizer, backward = accelerated(optimizer, ranks)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            inputs = torch.randn(4, 6, 16, generator=generator, dtype=torch.float64)[ranks.rows(4)]
-            targets = torch.randint(5, (4, 6), generator=generator)[ranks.rows(4)]
-            loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / ranks.count
-            backward(loss)
+        for inputs, targets in own_batches():
+            backward(own_loss(model, inputs, targets, ranks))
             clip_gradient(parameters, gradient_norm(parameters, ranks), 1.0)
             optimizer.step()
             step_end(model)
@@ -260,19 +273,63 @@ def own_model(ranks: Ranks, layout: str, accelerate: bool = False) -> float:
         return Foreign().double()
 
     alone = loop(fresh(), ALONE).state_dict()
-    state = whole_tensors(loop(parallelize(fresh(), Layout.parse(layout, ranks.count), ranks), ranks))
+    divided = parallelize(fresh(), Layout.parse(layout, ranks.count), ranks)
+    state = whole_tensors(loop(divided, ranks, through))  # type: ignore[arg-type]
     return max(float((state[name].double() - tensor.double()).abs().max()) for name, tensor in alone.items())
+
+
+def as_by_torchrun(ranks: Ranks) -> None:
+    """What accelerate and Lightning ask the environment for; the ranks have met already."""
+    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks.count)}
 
 
 def accelerated(optimizer: Any, ranks: Ranks) -> tuple[Any, Any]:
     """An optimizer prepared by accelerate, and its backward; the model is `parallelize`'s."""
     from accelerate import Accelerator
 
-    os.environ |= {"RANK": str(ranks.rank), "LOCAL_RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for; the ranks have met already
+    as_by_torchrun(ranks)
     accelerator = Accelerator(cpu=True)
     assert (accelerator.process_index, accelerator.num_processes) == (ranks.rank, ranks.count)
     return accelerator.prepare(optimizer), accelerator.backward
+
+
+def by_lightning(model: Foreign, ranks: Ranks) -> Foreign:
+    """Trained by Lightning's loop, which takes the model of each rank for one of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import lightning
+        from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Learner(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return own_loss(self.model, *batch, ranks)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(parameter_groups(self.model.parameters()), lr=1e-2)
+
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            parameters = list(self.model.parameters())
+            clip_gradient(parameters, gradient_norm(parameters, ranks), 1.0)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            step_end(self.model)
+
+    as_by_torchrun(ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            accelerator="cpu", strategy=SingleDeviceStrategy(torch.device("cpu")), max_epochs=1, logger=False,
+            use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Learner(), torch.utils.data.DataLoader(own_batches(), batch_size=None))  # type: ignore[arg-type]
+    return model
 
 
 def replayed(ranks: Ranks, layout: str) -> float:
@@ -447,7 +504,7 @@ def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*the router gets no gradient")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .FSDPForeign. returned a view")  # an nn.Linear's
-    ranks = start(rank=int(rank), count=int(count), store=Path(store), timeout=timedelta(seconds=60))
+    ranks = start(rank=int(rank), count=int(count), store=Path(store), timeout=timedelta(seconds=200))
     for line in sys.stdin:
         function, arguments = json.loads(line)
         try:
