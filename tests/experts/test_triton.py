@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import importlib
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -14,15 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton_tools import (
+    FLOAT_ATOMICS,
+    LIMIT,
+    compile_kernel,
+    interpreted,
+    needs_triton,
+    registers_and_spills,
+    with_a_fault,
+)
 
-from pointsman.experts import grouped_mm, on_gpu
+from pointsman import ops
+from pointsman.experts import on_gpu
 from pointsman.ops.kernels import Kernels, using
 
-HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="the package triton is not installed: pip install 'pointsman[gpu]'",
-)
 QUICK = (
     "(test_against_the_reference and ((dtype0 and (case0 or case4)) or (dtype2 and case3)))"
     " or (test_with_grouped_mm and case0) or (test_dropout_reaches and triton) or test_a_dropped"
@@ -31,19 +34,10 @@ QUICK = (
 )
 
 
-def interpreted(*arguments: str, timeout: int = 580) -> subprocess.CompletedProcess[str]:
-    """pytest in a process whose kernels are interpreted."""
-    variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(
-        command, cwd=HERE.parents[1], env=variables, capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
 @needs_triton
 @pytest.mark.timeout(600)
 def test_in_the_interpreter() -> None:
-    ended = interpreted(str(HERE / "triton"), "-k", QUICK)
+    ended = interpreted("tests/experts/triton", "-k", QUICK)
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert ended.stdout.partition("[100%]")[0].count(".") >= 12, "with -q twice, dots are all that is told"
 
@@ -52,7 +46,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_in_the_interpreter() -> None:
-    ended = interpreted(str(HERE / "triton"), timeout=1700)
+    ended = interpreted("tests/experts/triton", timeout=1700)
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
@@ -68,7 +62,11 @@ MUTATIONS = {
     "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
     "the mask in backward": ("units.py", "inner = inner * _kept", "_kept"),
     "the mask's slot": ("units.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
-    "the first tile of an expert": ("language.py", "tl.where(mine, upto - tiles, 0)", "tl.where(mine, upto, 0)"),
+    "the first tile of an expert": (
+        "../../ops/triton/language.py",
+        "tl.where(mine, upto - tiles, 0)",
+        "tl.where(mine, upto, 0)",
+    ),
 }
 
 
@@ -79,22 +77,7 @@ MUTATIONS = {
 def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
     """What the tests are worth: each of these faults fails one."""
     file, right, wrong = MUTATIONS[name]
-    package = Path(grouped_mm.__file__).parents[1]
-    copied = tmp_path / "pointsman"
-    subprocess.run(["cp", "-r", str(package), str(copied)], check=True)
-    target = copied / "experts" / "triton" / file
-    text = target.read_text()
-    assert text.count(right) == 1
-    target.write_text(text.replace(right, wrong))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        ended = interpreted(str(HERE / "triton"), "-k", f"{QUICK} or test_masks", timeout=1700)
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    ended = with_a_fault(tmp_path, f"experts/triton/{file}", right, wrong, "experts", f"{QUICK} or test_masks")
     assert ended.returncode, ended.stdout[-3000:]
 
 
@@ -147,7 +130,7 @@ def test_what_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(on_gpu, "candidate", candidate)
-    monkeypatch.setattr(on_gpu, "fastest", lambda ways, rounds: next(iter(ways)))
+    monkeypatch.setattr(ops.on_gpu, "fastest", lambda ways, rounds: next(iter(ways)))
     with pytest.warns(UserWarning, match="'triton' do not run here: no such instruction"):
         assert on_gpu.measured(device) == "mixed"
     on_gpu.measured.cache_clear()
@@ -157,52 +140,27 @@ def test_what_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 # Compiled without a device ------------------------------------------------------------------------------------------
 
 POINTER = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
-FLOAT_ATOMICS = re.compile(r"(?<![\w.])(atom|red)\.[\w.:]*\.(v\d\.)?b?f\d")
-"""Sums whose order depends on the run."""
-
-LIMIT = {90: 227 * 1024, 80: 163 * 1024}  # bytes of shared memory a block
 
 
 def compiled(
     file: str, name: str, dtype: str, constants: dict[str, Any], capability: int, options: dict[str, int]
 ) -> Any:
     """A kernel for a GPU that is not there. Pointers and widths are divisible by 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from pointsman.experts.triton.language import FUSED
-
     kernel = getattr(importlib.import_module(f"pointsman.experts.triton.{file}"), name)
     whole = {"expert_ptr", "count_ptr", "upto_ptr", "order_ptr", "row_ptr", "row_expert_ptr", "ends_ptr"}
     exact = {"parts_ptr"} | ({"out_ptr"} if name == "sums_kernel" else set())
     signature = {}
     for argument in kernel.arg_names:
         if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument == "seed_ptr":
+            continue
+        if argument == "seed_ptr":
             signature[argument] = "*i64"
         elif argument.endswith("_ptr"):
             signature[argument] = "*i32" if argument in whole else "*fp32" if argument in exact else POINTER[dtype]
         else:
             signature[argument] = "fp32" if argument in ("rate", "scale") else "i32"
-    loose = {"S", "T", "blocks", "K", "SPLITS", "rate", "scale", *constants}
-    attributes = {(place,): [["tt.divisibility", 16]] for place, one in enumerate(kernel.arg_names) if one not in loose}
-    given = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **FUSED})
-
-
-def registers_and_spills(found: Any, capability: int, folder: Path) -> tuple[int, int]:
-    """What the assembler says."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    source = folder / "kernel.ptx"
-    source.write_text(found.asm["ptx"])
-    arch = {90: "sm_90a", 80: "sm_80"}[capability]
-    command = [get_ptxas(capability).path, "-v", f"-arch={arch}", str(source), "-o", str(folder / "kernel.cubin")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return int(re.findall(r"Used (\d+) registers", told)[0]), int(re.findall(r"(\d+) bytes spill stores", told)[0])
+    loose = {"S", "T", "blocks", "K", "SPLITS", "rate", "scale"}
+    return compile_kernel(kernel, signature, constants, loose, capability, options)
 
 
 def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, int]]:

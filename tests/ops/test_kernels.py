@@ -29,13 +29,16 @@ def test_as_a_word() -> None:
     assert kernels.row_of(torch.bfloat16) == "dots"
 
 
+BEFORE = {"gpu": "grouped_mm", "gpu_router": "torch", "gpu_attention": "torch", "gpu_mixing": "torch"}
+
+
 @pytest.mark.parametrize(
     ("recorded", "kernels"),
     [
-        ({"path": "fast", "gemm": "onednn"}, Kernels(gemm="onednn", gpu="grouped_mm")),
+        ({"path": "fast", "gemm": "onednn"}, Kernels(gemm="onednn", **BEFORE)),
         (
             {"path": "fast", "gemm": "blas", "row": "mv", "few": "rows", "row_bf16": "mv", "few_bf16": "columns"},
-            Kernels(row="mv", row_bf16="mv", gpu="grouped_mm"),
+            Kernels(row="mv", row_bf16="mv", **BEFORE),
         ),
     ],
 )

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.experts.cpu.hidden_units import DERIVATIVES, refuse_second_derivatives
+from pointsman.experts.cpu.hidden_units import DERIVATIVES
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
+from pointsman.ops.linear import refuse_second_derivatives
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 MOST_GROUPS = 1024  # grouped_mm's kernel takes fewer

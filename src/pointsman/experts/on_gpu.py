@@ -6,7 +6,6 @@ The order is a timing's (`measured`), made once for a device and recorded with a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -15,27 +14,12 @@ from torch import Tensor
 
 from pointsman.experts import grouped_mm
 from pointsman.experts.reference import ExpertParameters
-from pointsman.ops.kernels import active_gpu, fastest
+from pointsman.ops.kernels import active_gpu
+from pointsman.ops.on_gpu import capability as _capability
+from pointsman.ops.on_gpu import fastest_that_runs, without_triton
 
-OLDEST = (3, 3)  # Triton's versions before lack operations that the kernels use
 GROUPED_MM_ON = (9, 10)  # major compute capabilities on which grouped_mm does not loop over the experts
 SHAPE = 8192, 1024, 2048, 16, 2  # of the timing: tokens, dim, hidden_dim, experts, k
-
-
-@cache
-def without_triton(capability: tuple[int, int] | None) -> str | None:
-    """Why Triton's kernels cannot be used on a device of this compute capability (None: no CUDA device); None if they
-    can."""
-    try:
-        import triton
-    except ImportError:
-        return "the package triton is not installed: pip install 'pointsman[gpu]'"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < OLDEST:
-        return f"triton {triton.__version__} is older than {'.'.join(map(str, OLDEST))}"
-    if capability is not None and capability < (8, 0):
-        return f"compute capability {'.'.join(map(str, capability))} is below 8.0"
-    return None
 
 
 def apply(
@@ -76,11 +60,6 @@ def _measured(device: torch.device) -> str:
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
 def measured(device: torch.device) -> str:
     """The fastest of "triton", "mixed" and "grouped_mm" on a CUDA device, forward and backward in bfloat16.
 
@@ -91,16 +70,9 @@ def measured(device: torch.device) -> str:
         return "grouped_mm"
     ways: dict[str, Callable[[], object]] = {}
     for name in ("triton", "mixed", "grouped_mm"):
-        if name == "mixed" and capability[0] not in GROUPED_MM_ON:
-            continue
-        way = candidate(name, device)
-        try:
-            way()
-        except Exception as error:
-            warnings.warn(f"the GPU kernels {name!r} do not run here: {str(error).partition(chr(10))[0]}", stacklevel=2)
-        else:
-            ways[name] = way
-    return fastest(ways, 15) if ways else "grouped_mm"
+        if name != "mixed" or capability[0] in GROUPED_MM_ON:
+            ways[name] = candidate(name, device)
+    return fastest_that_runs("GPU kernels", ways, "grouped_mm")
 
 
 def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, int] = SHAPE) -> Callable[[], object]:

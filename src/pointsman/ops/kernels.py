@@ -22,6 +22,7 @@ from pointsman.ops import dots
 from pointsman.ops.gemm import BATCHED, GEMMS, Gemm, choose, onednn_works
 
 _ROW = ("dots", "mv")
+_OTHERS = ("auto", "triton", "torch")
 _ALLOWED = {
     "path": ("fast", "plain"),
     "gemm": ("blas", "onednn"),
@@ -29,6 +30,9 @@ _ALLOWED = {
     "row_bf16": _ROW,
     "batched_bf16": ("small", "padded"),
     "gpu": ("auto", "triton", "mixed", "grouped_mm"),
+    "gpu_router": _OTHERS,
+    "gpu_attention": _OTHERS,
+    "gpu_mixing": _OTHERS,
 }
 _RETIRED = ("few", "few_bf16")
 """Choices that earlier records may hold and that no longer exist."""
@@ -47,6 +51,9 @@ class Kernels:
             would take the time, or all, "padded" to the same number of rows by up to a fifth.
         gpu: the experts on a GPU: "triton" (our kernels), "mixed" (our kernels around torch's grouped_mm), "grouped_mm"
             (torch alone); "auto" times these three at the first use.
+        gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" times both at the first use.
+        gpu_attention: Transformer-XL's attention on a GPU: the same choice.
+        gpu_mixing: the mixers on a GPU: the same choice.
     """
 
     path: str = "fast"
@@ -55,6 +62,9 @@ class Kernels:
     row_bf16: str = "dots"
     batched_bf16: str = "small"
     gpu: str = "auto"
+    gpu_router: str = "auto"
+    gpu_attention: str = "auto"
+    gpu_mixing: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -87,10 +97,11 @@ class Kernels:
             if name not in _ALLOWED and name not in _RETIRED:
                 raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
         known = {name: value for name, value in values.items() if name in _ALLOWED}
-        return cls(**{"gpu": "grouped_mm", **known})  # what there was before the choice
+        return cls(**_FIRST | known)  # where there was no choice, what there was
 
 
-PLAIN = Kernels("plain", "blas", gpu="grouped_mm")
+_FIRST = {"gpu": "grouped_mm", "gpu_router": "torch", "gpu_attention": "torch", "gpu_mixing": "torch"}
+PLAIN = Kernels("plain", "blas", **_FIRST)
 """The reference path: what deterministic runs take."""
 
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
@@ -144,15 +155,16 @@ def active_code() -> str:
     return active().code
 
 
-def active_gpu() -> str:
-    """`gpu` of the active choice, "auto" if there is none; also where torch.compile traces. Measures nothing."""
+def active_gpu(what: str = "gpu") -> str:
+    """`gpu` (or `gpu_router`, …) of the active choice, "auto" if there is none; also where torch.compile traces.
+    Measures nothing."""
     if torch.compiler.is_compiling():
         from pointsman.ops import recompilation
 
-        gpu: str = recompilation.active_gpu()
+        gpu: str = recompilation.active_gpu(what)
         return gpu
     kernels = _chosen()
-    return "auto" if kernels is None else kernels.gpu
+    return "auto" if kernels is None else str(getattr(kernels, what))
 
 
 def active_gemm(dtype: torch.dtype) -> Gemm:

@@ -47,7 +47,7 @@ def plain_wanted() -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def active_gpu() -> str:
-    """`kernels.active_gpu()` at the time of tracing."""
+def active_gpu(what: str) -> str:
+    """`kernels.active_gpu(what)` at the time of tracing."""
     chosen = kernels._chosen()
-    return "auto" if chosen is None else chosen.gpu
+    return "auto" if chosen is None else str(getattr(chosen, what))

@@ -11,7 +11,7 @@ from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
 from pointsman.routers.hypernetwork import FrozenLinear, build_hypernetwork
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Loss, LossInput, Scorer, Stages
+from pointsman.routers.stages import Loss, LossInput, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 
@@ -85,9 +85,11 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return linear(*self.product(hidden, context))
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         dropped = self.training and self.embed_dropout > 0
-        weight, bias = self.generate(self.embed_dropout) if dropped else self.plain_linear()
-        return linear(hidden, weight, bias)
+        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self.plain_linear()))
 
     def train(self, mode: bool = True) -> HyperScorer:
         self._cache = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
+from pointsman.routers import on_gpu
 from pointsman.routers.balance import Balance
 from pointsman.routers.capacity import Capacity
 from pointsman.routers.stages import (
@@ -144,18 +145,23 @@ class Router(nn.Module):
         batch, length, _ = hidden.shape
         if self.mix is not None or not getattr(self.score, "accepts_half", False):
             hidden = upcast(hidden)
-        scored = self.score(hidden, context)
-        if not isinstance(scored, Scored):
-            scored = Scored(scored)
-        logits = scored.logits
-        unmixed = self.normalize(logits)
-        probs, carry, mixed = unmixed, None, {}
-        if self.mix is not None:
-            probs, carry, mixed = self.mix(unmixed, hidden, context)
-        if scored.carry:
-            carry = {**(carry or {}), **scored.carry}
-        choice = logits if self.mix is None and self.normalize.increasing else probs
-        selection = self._select(Scores(logits, probs, choice, scored.extra), context)
+        carry, mixed = None, {}
+        if (fused := on_gpu.route(self, hidden, context)) is not None:
+            scored = Scored(fused.logits)
+            logits, unmixed, selection = fused
+            probs, choice = unmixed, logits
+        else:
+            scored = self.score(hidden, context)
+            if not isinstance(scored, Scored):
+                scored = Scored(scored)
+            logits = scored.logits
+            probs = unmixed = self.normalize(logits)
+            if self.mix is not None:
+                probs, carry, mixed = self.mix(unmixed, hidden, context)
+            if scored.carry:
+                carry = {**(carry or {}), **scored.carry}
+            choice = logits if self.mix is None and self.normalize.increasing else probs
+            selection = self._select(Scores(logits, probs, choice, scored.extra), context)
         if "zero" in self.virtual:
             renormalize = bool(getattr(self.select, "renormalize", False))
             selection = weightless(selection, self.num_experts, self.virtual, renormalize)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Scorer, Stages
+from pointsman.routers.stages import Product, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 
@@ -39,6 +39,9 @@ class FrozenLinearScorer(Scorer):
 
     def plain_linear(self) -> tuple[Tensor, Tensor]:
         return self._plain()
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
+        return Product(hidden, *self._plain())
 
 
 @register_router("smoe-dropout", paper="Chen et al. 2023, arXiv 2303.01610")

@@ -185,6 +185,14 @@ class Stage(nn.Module):
         return self
 
 
+class Product(NamedTuple):
+    """Logits z = rows weight' + bias: rows [B, T, A], weight [E, A], bias [E] or None."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E].
 
@@ -202,9 +210,15 @@ class Scorer(Stage):
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:
             cls.accepts_half = False
+        if "forward" in cls.__dict__ and "product" not in cls.__dict__:
+            cls.product = Scorer.product  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         raise NotImplementedError
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
+        """The product that the logits are, for a kernel that goes on with it; None where they are more than that."""
+        return None
 
     @property
     def below(self) -> Mapping[str, int]:
@@ -229,6 +243,10 @@ class Normalizer(Stage):
     def forward(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
+        """("softmax" or "sigmoid", s) where p is that function of s z (s None: 1); None where it is something else."""
+        return None
+
 
 class Softmax(Normalizer):
     """p = softmax(z)."""
@@ -238,6 +256,9 @@ class Softmax(Normalizer):
     def forward(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, -1)
 
+    def gate_and_scale(self) -> tuple[str, Tensor | None]:
+        return "softmax", None
+
 
 class Sigmoid(Normalizer):
     """p_i = sigmoid(z_i), each expert on its own."""
@@ -246,6 +267,9 @@ class Sigmoid(Normalizer):
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
+
+    def gate_and_scale(self) -> tuple[str, Tensor | None]:
+        return "sigmoid", None
 
 
 class Mixer(Stage):

@@ -11,7 +11,7 @@ from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Scorer, Sigmoid, Softmax, Stages
+from pointsman.routers.stages import Product, Scorer, Sigmoid, Softmax, Stages
 from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext
 
@@ -57,6 +57,9 @@ class LinearScorer(Scorer):
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
+        return None if self.training and (self.noise or self.jitter) else Product(hidden, self.weight, self.bias)
 
 
 @register_router("smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers")

@@ -16,13 +16,13 @@ from pointsman.experts.cpu.hidden_units import (
     HiddenUnits,
     Saved,
     empty_gradients,
-    refuse_second_derivatives,
 )
 from pointsman.experts.cpu.memory import empty_gradient
 from pointsman.experts.cpu.permute import Permutation, assignments_of_pairs, assignments_of_tokens, permutation
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import Kernels
+from pointsman.ops.linear import refuse_second_derivatives
 
 DTYPES = {torch.float32, torch.bfloat16}
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu.hidden_units import refuse_second_derivatives
 from pointsman.experts.grouped_mm import check_experts, grouped_mm, output_bias_shares, zeros_without_rows
 from pointsman.experts.reference import ExpertParameters
 from pointsman.experts.triton import gemm, units
 from pointsman.experts.triton.rows import combine, gather
 from pointsman.experts.triton.sort import Sorted, sort
+from pointsman.ops.linear import refuse_second_derivatives
 
 GEMM, GROUPED_MM = "triton", "mixed"
 """Whose matrix products: ours, or `F.grouped_mm`'s between our other kernels."""

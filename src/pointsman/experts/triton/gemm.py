@@ -6,7 +6,6 @@ made. Shapes: S rows sorted by expert, E experts.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.experts.triton.language import FUSED, dot, power_of_2, tile_of
 from pointsman.experts.triton.sort import Sorted
+from pointsman.ops.triton.language import FUSED, dot, major_capability, power_of_2, tile_of
 
 
 class Tile(NamedTuple):
@@ -116,11 +115,6 @@ def _precision(tensor: Tensor) -> str:
     return "tf32x3" if tensor.is_cuda and tensor.dtype == torch.float32 else "ieee"
 
 
-@cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-
-
 def times(left: Tensor, weight: Tensor, where: Sorted, k: int = 0) -> Tensor:
     """left [S, A], or [tokens, A] with the number k of assignments of each, times weight [E, A, N]: [S, N].
 
@@ -128,7 +122,7 @@ def times(left: Tensor, weight: Tensor, where: Sorted, k: int = 0) -> Tensor:
     """
     slots, (experts, inner, columns) = where.order.numel(), weight.shape
     output = left.new_empty(slots, columns)
-    t = tile(slots // experts, left.dtype, _capability(left.device))
+    t = tile(slots // experts, left.dtype, major_capability(left.device))
     grid = triton.cdiv(slots, t.rows) + experts, triton.cdiv(columns, t.columns)
     rows_kernel[grid](
         left, weight, where.order, where.ends, output, inner, columns, weight.stride(0), weight.stride(2),
@@ -142,7 +136,7 @@ def outer(left: Tensor, right: Tensor, where: Sorted, left_k: int = 0, right_k: 
     """left [S, M] and right [S, N], either in token order (then with its k): [E, M, N]."""
     experts, m, n = len(where.ends), left.shape[1], right.shape[1]
     output = left.new_empty(experts, m, n)
-    t = outer_tile(left.dtype, _capability(left.device))
+    t = outer_tile(left.dtype, major_capability(left.device))
     grid = triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts
     outer_kernel[grid](
         left, right, where.order, where.ends, output, m, n, max(left_k, right_k, 1), left_k > 0, right_k > 0,

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.experts.triton.language import FUSED, power_of_2
 from pointsman.experts.triton.sort import Sorted
+from pointsman.ops.triton.language import FUSED, power_of_2
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.experts.triton.language import FUSED, power_of_2
+from pointsman.ops.triton.language import FUSED, power_of_2
 
 BLOCK = 512  # assignments of one program
 

@@ -12,10 +12,21 @@ from typing import Any
 import torch
 
 from pointsman._errors import RunError
-from pointsman.experts import on_gpu
+from pointsman.experts import on_gpu as experts_on_gpu
 from pointsman.lab.runs.checkpoints import Checkpoint
 from pointsman.lab.training.config import RunConfig
+from pointsman.ops import attention_on_gpu
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.routers import on_gpu as routers_on_gpu
+from pointsman.routers.mutual import on_gpu as mixing_on_gpu
+
+ON_GPU = {
+    "gpu": experts_on_gpu.measured,
+    "gpu_router": routers_on_gpu.measured,
+    "gpu_attention": attention_on_gpu.measured,
+    "gpu_mixing": mixing_on_gpu.measured,
+}
+"""What chooses the kernels of a GPU by a timing."""
 
 
 def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
@@ -36,9 +47,10 @@ def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.devic
     if config.deterministic:
         return PLAIN
     chosen = given or measure_kernels()
-    if chosen.gpu == "auto" and device is not None and device.type == "cuda":
-        chosen = replace(chosen, gpu=on_gpu.measured(device))
-    return chosen
+    if device is None or device.type != "cuda":
+        return chosen
+    found = {name: measured(device) for name, measured in ON_GPU.items() if getattr(chosen, name) == "auto"}
+    return replace(chosen, **found)
 
 
 def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:

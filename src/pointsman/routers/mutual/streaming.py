@@ -26,6 +26,7 @@ from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ops.workspace import Workspace, tiles
+from pointsman.routers.mutual import on_gpu
 from pointsman.routers.mutual.visible import Visible
 
 Bias = Callable[[int, int], Tensor]
@@ -76,8 +77,21 @@ def inform(
         from pointsman.routers.mutual import eager
 
         return eager.inform(prepare, batched, shared, visible, normalization)
+    return informed(prepare, batched, shared, visible, normalization, triton=on_gpu.wanted(batched[0]))
+
+
+def informed(
+    prepare: Prepare,
+    batched: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
+    visible: Visible,
+    normalization: bool = False,
+    *,
+    triton: bool,
+) -> tuple[Tensor, Tensor]:
+    """`inform`, through Triton's kernels where they take it, or through torch's."""
     gemm = active_gemm(torch.float32) if batched[0].device.type == "cpu" else None
-    options = _Options(prepare, visible, len(batched), normalization, gemm)
+    options = _Options(prepare, visible, len(batched), normalization, gemm, triton)
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -203,6 +217,7 @@ class _Options(NamedTuple):
     batched: int
     normalization: bool
     gemm: Gemm | None
+    triton: bool
 
 
 class _Inform(torch.autograd.Function):
@@ -212,6 +227,11 @@ class _Inform(torch.autograd.Function):
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             visible = options.visible.of(group)
             prepared = options.prepare(*_sliced(inputs, options.batched, group))
+            if options.triton and on_gpu.suits(prepared, visible):
+                whole, each = on_gpu.forward(prepared, visible)
+                outs.append(whole)
+                sums.append(each)
+                continue
             products, work = _Products.of(prepared.query, options.gemm), _workspace(prepared, visible)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
@@ -227,15 +247,18 @@ class _Inform(torch.autograd.Function):
             sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
         ctx.options = options
-        ctx.save_for_backward(*inputs)
+        together, lses = _together(outs), _together(sums)
+        by_kernel = options.triton and on_gpu.suits(prepared, visible)
+        ctx.save_for_backward(*inputs, *((together, lses) if by_kernel else ()))
         ctx.set_materialize_grads(False)
-        return _together(outs), _together(sums)
+        return together, lses if options.normalization or not by_kernel else lses[:, :0].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
-        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[1:]
+        inputs, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
         found: list[list[Tensor]] = [[] for _ in inputs]
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             with torch.enable_grad(), without_autocast(inputs[0].device.type):
@@ -243,7 +266,11 @@ class _Inform(torch.autograd.Function):
                 parts = [tensor.detach().requires_grad_(want) for tensor, want in sliced]
                 prepared = options.prepare(*parts)
             here = [None if gradient is None else gradient[group] for gradient in gradients]
-            results = _backward(prepared.detach(), options.visible.of(group), options.gemm, *here)
+            visible = options.visible.of(group)
+            if kept:
+                results = on_gpu.backward(prepared.detach(), visible, *(tensor[group] for tensor in kept), *here)
+            else:
+                results = _backward(prepared.detach(), visible, options.gemm, *here)
             made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]
             leaves = [part for part in parts if part.requires_grad]
             grads = iter(torch.autograd.grad([t for t, _ in made], leaves, [g for _, g in made], allow_unused=True))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 FUSED = {"enable_fp_fusion": True}
 """Option of every launch: a product and a sum as one operation. Triton 3.9 warns where it is left open."""
@@ -45,3 +47,13 @@ def tile_of(ends_ptr, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr)
 def power_of_2(number: int, least: int = 1) -> int:
     """The smallest power of 2 from `number` and `least` on."""
     return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def precision(tensor: Tensor) -> str:
+    """Of float32 products: on a device three TF32 products each, in the interpreter exact ones."""
+    return "tf32x3" if tensor.is_cuda else "ieee"
+
+
+def major_capability(device: torch.device) -> int:
+    """The major compute capability of a CUDA device; 0: the interpreter, on a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
