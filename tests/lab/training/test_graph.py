@@ -75,14 +75,26 @@ class Tape(NoWaiting):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}  # what is written over, and what was there
+        self.made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        for tensor in tensors([given.get(name) for name in written]):
+            place = tensor.untyped_storage().data_ptr()
+            if place not in self.made and place not in self.before:
+                self.before[place] = tensor.untyped_storage(), tensor.untyped_storage().clone()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
             self.calls.append((func, args, kwargs or {}, result))
+            if not written:
+                self.made |= {tensor.untyped_storage().data_ptr() for tensor in tensors(result)}
         return result
 
     def forget(self) -> None:
+        for storage, held in self.before.values():
+            storage.copy_(held)
         for _, args, kwargs, result in self.calls:
             given = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}
             for tensor in tensors(result):
@@ -248,15 +260,41 @@ def test_a_replay_that_diverges_names_the_layer_and_changes_nothing(settings: Se
         with torch.no_grad():
             one.model.get_parameter("layers.1.moe.experts.w_out").fill_(math.nan)
         before = {name: weight.detach().clone() for name, weight in one.model.named_parameters()}
+        rest = {name: value.clone() for name, value in one.tensors()["trainer"].items()}
         with pytest.raises(Diverged) as error:
             one.train_step()
         told.append(str(error.value))
         for name, weight in before.items():
             assert torch.equal(weight.nan_to_num(), one.model.get_parameter(name).nan_to_num())
+        for name, value in one.tensors()["trainer"].items():  # Adam's, and memories
+            assert torch.equal(value, rest[name]), name
         assert one.step == 6
     assert told[0] == told[1]
     assert "step 7" in told[0]
     assert "layer layers.1.moe.experts" in told[0]
+
+
+@pytest.mark.usefixtures("gpu_path")
+def test_batches_norm_clipping_and_adam_are_in_the_graph(
+    settings: Settings, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings("xmoe", train_top_k="2", clip_norm=0.1, weight_decay=0.1, **{"model.router": "xmoe:lr_scale=2"})
+    recorder = TapeRecorder()
+    eager, graphed = state(config, corpus), state(config, corpus, recorder)
+    for _ in range(1 + WARM_UP + 1):
+        assert step(graphed) == step(eager)
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise AssertionError("Python runs no part of a replay")
+
+    names = [(graphed.batches, "batch"), (graphed.batches, "at"), (graphed.optimizer, "step"), (graphed, "_finish")]
+    for owner, name in names:
+        monkeypatch.setattr(owner, name, forbidden)
+    rows = [step(graphed) for _ in range(3)]
+    assert recorder.replayed == 4
+    assert rows == [step(eager) for _ in range(3)]
+    assert all(row["gradient_norm"] > 0.1 for row in rows), "clipped"
+    assert_equal(eager, graphed)
 
 
 @pytest.mark.usefixtures("gpu_path")

@@ -1,9 +1,10 @@
-"""Forward and backward of a training step as a CUDA graph, for models so small that launching kernels bounds them.
+"""A training step as a CUDA graph, for models so small that launching kernels bounds them.
 
-A graph replays kernels on fixed addresses; no Python runs. So inputs and memories are copied into buffers of the
-graph's own first, what it computed is handed on afterwards, and so is what Python did on the way: gradients, the
-layers' losses, what routers gather for `step_end`, and what a monitor sees. The check for numbers that are not finite,
-clipping, Adam and `step_end` stay outside: the check has to come before a weight changes.
+A graph replays kernels on fixed addresses; no Python runs. In it are the batch, if the corpus lies on the device,
+forward, backward, the gradient's norm, clipping and Adam, and the memories that the next step reads. A number on the
+device says whether loss or gradient are not finite: then weights, Adam's state and memories stay as they are. Outside
+are numbers that the host knows (learning rate, the batch's place, random seed), and what Python does: routers'
+`step_end` and what they gather for it, the layers' losses, and what a monitor sees.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pointsman.control import named_routers
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.training.config import RunConfig
 from pointsman.layer import MoE
+from pointsman.ops.on_gpu import without_triton
 from pointsman.routers.router import Router
 from pointsman.routing import Routing, RoutingContext
 
@@ -48,6 +50,13 @@ class Passed(NamedTuple):
 
 Pass = Callable[[Batches, Memories, Observe], Passed]
 """Forward and backward of the micro-batches, each forward inside an `Observe` of its own."""
+
+Finish = Callable[[Tensor], Tensor]
+"""Clips the gradient and changes the weights, given `Passed.figures`; if those are not finite it changes nothing.
+Returns a bool tensor []: whether they are not. Nothing waits for the device."""
+
+Draw = Callable[[], Batches]
+"""The step's micro-batches."""
 
 
 class Recorder(Protocol):
@@ -91,37 +100,46 @@ class GraphedStep:
     Args:
         model: what `run` trains.
         run: the pass itself.
+        finish: what follows it.
         memory_length: of a full memory.
         recorder: what captures and replays.
+        resident: whether `draw` computes batches on the device, from a number there: then the graph does so.
     """
 
-    def __init__(self, model: nn.Module, run: Pass, memory_length: int, recorder: Recorder) -> None:
-        self.model, self.run, self.memory_length, self.recorder = model, run, memory_length, recorder
+    def __init__(
+        self, model: nn.Module, run: Pass, finish: Finish, memory_length: int, recorder: Recorder, resident: bool
+    ) -> None:
+        self.model, self.run, self.finish, self.recorder = model, run, finish, recorder
+        self.memory_length, self.resident = memory_length, resident
         self._k, self._warm = 0, 0
         self._graph: _Graph | None = None
 
-    def __call__(self, k: int, batches: Batches, memories: Memories, observe: Observe) -> Passed:
-        """The step with this k; gradients must be None before. Memories that it returns stay as they are."""
+    def __call__(self, k: int, draw: Draw, memories: Memories, observe: Observe) -> Passed:
+        """The step with this k; gradients must be None before. The next call may write over the memories that it
+        returns."""
         full = [memory for memory in memories if memory is not None and memory.length == self.memory_length]
         if k != self._k:
             self._k, self._warm, self._graph = k, 0, None
         if len(full) < len(memories) or self._warm < WARM_UP:
             self._warm += len(full) == len(memories)
-            return self.recorder.run(lambda: self.run(batches, memories, observe))
+            return self.recorder.run(lambda: self._eager(draw(), memories, observe))
         if self._graph is None:
-            self._graph = _Graph(self.model, self.run, self.recorder, batches, full)
-        return self._graph.replay(batches, full, observe)
+            self._graph = _Graph(self, draw, full)
+        return self._graph.replay(draw, full, observe)
+
+    def _eager(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
+        passed = self.run(batches, memories, observe)
+        self.finish(passed.figures)
+        return passed
 
 
 class _Graph:
     """One captured step: its buffers, its result, and what Python did on the way."""
 
-    def __init__(
-        self, model: nn.Module, run: Pass, recorder: Recorder, batches: Batches, memories: Sequence[Memory]
-    ) -> None:
-        own_batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
-        own_memories = [memory.map(torch.clone) for memory in memories]
-        self._buffers = _tensors(own_batches, own_memories)
+    def __init__(self, step: GraphedStep, draw: Draw, memories: Sequence[Memory]) -> None:
+        model = step.model
+        self._batches = [] if step.resident else [(inputs.clone(), targets.clone()) for inputs, targets in draw()]
+        self._memories = [memory.map(torch.clone) for memory in memories]
         self._parameters = list(model.parameters())
         # the graph reads these where they lie now, also after the model has replaced one (a longer table of positions)
         others = (value for module in model.modules() for value in vars(module).values())
@@ -146,16 +164,27 @@ class _Graph:
 
         try:
             with _instead(routers, "gather", gather):
-                self._replay, self._passed = recorder.capture(lambda: run(own_batches, own_memories, note))
+                self._replay, self._passed = step.recorder.capture(lambda: self._whole(step, draw, note))
         except RuntimeError as error:  # not run eagerly instead: generators and pools are left in the midst of it
             told = f"cuda_graph=true: this step cannot be captured: {_cause(error)}"
             raise RunError(f"{told}; cuda_graph=false runs without") from error
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._losses = [(module, module.last_losses) for module in model.modules() if isinstance(module, MoE)]
 
-    def replay(self, batches: Batches, memories: Sequence[Memory], observe: Observe) -> Passed:
-        for buffer, tensor in zip(self._buffers, _tensors(batches, memories), strict=True):
-            buffer.copy_(tensor)
+    def _whole(self, step: GraphedStep, draw: Draw, observe: Observe) -> Passed:
+        """The step, whose memories take the place of those before it."""
+        passed = step.run(draw() if step.resident else self._batches, self._memories, observe)
+        bad = step.finish(passed.figures)
+        after = [memory for memory in passed.memories if memory is not None]
+        for own, new in zip(_tensors([], self._memories), _tensors([], after), strict=True):
+            own.copy_(torch.where(bad, own, new))
+        return Passed(passed.figures, list(self._memories))
+
+    def replay(self, draw: Draw, memories: Sequence[Memory], observe: Observe) -> Passed:
+        batches = draw() if self._batches else []
+        for buffer, tensor in zip(_tensors(self._batches, self._memories), _tensors(batches, memories), strict=True):
+            if buffer is not tensor:
+                buffer.copy_(tensor)
         self._replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -167,9 +196,7 @@ class _Graph:
             with observe():
                 for announce in routed:
                     announce()
-        # copies: the next replay writes over the graph's own
-        memories_now = [None if memory is None else memory.map(torch.clone) for memory in self._passed.memories]
-        return Passed(self._passed.figures, memories_now)
+        return self._passed
 
 
 def _cause(error: BaseException) -> str:
@@ -233,7 +260,10 @@ def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool
         if cannot:
             raise RunError(f"cuda_graph=true: {why}")
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in GROUPED_MM:
+    if capability[0] not in GROUPED_MM and (missing := without_triton(capability)):
         told = ".".join(map(str, capability))
-        raise RunError(f"cuda_graph=true: the experts need compute capability 9 or 10, and {device} has {told}")
+        raise RunError(
+            f"cuda_graph=true: {device} has compute capability {told}; the experts need 9 or 10, or Triton's kernels: "
+            f"{missing}"
+        )
     return CudaRecorder(device)

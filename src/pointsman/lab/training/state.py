@@ -30,6 +30,7 @@ from pointsman.lab.training.optimizer import (
     lr_scales,
     not_matrices,
     optimizer_tensors,
+    rates_on_device,
     restore_optimizer,
     set_learning_rate,
     trainable,
@@ -96,6 +97,8 @@ class TrainingState:
         self.parameters = trainable(self.model)
         undecayed = not_matrices(self.model) if config.decay_on == "matrices" else ()
         self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), undecayed)
+        if config.cuda_graph or device.type == "cuda":
+            rates_on_device(self.optimizer, device)
         self.schedule = config.top_k_schedule
         fixed = [router.fixed_k for _, router in named_routers(self.model)]
         self.sparse = bool(fixed) and not any(fixed)  # whether k can be set
@@ -103,8 +106,12 @@ class TrainingState:
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
         self.graph: GraphedStep | None = None
+        self._place: Tensor | None = None  # of the batch in a corpus on the device
         if config.cuda_graph and recorder:
-            self.graph = GraphedStep(self.model, self._pass, config.memory_length, recorder)
+            resident = hasattr(self.batches, "at") and self.batches.reside()
+            self._place = torch.zeros((), dtype=torch.int64, device=device) if resident else None
+            given = self.model, self._pass, self._finish, config.memory_length, recorder
+            self.graph = GraphedStep(*given, resident)
 
     def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics, which is that of all ranks.
@@ -128,15 +135,16 @@ class TrainingState:
             self.memories = [None] * config.accumulation
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        batches = self._micro_batches()
+        batches = None if self.graph else self._micro_batches()
         with work:
             passed = self._forward_and_backward(k, batches, monitor)
             loss, size = self._over_ranks(passed.figures, stop).tolist()  # the one wait for a GPU
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise Diverged(self._what_diverged(loss, size))
         with work:
-            clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
-            self.optimizer.step()
+            if self.graph is None:
+                clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
+                self.optimizer.step()
             step_end(self.model)
         self.memories = passed.memories
         self.step += 1
@@ -153,15 +161,27 @@ class TrainingState:
             "work_seconds": work.seconds,
         }
 
-    def _forward_and_backward(self, k: int, batches: Batches, monitor: Monitor | None) -> Passed:
+    def _forward_and_backward(self, k: int, batches: Batches | None, monitor: Monitor | None) -> Passed:
+        """As a graph, and whenever steps may become one, with `_finish`; the others without."""
         step = self.step + 1
 
         def observe() -> AbstractContextManager[None]:
             return monitor.observe(step) if monitor else nullcontext()
 
         if self.graph is None:
+            assert batches is not None
             return self._pass(batches, self.memories, observe)
-        return self.graph(k if self.sparse else 1, batches, self.memories, observe)
+        if self._place is not None:
+            self._place.fill_(self.batches.start(self.step))  # type: ignore[attr-defined]
+        return self.graph(k if self.sparse else 1, self._micro_batches, self.memories, observe)
+
+    def _finish(self, figures: Tensor) -> Tensor:
+        """Clips the gradient and steps, unless loss or gradient are not finite; without waiting for a device."""
+        bad = torch.isfinite(figures).all().logical_not()
+        clip_gradient(self.parameters, figures[1].masked_fill(bad, 0), self.config.clip_norm)
+        self.optimizer.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        return bad
 
     def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
         """Leaves gradients of the (weighted) mean over micro-batches, and nothing else: a graph may stand for it."""
@@ -192,7 +212,7 @@ class TrainingState:
         return torch.stack([loss, figures[1]])
 
     def _micro_batches(self) -> Batches:
-        inputs, targets = self.batches.batch(self.step)
+        inputs, targets = self.batches.batch(self.step) if self._place is None else self.batches.at(self._place)  # type: ignore[attr-defined]
         parts = self.config.accumulation
         whole = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
         if self.ranks.count == 1:
