@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pointsman.experts import grouped_mm
+from pointsman.experts import grouped_mm, other_kernels
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import active_gpu
 from pointsman.ops.on_gpu import capability as _capability
@@ -31,7 +31,18 @@ def apply(
     activation: str,
     dropout: float,
 ) -> Tensor:
-    """The experts' combined output on the kernels that are active; arguments are those of `grouped_mm.apply`."""
+    """The experts' combined output on the kernels that are active; arguments are those of `grouped_mm.apply`.
+
+    Raises:
+        ValueError: another package's kernels are asked for by name, and cannot be used here.
+    """
+    if (named := active_gpu()) in other_kernels.MODULES:
+        major = _capability(hidden.device)[0] if hidden.is_cuda else 0
+        why = "experts choose tokens here" if token is not None else None
+        why = why or other_kernels.unsuited(named, hidden, parameters, activation, dropout, major)
+        if why:
+            raise ValueError(f"kernels: gpu={named!r}: {why}")
+        return other_kernels.apply(named, hidden, weight, expert, parameters)
     if token is None and (way := _way(hidden, parameters)) != "grouped_mm":
         from pointsman.experts.triton import function
 

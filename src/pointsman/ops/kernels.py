@@ -29,7 +29,7 @@ _ALLOWED = {
     "row": _ROW,
     "row_bf16": _ROW,
     "batched_bf16": ("small", "padded"),
-    "gpu": ("auto", "triton", "mixed", "grouped_mm"),
+    "gpu": ("auto", "triton", "mixed", "grouped_mm", "liger", "sonicmoe"),
     "gpu_router": _OTHERS,
     "gpu_attention": _OTHERS,
     "gpu_mixing": _OTHERS,
@@ -50,7 +50,8 @@ class Kernels:
         batched_bf16: in bfloat16, which experts with many tokens share a torch.bmm: only "small" ones, where the calls
             would take the time, or all, "padded" to the same number of rows by up to a fifth.
         gpu: the experts on a GPU: "triton" (our kernels), "mixed" (our kernels around torch's grouped_mm), "grouped_mm"
-            (torch alone); "auto" times these three at the first use.
+            (torch alone); "auto" times these three at the first use. "liger" and "sonicmoe" are other packages', by
+            name only: an error says what they cannot do.
         gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" times both at the first use.
         gpu_attention: Transformer-XL's attention on a GPU: the same choice.
         gpu_mixing: the mixers on a GPU: the same choice.
