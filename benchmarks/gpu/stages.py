@@ -29,6 +29,8 @@ SHAPES = (  # tokens, dim, hidden_dim, experts, k
     (1, 1024, 2048, 64, 8), (32, 1024, 2048, 64, 8),
 )  # fmt: skip
 TINY = ((24, 16, 32, 4, 2),)
+PEERS = ("transformers grouped_mm", "transformers eager", "scattermoe", "liger")
+"""Liger's experts are gated, and have two thirds of the hidden units: the same number of operations."""
 
 
 class Record:
@@ -138,9 +140,13 @@ def layer(record: Record) -> None:
     for shape in TINY if record.tiny else SHAPES:
         case = Case("x".join(map(str, shape)), *shape, str(record.dtype)[6:], device=str(record.device))
         times: dict[str, Any] = {}
-        for name in (*ways(), "transformers grouped_mm", "transformers eager", "limit"):
+        for name in (*ways(), *PEERS, "limit"):
             key = "pointsman" if name in ways() else name
-            if key not in IMPLEMENTATIONS or not IMPLEMENTATIONS[key].installed:
+            if not IMPLEMENTATIONS[key].installed:
+                times[name] = {"error": "not installed"}
+                continue
+            if not IMPLEMENTATIONS[key].suits(case):
+                times[name] = {"error": "does not take this case"}
                 continue
             try:
                 times[name] = one_layer(record, case, key, name)
@@ -148,7 +154,7 @@ def layer(record: Record) -> None:
                 times[name] = {"error": str(error).partition("\n")[0]}
         record[case.name] = times
         ours = [each["ms"] for name, each in times.items() if name in ways() and "ms" in each]
-        theirs = [each["ms"] for name, each in times.items() if name.startswith("transformers") and "ms" in each]
+        theirs = [each["ms"] for name, each in times.items() if name in PEERS and "ms" in each]
         best += [min(theirs) / min(ours)] if ours and theirs else []
     record["summary"] = f"best peer over ours, median: {statistics.median(best):.2f}" if best else "no peer ran"
 
@@ -182,42 +188,47 @@ def steps(record: Record) -> None:
     for k in (2,) if record.tiny else (2, 9, 16):
         for way in ("eager",) if record.device.type != "cuda" else ("eager", "graph"):
             state = Steps(way, str(record.device), {**settings, "train_top_k": str(k)})
-            record[f"{way}_k{k}"] = figures = state.measure(0)
+            record[f"{way}_k{k}"] = figures = {**state.measure(0), **state.launches()}
             found.append(f"{way} k {k}: {1e3 * figures['total']:.1f} ms" if "total" in figures else way)
             del state
     record["summary"] = "; ".join(found)
 
 
 def tune(record: Record) -> None:
-    """Tiles of our grouped products: the fastest for each class of rows an expert, for `experts/triton/gemm.tile`."""
+    """Tiles of our grouped products: the fastest for each class of sizes, into DIR/tiles.json and, if it is no dry run,
+    into the table that the library reads."""
     if (missing := on_gpu.without_triton(None)) or (
         record.device.type != "cuda" and not os.environ.get("TRITON_INTERPRET")
     ):
         record["summary"] = missing or "needs a GPU"
         return
-    from pointsman.experts.triton import gemm, sort
+    from pointsman.experts.triton import gemm, sort, tiles
 
-    candidates = [gemm.Tile(16, 32, 16, 4, 1)] if record.tiny else [
-        gemm.Tile(rows, columns, inner, warps, stages)
-        for rows in (16, 64, 128) for columns in (64, 128, 256) for inner in (32, 64) for warps in (4, 8)
-        for stages in (3, 4)
-    ]  # fmt: skip
-    plain = gemm.tile
+    candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else [tiles.Tile(*each) for each in tiles.CANDIDATES]
+    name = torch.cuda.get_device_name(record.device) if record.device.type == "cuda" else record.device.type
+    plain, best = gemm.chosen, {}
     for tokens, dim, hidden, experts, k in TINY if record.tiny else SHAPES:
         expert = torch.rand(tokens, experts, device=record.device).topk(k, -1).indices
-        where, left = sort.sort(expert, experts), record.randn(tokens, dim)
-        weight, times = record.randn(experts, hidden, dim).mT, {}
-        for tile in candidates:
-            gemm.tile = lambda *_, tile=tile: tile
-            try:
-                times[str(tuple(tile))] = record.milliseconds(lambda: gemm.times(left, weight, where, k))  # noqa: B023
-            except Exception as error:  # too much shared memory, for instance
-                times[str(tuple(tile))] = None
-                print(tile, str(error).partition("\n")[0])
-        gemm.tile = plain
-        ran = {name: value for name, value in times.items() if value is not None}
-        record[f"{tokens * k // experts}_rows_{dim}x{hidden}"] = {"best": min(ran, key=ran.__getitem__), "ms": times}
-    record["summary"] = f"{len(record.figures) - 3} shapes"
+        where, left, inner = sort.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
+        weight, each = record.randn(experts, hidden, dim).mT, tokens * k // experts
+        for product, columns, call in (
+            (tiles.TIMES, hidden, lambda a=left, w=weight, s=where, k=k: gemm.times(a, w, s, k)),
+            (tiles.OUTER, dim, lambda a=inner, b=left, s=where, k=k: gemm.outer(a, b, s, right_k=k)),
+        ):
+            times = {}
+            for tile in candidates:
+                gemm.chosen = lambda *_, tile=tile: tile
+                try:
+                    times[tile] = record.milliseconds(call)
+                except Exception as error:  # too much shared memory, for instance
+                    print(tile, str(error).partition("\n")[0])
+            gemm.chosen = plain
+            key = tiles.key(product, record.dtype, each, columns)
+            best[key] = min(times, key=times.__getitem__)
+            record[key] = {"best": best[key], "ms": {str(tuple(tile)): value for tile, value in times.items()}}
+            for file in [record.file.with_name("tiles.json"), *([] if record.tiny else [tiles.FILE])]:
+                tiles.write(file, name, best)
+    record["summary"] = f"{len(best)} tiles of {name}"
 
 
 def run(record: Record) -> None:

@@ -164,10 +164,10 @@ def compiled(
 
 
 def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, int]]:
-    from pointsman.experts.triton import gemm
+    from pointsman.experts.triton import tiles
 
     exact = getattr(torch, dtype)
-    tile = gemm.outer_tile(exact, capability // 10) if outer else gemm.tile(rows, exact, capability // 10)
+    tile = tiles.outer_tile(exact, capability // 10) if outer else tiles.tile(rows, exact, capability // 10)
     constants = {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
     constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

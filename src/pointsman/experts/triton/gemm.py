@@ -6,25 +6,14 @@ made. Shapes: S rows sorted by expert, E experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pointsman.experts.triton.sort import Sorted
-from pointsman.ops.triton.language import FUSED, dot, major_capability, power_of_2, tile_of
-
-
-class Tile(NamedTuple):
-    """BM x BN results of one program, BK of the inner dimension at a time."""
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
+from pointsman.experts.triton.tiles import OUTER, TIMES, chosen
+from pointsman.ops.triton.language import FUSED, dot, power_of_2, tile_of
 
 
 @triton.jit
@@ -89,28 +78,6 @@ def outer_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def tile(rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
-    """The tile for experts of about so many rows, on a device of this major compute capability (0: the interpreter)."""
-    if capability == 0:
-        return Tile(16, 32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(16 if rows_each <= 16 else 64, 64, 32, 4, 3)
-    if rows_each <= 16:
-        return Tile(16, 128, 64, 4, 4)
-    if rows_each <= 64 or capability < 9:
-        return Tile(64, 128, 64 if capability >= 9 else 32, 4, 4)
-    return Tile(128, 128, 64, 8, 4)
-
-
-def outer_tile(dtype: torch.dtype, capability: int) -> Tile:
-    """The tile of outer products; its `inner` are rows."""
-    if capability == 0:
-        return Tile(16, 32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 3)
-    return Tile(128, 128, 64, 8, 3) if capability >= 9 else Tile(64, 128, 32, 4, 4)
-
-
 def _precision(tensor: Tensor) -> str:
     return "tf32x3" if tensor.is_cuda and tensor.dtype == torch.float32 else "ieee"
 
@@ -122,7 +89,7 @@ def times(left: Tensor, weight: Tensor, where: Sorted, k: int = 0) -> Tensor:
     """
     slots, (experts, inner, columns) = where.order.numel(), weight.shape
     output = left.new_empty(slots, columns)
-    t = tile(slots // experts, left.dtype, major_capability(left.device))
+    t = chosen(TIMES, left.dtype, slots // experts, columns, left.device)
     grid = triton.cdiv(slots, t.rows) + experts, triton.cdiv(columns, t.columns)
     rows_kernel[grid](
         left, weight, where.order, where.ends, output, inner, columns, weight.stride(0), weight.stride(2),
@@ -136,7 +103,7 @@ def outer(left: Tensor, right: Tensor, where: Sorted, left_k: int = 0, right_k: 
     """left [S, M] and right [S, N], either in token order (then with its k): [E, M, N]."""
     experts, m, n = len(where.ends), left.shape[1], right.shape[1]
     output = left.new_empty(experts, m, n)
-    t = outer_tile(left.dtype, major_capability(left.device))
+    t = chosen(OUTER, left.dtype, where.order.numel() // experts, n, left.device)
     grid = triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts
     outer_kernel[grid](
         left, right, where.order, where.ends, output, m, n, max(left_k, right_k, 1), left_k > 0, right_k > 0,

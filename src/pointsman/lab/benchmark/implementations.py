@@ -120,16 +120,7 @@ def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module
         with torch.no_grad():
             experts.up_proj.normal_(0, case.dim**-0.5)
             experts.down_proj.normal_(0, case.hidden_dim**-0.5)
-        gate = nn.Linear(case.dim, case.num_experts, False)
-
-        def layer(hidden: Tensor) -> Tensor:
-            probs = F.softmax(gate(hidden).float(), -1)
-            weights, chosen = torch.topk(probs, case.k, dim=-1)
-            weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
-            output: Tensor = experts(hidden, chosen, weights)
-            return output
-
-        return layer, nn.ModuleList([experts, gate])
+        return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, chosen, weights))
 
     return build
 
@@ -184,6 +175,49 @@ def megablocks(case: Case) -> tuple[Layer, nn.Module]:
     return layer, module
 
 
+def scattermoe(case: Case) -> tuple[Layer, nn.Module]:
+    """ScatterMoE's experts (Tan et al. 2024) with the usual softmax router."""
+    from scattermoe.mlp import MLP
+
+    experts = MLP(case.dim, case.hidden_dim, case.num_experts, case.k, activation=nn.ReLU())
+    return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, weights, chosen))
+
+
+def liger(case: Case) -> tuple[Layer, nn.Module]:
+    """Liger Kernel's experts, which are gated: of two thirds of the width, so that operations are as many."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    width = max(16, round(case.hidden_dim * 2 / 3 / 16) * 16)
+    experts = nn.Module()
+    experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
+    experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
+
+    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        output: Tensor = LigerFusedMoEFunction.apply(
+            hidden, experts.both, experts.down, chosen.to(torch.int32), weights
+        )
+        return output
+
+    return _with_router(case, experts, apply)
+
+
+def _with_router(
+    case: Case, experts: nn.Module, apply: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Layer, nn.Module]:
+    """Experts, a function of hidden states, weights and chosen experts, behind a softmax router."""
+    gate = nn.Linear(case.dim, case.num_experts, False)
+
+    def layer(hidden: Tensor) -> Tensor:
+        weights, chosen = torch.topk(F.softmax(gate(hidden).float(), -1), case.k, dim=-1)
+        return apply(hidden, (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype), chosen)
+
+    return layer, nn.ModuleList([experts, gate])
+
+
+def _on_gpu(case: Case) -> bool:
+    return case.device != "cpu"
+
+
 def _pairs_fit(case: Case) -> bool:
     """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
@@ -203,6 +237,8 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "megablocks": Implementation(
         megablocks, "megablocks", lambda case: case.device != "cpu" and case.dtype == "bfloat16"
     ),
+    "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
+    "liger": Implementation(liger, "liger_kernel", _on_gpu),
     "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
     "limit": Implementation(limit, suits=lambda case: case.train),
     "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),

@@ -63,6 +63,23 @@ class Steps:
             end = self._now()
         return {"total": (end - start) / STEPS}
 
+    def launches(self) -> dict[str, float]:
+        """How many kernels and copies one step starts on the device, and the share of its time in which none runs.
+
+        A graph's nodes count as the kernels that they are.
+        """
+        if self.device.type != "cuda":
+            return {}
+        from torch.profiler import ProfilerActivity, profile
+
+        with using(self.kernels), profile(activities=[ProfilerActivity.CUDA]) as found:
+            began = self._now()
+            self.state.train_step()
+            took = self._now() - began
+        events = [event for event in found.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+        busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap
+        return {"launches": len(events), "idle": max(0.0, 1 - busy / took)}
+
     def memory(self, turn: int) -> dict[str, float]:
         """Peak bytes reserved on the device; memory in a graph's pool is never released."""
         if self.device.type != "cuda":
