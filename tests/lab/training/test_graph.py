@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.triton_tools import interpreted, needs_triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +20,7 @@ from pointsman import list_routers, losses
 from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
+from pointsman.experts import on_gpu as experts_on_gpu
 from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.runs.checkpoints import open_checkpoint
@@ -28,7 +31,10 @@ from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.objectives import objective_of
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
+from pointsman.ops import attention_on_gpu
 from pointsman.ops.kernels import Kernels, using
+from pointsman.routers import on_gpu as routers_on_gpu
+from pointsman.routers.mutual import on_gpu as mutual_on_gpu
 from pointsman.routers.mutual import posterior
 from pointsman.routers.select import TopK
 
@@ -112,6 +118,7 @@ class Tape(NoWaiting):
 class TapeRecorder:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
+        self.tape = Tape()
 
     def run(self, function: Callable[[], Passed]) -> Passed:
         return function()
@@ -121,6 +128,7 @@ class TapeRecorder:
         random = torch.get_rng_state()
         with Tape() as tape:
             passed = function()
+        self.tape = tape
         tape.forget()
         torch.set_rng_state(random)
 
@@ -297,6 +305,39 @@ def test_batches_norm_clipping_and_adam_are_in_the_graph(
     assert_equal(eager, graphed)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_triton_kernels_on_the_tape runs it")
+@pytest.mark.parametrize("router", ["hyperrouter", "xmoe+similarity"])
+def test_a_step_of_triton_kernels(
+    settings: Settings, corpus: Corpus, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, routers, attention and mixers through our kernels: graphed steps equal eager ones bit for bit."""
+    monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
+    monkeypatch.setattr(experts_on_gpu, "_way", lambda *_: "triton")
+    for module in (attention_on_gpu, routers_on_gpu, mutual_on_gpu):
+        monkeypatch.setattr(module, "wanted", lambda _: True)
+    small = {"batch_size": 2, "segment_length": 6, "memory_length": 6, "model.num_layers": 1, "model.dim": 16}
+    config = settings(router, train_top_k="2", **small)
+    recorder = TapeRecorder()
+    eager, graphed = state(config, corpus), state(config, corpus, recorder)
+    for _ in range(1 + WARM_UP + 2):
+        assert step(graphed) == step(eager)
+    assert recorder.replayed == 2
+    assert_equal(eager, graphed)
+    called = {func for func, *_ in recorder.tape.calls}
+    names = ["experts", "experts_backward", "attention", "attention_backward"]
+    names += ["inform", "inform_backward"] if "similarity" in router else ["route", "route_backward"]
+    assert {getattr(torch.ops.pointsman, f"triton_{name}").default for name in names} <= called
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_triton_kernels_on_the_tape() -> None:
+    ended = interpreted("tests/lab/training/test_graph.py", "-k", "test_a_step_of_triton_kernels", timeout=1700)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert "2 passed" in ended.stdout or ".." in ended.stdout
+
+
 @pytest.mark.usefixtures("gpu_path")
 def test_a_router_that_waits_is_refused(settings: Settings, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = TopK.forward
@@ -433,7 +474,8 @@ def test_masks_on_a_device_differ_from_step_to_step_and_follow_the_seed(
         config = settings(train_top_k="2", steps=8, learning_rate=1e-12, cuda_graph=graphed, **{"model.dropout": 0.3})
         one = state_of(config, corpus, "cuda")
         first, found = one.batches.batch(0), []
-        monkeypatch.setattr(one.batches, "batch", lambda step, batch=first: batch)
+        for name in ("batch", "at"):
+            monkeypatch.setattr(one.batches, name, lambda _, batch=first: batch)
         for _ in range(8):
             found.append(one.train_step()["loss"])
         figures.append(found)

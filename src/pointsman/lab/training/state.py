@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
+from pointsman.lab.data import BatchStream
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.progress import Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
@@ -106,12 +107,13 @@ class TrainingState:
         self.step = 0
         set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
         self.graph: GraphedStep | None = None
-        self._place: Tensor | None = None  # of the batch in a corpus on the device
+        self._resident: BatchStream | None = None  # a corpus on the device, and where the step's batch begins there
+        self._place = torch.zeros((), dtype=torch.int64, device=device)
         if config.cuda_graph and recorder:
-            resident = hasattr(self.batches, "at") and self.batches.reside()
-            self._place = torch.zeros((), dtype=torch.int64, device=device) if resident else None
+            if isinstance(self.batches, BatchStream) and self.batches.reside():
+                self._resident = self.batches
             given = self.model, self._pass, self._finish, config.memory_length, recorder
-            self.graph = GraphedStep(*given, resident)
+            self.graph = GraphedStep(*given, self._resident is not None)
 
     def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics, which is that of all ranks.
@@ -171,8 +173,8 @@ class TrainingState:
         if self.graph is None:
             assert batches is not None
             return self._pass(batches, self.memories, observe)
-        if self._place is not None:
-            self._place.fill_(self.batches.start(self.step))  # type: ignore[attr-defined]
+        if self._resident:
+            self._place.fill_(self._resident.start(self.step))
         return self.graph(k if self.sparse else 1, self._micro_batches, self.memories, observe)
 
     def _finish(self, figures: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ class TrainingState:
         return torch.stack([loss, figures[1]])
 
     def _micro_batches(self) -> Batches:
-        inputs, targets = self.batches.batch(self.step) if self._place is None else self.batches.at(self._place)  # type: ignore[attr-defined]
+        inputs, targets = self._resident.at(self._place) if self._resident else self.batches.batch(self.step)
         parts = self.config.accumulation
         whole = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
         if self.ranks.count == 1:
