@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.lab.training.test_graph import TapeRecorder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman._errors import Stopped
@@ -154,3 +155,19 @@ def test_it_waits_for_a_device_once_a_k(routing: bool, monkeypatch: pytest.Monke
                 )
             counts.append(waits.count)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("router", ["smoe", "xmoe+similarity"])  # hyperrouter caches by value on a CPU
+def test_a_captured_forward_equals_an_eager_one(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
+    model = build(router).float()
+    tokens = np.random.default_rng(0).integers(0, 20, 2 * 9 * 4 + 6, dtype=np.uint8)
+    recorder = TapeRecorder()
+    protocol = EvalProtocol(batch_size=2, segment_length=4, memory_length=4)
+    given = {"split": "test", "top_k": (1, 2), "protocol": protocol}
+    with using(Kernels()):
+        eager = evaluate(model, tokens, "byte", **given)
+        graphed = evaluate(model, tokens, "byte", **given, recorder=recorder)
+    assert graphed == eager
+    assert recorder.captured == 2, "one for each k"
+    assert recorder.replayed >= 8

@@ -20,8 +20,10 @@ from pointsman.lab.data import EvalStream
 from pointsman.lab.data.catalog import Level
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.data.vocabulary import IdArray
+from pointsman.lab.evaluation.graph import GraphedForward
 from pointsman.lab.evaluation.over_ranks import divides_rows
 from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.models.capture import Recorder
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
 from pointsman.lab.progress import Progress, Stop, check_stop
 from pointsman.ranks import ALONE, Ranks
@@ -107,6 +109,7 @@ def evaluate(
     phase: str = "evaluate",
     stop: Stop | None = None,
     ranks: Ranks = ALONE,
+    recorder: Recorder | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluates a model at every k of `top_k`, one pass over the text each.
 
@@ -124,6 +127,7 @@ def evaluate(
         precision: an autocast context.
         progress: a display, in segments over all k values.
         stop: asks the evaluation to stop.
+        recorder: captures the forward at each k as a graph; None: forwards run eagerly.
         ranks: who shares the rows; every rank gets the results of all. Where a row's figures depend on what is read
             beside it, or on draws, every rank reads all rows.
 
@@ -156,7 +160,8 @@ def evaluate(
             gathered = RoutingSummary(model) if routing else None
             with set_top_k(model, k) if k else nullcontext():
                 sums = _sums(
-                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop, ranks
+                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop, ranks,
+                    recorder,
                 )  # fmt: skip
             if gathered:
                 gathered.gather(ranks)
@@ -186,6 +191,7 @@ def _sums(
     done: int,
     stop: Stop | None,
     ranks: Ranks,
+    recorder: Recorder | None,
 ) -> list[tuple[float, int]]:
     """(nats, targets) of all targets, and of the unmarked ones."""
     device = next(model.parameters()).device  # nothing waits for it before the last segment
@@ -193,17 +199,30 @@ def _sums(
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
     memory: Memory | None = None
+
+    def plain(inputs: Tensor, targets: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
+        output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
+        assert output.loss is not None
+        return output.loss, output.memory
+
+    def watch() -> AbstractContextManager[Any]:
+        return gathered.watch(model) if gathered else nullcontext()
+
+    def watched(*given: Any) -> tuple[Tensor, Memory | None]:
+        with watch():
+            return plain(*given)
+
+    lengths = protocol.segment_length, protocol.memory_length
+    forward = watched if recorder is None else GraphedForward(model, plain, watch, *lengths, recorder)
     for index, (inputs, targets) in enumerate(stream):
         check_stop(stop)
         inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
         if gathered:
             gathered.mask = None if whole and stream.is_whole(index) else real.reshape(-1)
-        with precision or nullcontext(), gathered.watch(model) if gathered else nullcontext():
-            output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
-        memory = output.memory
-        assert output.loss is not None
-        losses = output.loss.double()
+        with precision or nullcontext():
+            each, memory = forward(inputs, targets, memory)
+        losses = each.double()
         counted = real if marks is None else marks.batch(index)[1] == 0
         totals += torch.stack([losses.sum(), losses.masked_fill(~counted, 0.0).sum()])
         counts += torch.stack([real.sum(), counted.sum()])

@@ -9,24 +9,21 @@ are numbers that the host knows (learning rate, the batch's place, random seed),
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
+from pointsman.lab.models.capture import CudaRecorder, Recorder, cause, instead, noted
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.training.config import RunConfig
 from pointsman.layer import MoE
 from pointsman.ops.on_gpu import without_triton
 from pointsman.routers.router import Router
-from pointsman.routing import Routing, RoutingContext
 
 WARM_UP = 3  # steps with each k before its graph: libraries choose kernels and get workspaces, caches fill
 GROUPED_MM = (9, 10)  # major compute capabilities on which `grouped_mm` does not wait for its offsets on the host
@@ -57,38 +54,6 @@ Returns a bool tensor []: whether they are not. Nothing waits for the device."""
 
 Draw = Callable[[], Batches]
 """The step's micro-batches."""
-
-
-class Recorder(Protocol):
-    """What captures and replays."""
-
-    def run(self, function: Callable[[], Passed]) -> Passed:
-        """Runs a function as it is, where captures happen."""
-
-    def capture(self, function: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
-        """A function that computes it anew, in place, and the result; undefined until that was called."""
-
-
-class CudaRecorder:
-    """Captures on a stream of its own, as CUDA graphs must."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(self, function: Callable[[], Passed]) -> Passed:
-        outer = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(outer)
-        with torch.cuda.stream(self.stream):
-            passed = function()
-        outer.wait_stream(self.stream)
-        return passed
-
-    def capture(self, function: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
-        gc.collect()  # what a dead cycle held would otherwise be freed in the midst of the capture
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            passed = function()
-        return graph.replay, passed
 
 
 class GraphedStep:
@@ -150,23 +115,18 @@ class _Graph:
 
         @contextmanager
         def note() -> Iterator[None]:
-            routed: list[Callable[[], None]] = []
-            self._routed.append(routed)
-            handles = [router.register_forward_hook(_noting(routed)) for router in routers]
-            try:
+            with noted(routers) as routed:
+                self._routed.append(routed)
                 yield
-            finally:
-                for handle in handles:
-                    handle.remove()
 
         def gather(router: Router) -> Callable[..., None]:
             return lambda statistics: self._gathered.append(lambda: router.gather(statistics))
 
         try:
-            with _instead(routers, "gather", gather):
+            with instead(routers, "gather", gather):
                 self._replay, self._passed = step.recorder.capture(lambda: self._whole(step, draw, note))
         except RuntimeError as error:  # not run eagerly instead: generators and pools are left in the midst of it
-            told = f"cuda_graph=true: this step cannot be captured: {_cause(error)}"
+            told = f"cuda_graph=true: this step cannot be captured: {cause(error)}"
             raise RunError(f"{told}; cuda_graph=false runs without") from error
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._losses = [(module, module.last_losses) for module in model.modules() if isinstance(module, MoE)]
@@ -199,44 +159,9 @@ class _Graph:
         return self._passed
 
 
-def _cause(error: BaseException) -> str:
-    """The first line of the error that the others followed."""
-    while isinstance(error.__context__, RuntimeError):
-        error = error.__context__
-    return str(error).partition("\n")[0]
-
-
 def _tensors(batches: Batches, memories: Sequence[Memory]) -> list[Tensor]:
     held = [tensor for pair in batches for tensor in pair]
     return held + [tensor for memory in memories for tensor in memory.to_tensors().values()]
-
-
-def _noting(routed: list[Callable[[], None]]) -> Callable[..., None]:
-    def hook(router: Router, given: tuple[Any, ...], routing: Routing) -> None:
-        hidden, context = (*given, None)[:2]
-        if context is not None:
-            context = replace(context, attention=None, past=None)  # they would keep the step's autograd history
-        routed.append(partial(_announce, router, hidden.detach(), context, routing.detach()))
-
-    return hook
-
-
-def _announce(router: Router, hidden: Tensor, context: RoutingContext | None, routing: Routing) -> None:
-    """Calls the router's forward hooks as if it had just routed."""
-    with _instead([router], "forward", lambda _: lambda *given: replace(routing)):
-        router(hidden, context)
-
-
-@contextmanager
-def _instead(routers: Sequence[Router], name: str, function: Callable[[Router], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each router has `function(router)` as the method of this name."""
-    for router in routers:
-        vars(router)[name] = function(router)
-    try:
-        yield
-    finally:
-        for router in routers:
-            del vars(router)[name]
 
 
 def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool) -> CudaRecorder:

@@ -18,6 +18,7 @@ from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.subwords import has_tokenizer
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
+from pointsman.lab.models.capture import CudaRecorder
 from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of
@@ -114,7 +115,13 @@ class LanguageModelling(Task):
             phase=context.phase,
             stop=context.stop,
             ranks=context.ranks,
+            recorder=self._recorder(model, config),
         )
+
+    def _recorder(self, model: Any, config: RunConfig) -> CudaRecorder | None:
+        """What captures evaluations, where steps are graphs too."""
+        device = next(model.parameters()).device
+        return CudaRecorder(device) if config.cuda_graph and device.type == "cuda" else None
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
 from pointsman.lab.data import BatchStream
+from pointsman.lab.models.capture import Recorder
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.progress import Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
-from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, Recorder, cuda_recorder
+from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, cuda_recorder
 from pointsman.lab.training.objectives import with_a_target
 from pointsman.lab.training.optimizer import (
     build_adam,
