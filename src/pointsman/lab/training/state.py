@@ -99,7 +99,7 @@ class TrainingState:
         self.parameters = trainable(self.model)
         undecayed = not_matrices(self.model) if config.decay_on == "matrices" else ()
         self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), undecayed)
-        if config.cuda_graph or device.type == "cuda":
+        if config.cuda_graph or (device.type == "cuda" and ranks.count == 1):  # no tensor joins sharded parameters
             rates_on_device(self.optimizer, device)
         self.schedule = config.top_k_schedule
         fixed = [router.fixed_k for _, router in named_routers(self.model)]
