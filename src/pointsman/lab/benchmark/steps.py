@@ -76,7 +76,7 @@ class Steps:
             began = self._now()
             self.state.train_step()
             took = self._now() - began
-        events = [event for event in found.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+        events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap
         return {"launches": len(events), "idle": max(0.0, 1 - busy / took)}
 
