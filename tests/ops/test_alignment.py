@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pointsman.ops import attention, cross_entropy, relative
+from pointsman.ops import attention_blocks, cross_entropy, relative
+from pointsman.ops.attention import traced_attention
 from pointsman.ops.gemm import BLAS
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.mutual import posterior
@@ -39,7 +40,7 @@ class Strides(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(relative, "alignment", lambda _: 8)
     monkeypatch.setattr(posterior, "alignment", lambda _: 8)
-    monkeypatch.setattr(attention, "SINGLE", 1 << 60)
+    monkeypatch.setattr(attention_blocks, "SINGLE", 1 << 60)
     with using(Kernels()):
         yield
 
@@ -53,7 +54,7 @@ def inputs(length: int, memory: int, dtype: torch.dtype = torch.float64) -> list
 
 
 def results(given: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    output, _ = attention.traced_attention(*given, scale=0.25, key_mask=mask, trace=False)
+    output, _ = traced_attention(*given, scale=0.25, key_mask=mask, trace=False)
     upper = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     return [output, *torch.autograd.grad(output, given, upper)]
 
@@ -64,7 +65,7 @@ def test_aligned_attention_is_the_same(length: int, memory: int, padded: bool, r
     given = inputs(length, memory)
     mask = torch.rand(2, length + memory, generator=torch.Generator().manual_seed(2)) < 0.7 if padded else None
     with using(Kernels()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "ROWS", 4)
+        patch.setattr(attention_blocks, "ROWS", 4)
         expected = results(given, mask)
         request.getfixturevalue("as_on_a_gpu")
         for got, value in zip(results(given, mask), expected, strict=True):

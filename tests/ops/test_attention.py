@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops import attention as ops
+from pointsman.ops import attention_blocks as ops
+from pointsman.ops.attention import traced_attention
 from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.relative import RelativeBias
 
 
 def relative_attention(query, key, value, *others, **settings):
-    return ops.traced_attention(query, torch.stack([key, value]), *others, **settings, trace=False)[0]
+    return traced_attention(query, torch.stack([key, value]), *others, **settings, trace=False)[0]
 
 
 def reference(query, key, value, positions, content_bias, position_bias, scale, key_mask=None):
@@ -89,7 +90,7 @@ def test_forward_and_gradients_equal_the_equations(length, memory, side):
 def test_gradients_through_single_heads_are_those_through_the_whole(with_output):
     inputs = draw(length=6, memory=3)
     query, key, value, *others = inputs
-    output, each = ops.traced_attention(query, torch.stack([key, value]), *others, scale=0.37)
+    output, each = traced_attention(query, torch.stack([key, value]), *others, scale=0.37)
     expected = reference(*inputs, 0.37)
     weights = torch.randn(3, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ours = sum((each[i][head].sin() * weights[i, -each[i][head].shape[1] :]).sum() for i, head in enumerate((2, 0, 2)))

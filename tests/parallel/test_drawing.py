@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from pointsman.lab.models.attention import Attention
-from pointsman.ops import attention
+from pointsman.ops import attention_blocks
+from pointsman.ops.attention import traced_attention
 from pointsman.ops.drawing import dropout, own_rows, rand_like, randn_like
 from pointsman.ranks import ALONE, Ranks
 
@@ -47,8 +48,8 @@ def test_relative_attention_drops_what_one_process_drops(
     count: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However blocks of the whole batch lie across the ranks' rows."""
-    monkeypatch.setattr(attention, "CPU_ELEMENTS", elements)
-    monkeypatch.setattr(attention, "ROWS", 4)
+    monkeypatch.setattr(attention_blocks, "CPU_ELEMENTS", elements)
+    monkeypatch.setattr(attention_blocks, "ROWS", 4)
     heads, batch, length, keys, width = 2, 8, 6, 9, 4
     query, key_value = torch.randn(heads, batch, length, width), torch.randn(2, heads, batch, keys, width)
     shared = [torch.randn(heads, keys, width), torch.randn(heads, width), torch.randn(heads, width)]
@@ -57,7 +58,7 @@ def test_relative_attention_drops_what_one_process_drops(
         torch.manual_seed(3)
         own = [query[:, rows].double().requires_grad_(), key_value[:, :, rows].double().requires_grad_()]
         rest = [one.double() for one in shared]
-        output, _ = attention.traced_attention(*own, *rest, scale=0.5, dropout=0.4, trace=False, ranks=ranks)
+        output, _ = traced_attention(*own, *rest, scale=0.5, dropout=0.4, trace=False, ranks=ranks)
         output.square().sum().backward()
         return [output, own[0].grad, own[1].grad[0], own[1].grad[1]]
 
