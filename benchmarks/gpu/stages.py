@@ -94,7 +94,7 @@ def facts(record: Record) -> None:
 
 def tests(record: Record) -> None:
     """The tests that need a GPU; warnings are listed, not errors."""
-    paths = ["tests/experts", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
+    paths = ["tests/experts", "tests/ops", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
     options = ["--collect-only"] if record.tiny else []
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:xdist", *options, *paths]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
