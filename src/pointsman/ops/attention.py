@@ -121,12 +121,13 @@ class _RelativeAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, *each: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, key_mask, output = ctx.saved_tensors[:7]
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
+        *given, key_mask, output = saved[:7]
         inputs, settings = Inputs(*given), ctx.settings
         gradient = torch.zeros_like(output) if gradient is None else gradient
         with without_autocast(output.device.type):
             if settings.triton:
-                most, total = ctx.saved_tensors[7:]
+                most, total = saved[7:]
                 found = attention_on_gpu.backward(gradient, output, most, total, inputs, settings.scale, key_mask)
             else:
                 found = _backward(gradient, output, inputs, settings, key_mask)

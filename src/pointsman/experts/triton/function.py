@@ -174,8 +174,9 @@ def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tupl
     refuse_second_derivatives()
     if gradient is None:
         return (None,) * 12
-    _, _, _, _, _, b_in, w_gate, b_gate, *_ = ctx.saved_tensors
-    found = iter(backward(gradient, *ctx.saved_tensors, *ctx.settings))
+    saved = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
+    _, _, _, _, _, b_in, w_gate, b_gate, *_ = saved
+    found = iter(backward(gradient, *saved, *ctx.settings))
     d_hidden, d_weight, d_w_in, d_w_out = (next(found) for _ in range(4))
     rest = (next(found) if tensor is not None else None for tensor in (b_in, w_gate, b_gate))
     return d_hidden, d_weight, None, None, d_w_in, d_w_out, *rest, None, None, None

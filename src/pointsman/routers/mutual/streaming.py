@@ -258,7 +258,8 @@ class _Inform(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         wanted = ctx.needs_input_grad[1:]
-        inputs, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them away at the first look
+        inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
         found: list[list[Tensor]] = [[] for _ in inputs]
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             with torch.enable_grad(), without_autocast(inputs[0].device.type):
