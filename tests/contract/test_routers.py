@@ -11,6 +11,7 @@ from pointsman.routers.stages import Mixer
 from pointsman.testing import CHECKS, Case
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
+from pointsman.testing.layer import compiles_in_training
 
 NON_CAUSAL = (
     "smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft", "smoe:capacity=1.0:capacity_order",
@@ -64,6 +65,9 @@ PAPERS = ("smoe", "smoe-dropout", "hyperrouter", "xmoe")
 """Routers whose mixtures are always run; those of all others are marked slow."""
 
 
+COMPILED = (checks.compiles, compiles_in_training)
+
+
 def spec_param(spec: str) -> object:
     """The spec as a parameter; slow if it is a mixer on another router than those of the papers."""
     router, mixer, _ = spec.partition("+")
@@ -77,11 +81,23 @@ def case(spec: str) -> Case:
 @pytest.mark.parametrize("spec", [spec_param(spec) for spec in SPECS])
 @pytest.mark.parametrize(
     "check",
-    [pytest.param(check, marks=[pytest.mark.slow] if check is checks.compiles else []) for check in CHECKS],
+    [pytest.param(check, marks=[pytest.mark.slow] if check in COMPILED else []) for check in CHECKS],
     ids=lambda check: check.__name__,
 )
 def test_contract(check: Check, spec: str) -> None:
+    if check is compiles_in_training and "+" in spec and not spec.startswith("smoe+"):
+        pytest.skip("a mixer compiles alike on every router")
     check(case(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["smoe:balance=0.1", "loss-free", "hyperrouter+similarity"])
+def test_generated_code_trains_as_eager(spec: str) -> None:
+    compiles_in_training(case(spec), "inductor")
+
+
+def test_a_layer_in_training_compiles() -> None:
+    compiles_in_training(case("smoe:balance=0.1:z_loss=0.1"))
 
 
 @pytest.mark.parametrize("spec", SPECS)

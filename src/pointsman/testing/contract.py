@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     layer.resumed,
     layer.materialized,
     routing.compiles,
+    layer.compiles_in_training,
 )
 """The contract, a function a promise."""
 

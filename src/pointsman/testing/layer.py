@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -183,6 +184,55 @@ def materialized(case: Case) -> None:
     after = route(router, hidden)
     expect_close(after.logits, before.logits, "logits", atol=1e-6, rtol=1e-5)
     expect_equal(after.experts, before.experts, "experts")
+
+
+def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
+    """torch.compile makes one graph of a layer in training and changes no output, loss, gradient or state.
+
+    Several graphs are allowed with a mixer, where the backward gathers statistics for `step_end`, and where weights
+    multiply the experts' inputs.
+    """
+    found: list[dict[str, Tensor]] = []
+    graphs: list[Any] = []
+    compile_graph = torch._dynamo.lookup_backend(backend)
+    whole = True
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return compile_graph(graph, inputs)
+
+    for compiled in (False, True):
+        layer, hidden = case.layer(), case.hidden().requires_grad_()
+        context = context_for(layer.router, hidden.detach())
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        with warnings.catch_warnings():  # the compiler's own
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            if compiled:
+                output = torch.compile(layer, backend=counting)(hidden, context)
+            else:
+                output, routing = layer.forward_with_routing(hidden, context)
+                whole = not routing.statistics and layer.router.mix is None and not routing.weigh_input
+        output.square().mean().backward()
+        step_end(layer)
+        assert hidden.grad is not None
+        named = {f"the gradient of {name}": one.grad for name, one in layer.named_parameters()}
+        found.append(
+            {
+                "the output": output.detach(),
+                "the input's gradient": hidden.grad,
+                **{name: one for name, one in named.items() if one is not None},
+                **{f"the loss {name!r}": one for name, one in losses(layer)[""].items()},
+                **{f"the buffer {name}": one for name, one in layer.router.named_buffers()},
+            }
+        )
+    plain, other = found
+    missing = sorted(plain.keys() ^ other.keys())
+    expect(not missing, f"only with or only without torch.compile: {', '.join(missing)}")
+    for name, one in plain.items():
+        expect_close(other[name], one, name, rtol=1e-4, atol=1e-6)
+    expect(not whole or len(graphs) == 1, f"{len(graphs)} graphs instead of one")
 
 
 def resumed(case: Case) -> None:
