@@ -207,7 +207,9 @@ def test_muse_sparks_multiplier_is_in_the_weight() -> None:
         torch.testing.assert_close(gate.module.weight, weight)
 
 
-def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(tmp_path: Path) -> None:
+def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = spread(zoo.tiny_model("deepseek_v4"))
     before = logits(model)
     table, *others = find_gates(model)
@@ -225,6 +227,7 @@ def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(tmp_path: Path)
     with pointsman.set_top_k(changed, 4):  # the table, then the walk
         assert not torch.allclose(logits(changed), before, atol=1e-5)
     changed.save_pretrained(tmp_path)
+    assert "call pointsman.hf.materialize(model) before saving" in caplog.text
     assert torch.allclose(logits(type(model).from_pretrained(tmp_path)), before, atol=1e-5)
     assert torch.allclose(logits(hf.materialize(changed)), before, atol=1e-5)
     table.module.tid2eid.zero_()  # as in a model without a checkpoint

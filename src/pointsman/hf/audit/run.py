@@ -165,7 +165,9 @@ class AuditRun:
             perplexity = None if loss is None or loss > LARGEST else math.exp(loss)
             quality.append({"top_k": k, "loss": loss, "perplexity": perplexity, "tokens": count, "routers": routers})
         if not any(self.losses[k].tokens for k in self.ks):
-            notes.append("no loss: the model does not return logits over its vocabulary for each token")
+            text = bool(self.counts["text"])
+            why = "the model does not return logits over its vocabulary for each token" if text else "no token is text"
+            notes.append(f"no loss: {why}")
         unsupported = [f"{layer}: {reason}" for layer, reason in self.listener.unsupported.items()]
         return AuditResult(
             model=type(self.model).__name__,

@@ -13,6 +13,7 @@ from pointsman.hf.counterpart import correction_bias, counterpart, same_forward
 from pointsman.hf.gates import Gate, survey
 from pointsman.hf.surgery.replace import CONFIG_KEY
 from pointsman.hf.surgery.routed import ClassRule
+from pointsman.hf.surgery.scorers import plain_gate
 
 
 def materialize(model: nn.Module) -> nn.Module:
@@ -38,9 +39,8 @@ def materialize(model: nn.Module) -> nn.Module:
         if router.mix is not None and float(router.mix.strength().detach()) != 0:
             raise ValueError(f"{where}: a plain gate cannot express its mixer")
         table = gate.pointsman_form.table
-        score = router.score.gate or router.score if table else router.score
         with torch.no_grad():
-            plain = score.plain_linear()
+            plain = plain_gate(gate)
         if plain is None:
             raise ValueError(f"{where}, which a plain gate cannot express")
         factor = gate.pointsman_form.multiplier

@@ -20,7 +20,7 @@ from pointsman.hf.layouts import LAYOUTS
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.checks import assigned, check
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
-from pointsman.hf.surgery.scorers import HyperDelta, adapted, has_own_rule, shared_by_default
+from pointsman.hf.surgery.scorers import HyperDelta, adapted, has_own_rule, plain_gate, shared_by_default
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.routers.registry import build_router, parse_spec, split_specs
 from pointsman.routers.router import Router
@@ -241,12 +241,13 @@ def restore_routers(model: PreTrainedModel) -> None:
 
 def say_what_was_saved(model: PreTrainedModel) -> None:
     """Logs, once a model, what a checkpoint with replaced gates is where `pointsman.hf` is not imported."""
-    routers: list[Any] = [gate.pointsman for gate in model.modules() if hasattr(gate, "pointsman_form")]
-    if not routers or model in _said:
+    gates: list[Any] = [gate for gate in model.modules() if hasattr(gate, "pointsman_form")]
+    if not gates or model in _said:
         return
     _said.add(model)
     with torch.no_grad():
-        lost = sorted({one.spec for one in routers if _has_mixed(one) or one.score.plain_linear() is None})
+        mixed = (gate for gate in gates if _has_mixed(gate.pointsman) or plain_gate(gate) is None)
+        lost = sorted({gate.pointsman.spec for gate in mixed})
     offer = (
         f"pointsman.hf.materialize cannot make plain gates of {', '.join(lost)}"
         if lost
@@ -254,7 +255,7 @@ def say_what_was_saved(model: PreTrainedModel) -> None:
     )
     logger.warning(
         "save_pretrained: processes that do not import pointsman.hf give this checkpoint random gates (%d layers); %s",
-        len(routers),
+        len(gates),
         offer,
     )
 

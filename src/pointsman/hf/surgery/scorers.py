@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -168,6 +170,15 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
             if bias is not None and score.bias is not None and weight is not None:
                 score.bias.copy_(bias)
     return score
+
+
+def plain_gate(gate: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the class's own gate with the same logits as a replaced one; None where there is none."""
+    score = gate.pointsman.score
+    if gate.pointsman_form.table and score.gate is not None:  # the choice is the class's table
+        score = score.gate
+    plain: tuple[Tensor, Tensor | None] | None = score.plain_linear()
+    return plain
 
 
 class Strength(Stage):
