@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parallel.ranks import on_ranks
-from tests.parallel.worker import masked, run_config, training
+from tests.parallel.worker import masked, run_config, training, translated
 
 from pointsman._errors import RunError
 from pointsman.lab.evaluation.over_ranks import own_share
@@ -144,6 +144,21 @@ def test_a_full_disk_and_other_settings_are_one_line_that_names_the_rank(text: s
     assert not list((tmp_path / "full" / "checkpoints").iterdir())
     told = on_ranks("differing", 2, text=text, out=str(tmp_path / "other"))
     assert told == ["ranks differ in the settings: learning_rate: rank 0 has 0.001, rank 1 has 0.002"] * 2
+
+
+@pytest.mark.slow
+def test_translation(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    pytest.importorskip("sacrebleu")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefg", k=number % 4 + 2)) for number in range(20)]
+    for stem, count in (("train", 120), ("val", 8), ("test_2016", 8)):
+        rows = [[draw.choice(words) for _ in range(draw.randint(2, 5))] for _ in range(count)]
+        (tmp_path / f"{stem}.de").write_text("".join(" ".join(row) + "\n" for row in rows))
+        (tmp_path / f"{stem}.en").write_text("".join(" ".join(word[::-1] for word in row) + "\n" for row in rows))
+    translated(ALONE, str(tmp_path), str(tmp_path / "one"))
+    on_ranks("translated", 4, texts=str(tmp_path), out=str(tmp_path / "four"), layout="experts=2")
+    assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
 
 
 @pytest.mark.parametrize(("broken", "first"), [

@@ -479,6 +479,31 @@ def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     return ""
 
 
+def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
+    """A run of translation in float64: every rank evaluates all sentences."""
+    from pointsman.lab.models.translation import TranslationConfig
+    from pointsman.lab.training.translation import Translation
+
+    class Exact(Translation):
+        def build_model(self, config: RunConfig) -> Any:
+            return super().build_model(config).double()
+
+    model = TranslationConfig(
+        vocab_size=100, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4,
+        router="switch:balance=0.05", dropout=0.1, attention_dropout=0.1, expert_dropout=0.0, max_length=24,
+    )  # fmt: skip
+    config = RunConfig(
+        model=model, data=f"parallel:{texts}:from=de:to=en", steps=4, batch_size=8, segment_length=24, memory_length=0,
+        eval_batch_size=8, train_top_k="1", pieces=50, learning_rate=3e-3, label_smoothing=0.1, accumulation=2,
+        validate_every=4, checkpoint_every=4, log_every=1, eval_top_k=(1, 4), beam=2, valid_tokens=80,
+        deterministic=True,
+    )  # fmt: skip
+    task = one_after_another(ranks, lambda: Exact.open(config))
+    divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
+    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
+    return ""
+
+
 def full_disk(ranks: Ranks, text: str, out: str) -> str:
     """What a run says in which rank 1 can write no large file."""
     import resource

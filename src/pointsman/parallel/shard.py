@@ -63,10 +63,15 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     blocks = _blocks(model)
     for together in _that_share(blocks):
         fully_shard(together, mesh=dense)
-    for block in blocks:
-        if "forward" not in type(block).__dict__ and hasattr(block, "mix"):
-            register_fsdp_forward_method(block, "mix")  # how the lab's stack enters an extra sparse layer
     fully_shard(model, mesh=dense)
+    for block in blocks:  # what the lab's models enter besides forward: an extra sparse layer, a translator's parts
+        if "forward" not in type(block).__dict__ and hasattr(block, "mix"):
+            register_fsdp_forward_method(block, "mix")
+        if hasattr(block, "source_keys"):
+            register_fsdp_forward_method(block, "source_keys")
+    if hasattr(model, "decode"):
+        register_fsdp_forward_method(model, "encode")
+        register_fsdp_forward_method(model, "decode")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

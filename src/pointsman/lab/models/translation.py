@@ -27,6 +27,7 @@ from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.stack import Stack, Sublayer
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
+from pointsman.ops.views import no_view
 from pointsman.routing import AttentionTrace, RouterState
 
 
@@ -217,7 +218,7 @@ class Translator(nn.Module):
         """
         weight = self.encoder.embedding.weight
         hidden, kept = self.decoder(tokens, weight, source, source_mask, memory)
-        return linear(hidden, weight, self.bias), kept
+        return no_view(linear(hidden, weight, self.bias)), kept
 
     def forward(self, pairs: Tensor) -> Tensor:
         """pairs [B, 2, L]: source tokens and target inputs, both padded -> logits [B, L, V]."""
