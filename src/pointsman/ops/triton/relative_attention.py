@@ -156,7 +156,7 @@ def tile(width: int, capability: int, backward: bool = False) -> Tile:
     if capability == 0:
         return Tile(16, 16, 4, 1)
     if backward and width > 64:
-        return Tile(32, 64, 8, 2)
+        return Tile(32, 32, 8, 2)
     return Tile(64, 64, 8, 2) if backward or capability < 9 else Tile(128, 64, 8, 3)
 
 
