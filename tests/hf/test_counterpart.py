@@ -27,6 +27,7 @@ from pointsman.hf.counterpart import (
 )
 from pointsman.hf.gates import Gate, find_gates, first_k, survey
 from pointsman.routers.registry import build_router
+from pointsman.routing import RoutingContext
 
 PLAIN, SHARE, BIASED = "smoe:bias=false", "smoe:bias=false:renormalize=false", "loss-free"
 GROUPS, SOFT = "loss-free:groups=2:kept=1", "loss-free:gate=softmax"
@@ -215,6 +216,11 @@ def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(
     table, *others = find_gates(model)
     specs = [counterpart(gate) for gate in (table, others[0])]
     assert specs == ["hash:columns=2:gate=sqrtsoftplus:scale=1.5", SPECS["deepseek_v4"]]
+    plain = build_router(str(specs[0]), dim=table.dim, num_experts=8, top_k=2, vocab_size=96)
+    hidden = torch.randn(90, table.dim, generator=torch.Generator().manual_seed(3))
+    routing = load_gate(plain, table).eval()(hidden[None], RoutingContext(token_ids=torch.arange(90)[None]))
+    found = torch.zeros(90, 8).scatter(1, routing.experts, routing.weights.detach())
+    assert torch.allclose(found, routed_by(table, hidden), rtol=1e-6, atol=1e-6)
     named = hf.audit(model, tokenizer(), texts(1), length=12).layers.values()
     assert [layer["router"] for layer in named] == [specs[0]] + [specs[1]] * 3
     with pytest.raises(ValueError, match="DeepseekV4HashRouter chooses experts by token id, from a table of 2"):
