@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parallel.ranks import on_ranks
-from tests.parallel.worker import masked, run_config, training, translated
+from tests.parallel.worker import masked, pictured, run_config, training, translated
 
 from pointsman._errors import RunError
 from pointsman.lab.evaluation.over_ranks import own_share
@@ -158,6 +158,21 @@ def test_translation(tmp_path: Path) -> None:
         (tmp_path / f"{stem}.en").write_text("".join(" ".join(word[::-1] for word in row) + "\n" for row in rows))
     translated(ALONE, str(tmp_path), str(tmp_path / "one"))
     on_ranks("translated", 4, texts=str(tmp_path), out=str(tmp_path / "four"), layout="experts=2")
+    assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
+
+
+@pytest.mark.slow
+def test_image_classification(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    draw = random.Random(0)
+    for part, count in (("train", 12), ("valid", 4), ("test", 6)):
+        for name in ("a", "b", "c"):
+            folder = tmp_path / "images" / part / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                image.frombytes("RGB", (8, 8), draw.randbytes(192)).save(folder / f"{index}.png")
+    pictured(ALONE, str(tmp_path / "images"), str(tmp_path / "one"))
+    on_ranks("pictured", 4, folder=str(tmp_path / "images"), out=str(tmp_path / "four"), layout="experts=2")
     assert difference(content(tmp_path / "one"), content(tmp_path / "four")) < 1e-10
 
 

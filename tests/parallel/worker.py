@@ -504,6 +504,32 @@ def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     return ""
 
 
+def pictured(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
+    """A run of image classification in float64, with drawn crops, mixtures and noise."""
+    from pointsman.lab.models.vit import VisionTransformerConfig
+    from pointsman.lab.training.image_classification import ImageClassification
+
+    class Exact(ImageClassification):
+        def build_model(self, config: RunConfig) -> Any:
+            model = super().build_model(config).double()
+            model.embedding.register_forward_pre_hook(lambda module, images: (images[0].double(),))
+            return model
+
+    model = VisionTransformerConfig(
+        num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=16, num_experts=4, patch=4, router="vmoe",
+        moe_layers="last:1", pooling="mean", init_std=0.1, dropout=0.1, attention_dropout=0.1, expert_dropout=0.0,
+    )  # fmt: skip
+    config = RunConfig(
+        model=model, data=folder, steps=4, batch_size=8, eval_batch_size=7, augment="crop=1+flip+mixup=0.2",
+        label_smoothing=0.1, train_top_k="2", learning_rate=3e-3, validate_every=4, checkpoint_every=4, log_every=1,
+        accumulation=2, deterministic=True,
+    )  # fmt: skip
+    task = one_after_another(ranks, lambda: Exact.open(config))
+    divided = Layout.parse(layout, ranks.count) if ranks.count > 1 else None
+    trainer.train(config, out, task=task, monitor=Watch, ranks=ranks, layout=divided)
+    return ""
+
+
 def full_disk(ranks: Ranks, text: str, out: str) -> str:
     """What a run says in which rank 1 can write no large file."""
     import resource
