@@ -101,6 +101,7 @@ def inform_kernel(
             v = tl.load(v_ptr + at[:, None] * E + e[None, :], mask=(j[:, None] < S) & (e[None, :] < E), other=0.0)
             acc = dot(weights, v, acc * shrink[:, None], PRECISION)
         most = larger
+    total = tl.where(i < T, total, 1.0)  # beyond the last query there may be no key
     tl.store(lse_ptr + place, most + tl.log(total), mask=i < T)
     if VALUES:
         out = acc / total[:, None]
