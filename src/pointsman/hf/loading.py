@@ -6,16 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pointsman._errors import RunError
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """A causal language model; RunError if it cannot be loaded, or lacks weights, which would be drawn at random."""
+    """A language model, of a decoder or of encoder and decoder.
+
+    Raises:
+        RunError: it cannot be loaded, or lacks weights, which would be drawn at random.
+    """
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        both = AutoConfig.from_pretrained(name).is_encoder_decoder
+        factory: Any = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+        return factory.from_pretrained(name, dtype=dtype, output_loading_info=True)
 
     model, info = _load(name, "model", load)
     if missing := sorted(info["missing_keys"]):
