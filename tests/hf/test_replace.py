@@ -269,11 +269,11 @@ def test_materialize_refuses_by_layer() -> None:
         hf.replace_routers(model, "smoe")
 
 
-@pytest.mark.parametrize("name", ["inkling", "zaya", "llama4", "dbrx", "gemma4", "jetmoe"])
+@pytest.mark.parametrize("name", ["inkling", "zaya", "gemma4"])
 def test_class_without_the_shared_gate_is_refused_by_name(name: str) -> None:
     model = zoo.tiny_model(name)
     names = list(model.state_dict())
-    with pytest.raises(ValueError, match=r"Router|JetMoe"):
+    with pytest.raises(ValueError, match="Router"):
         hf.replace_routers(model, "hyperrouter")
     assert list(model.state_dict()) == names
 
