@@ -63,7 +63,6 @@ MUTATIONS = {
         "skewed = i[:, None] * (W - 1) + (T - 1) + j[None, :]\n        tl.store",
         "skewed = i[:, None] * (W - 1) + T + j[None, :]\n        tl.store",
     ),
-    "padded keys in backward": ("relative_attention.py", "d_scores = tl.where(real[None, :], d_scores, 0.0)", "pass"),
     "the shrinking of the sum": ("relative_attention.py", "total = total * shrink + ", "total = total + "),
     "the first block of queries": ("relative_attention.py", "tl.maximum(0, start - (S - T)) // BM * BM", "start"),
     "whom a token informs": ("inform.py", "visible = visible | (j[None, :] == own[:, None])", "pass"),
