@@ -21,7 +21,7 @@ from tests.triton_tools import (
 
 QUICK = (
     "(test_against_float64 and route and case1 and ((dtype0 and softmax) or (dtype1 and sigmoid)))"
-    " or (test_against_float64 and attention and ((case0 and dtype0) or (case3 and dtype2)))"
+    " or (test_against_float64 and attention and (((case0 or case1) and dtype0) or (case3 and dtype2)))"
     " or (test_against_float64 and inform and 5 and ((surer and False) or (padded and True))) or test_without_values"
     " or test_single_heads or test_what_the_kernels or test_ties or test_strided"
     " or (test_whole_routers and (z_loss or xmoe)) or test_others"
@@ -63,6 +63,7 @@ MUTATIONS = {
         "skewed = i[:, None] * (W - 1) + (T - 1) + j[None, :]\n        tl.store",
         "skewed = i[:, None] * (W - 1) + T + j[None, :]\n        tl.store",
     ),
+    "padded keys in backward": ("relative_attention.py", "d_scores = tl.where(real[None, :], d_scores, 0.0)", "pass"),
     "the shrinking of the sum": ("relative_attention.py", "total = total * shrink + ", "total = total + "),
     "the first block of queries": ("relative_attention.py", "tl.maximum(0, start - (S - T)) // BM * BM", "start"),
     "whom a token informs": ("inform.py", "visible = visible | (j[None, :] == own[:, None])", "pass"),
