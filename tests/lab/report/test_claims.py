@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from pointsman._errors import RunError
 from pointsman.lab.report.claims import CLAIMS, Page
 from pointsman.lab.report.differences import Differences
 from pointsman.lab.report.intervals import Paired, student_cdf, student_quantile
+from pointsman.lab.report.measures import DIAGNOSED, Measure
 from pointsman.lab.report.results import COLUMNS, load_comparison, write_results
 from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.runs.comparison import read_comparison
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,14 @@ def test_paired_differences_in_every_form(folder: Path) -> None:
     lines = files["differences.csv"].splitlines()
     assert lines[1].startswith("ahead,smoe,1,3,bits_per_character,-1.0")
     assert len(lines) == 5
+
+
+def test_figures_of_a_diagnosis(folder: Path) -> None:
+    layer = {"collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0}}
+    history = [{"checkpoint": "step-5", "layers": {"a": {"fluctuation": {"top1": value}}}} for value in (0.5, 0.125)]
+    found = {"layers": {"a": layer, "b": {"collapse": {"value": 4.0}}}, "history": history}
+    (folder / "tiny/runs/ahead/seed-1/diagnostics.json").write_text(json.dumps(found))
+    comparison = read_comparison(folder / "tiny")
+    figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}
+    assert figures == {"collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "neighbours": {1: 3.0}, "own weight": {1: 0.25}}
+    assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"

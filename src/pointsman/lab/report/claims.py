@@ -10,7 +10,7 @@
     claim = "HyperRouter is ahead of SMoE-Dropout at k = 1"
     where = "HyperRouter, Table 1"
     grid = "enwik8-tiny"
-    measure = "quality"        # or: entropy, mixed entropy, imbalance, attack, accuracy
+    measure = "quality"        # or another of measures.py
     k = 1
     row = "hyperrouter"
     base = "smoe-dropout"
@@ -20,31 +20,21 @@
 
 from __future__ import annotations
 
-import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
 from pointsman._grid import NONE, Grid
-from pointsman._values import finite
-from pointsman.lab.report.attack_table import attack_tables
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
-from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.report.task_table import TaskTable
+from pointsman.lab.report.measures import UNITS, Measure
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.paths import COMPARISON
 
 CLAIMS = "claims.toml"
 HEADER = ("claim", "where", "test", "difference", "seeds", "control", "verdict")
-UNITS = {
-    "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
-    "attack": "loss from clean", "accuracy": "points",
-}  # fmt: skip
-"""Measure -> unit; "" = the grid's own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,11 @@ class Claim:
     rate: float = 0.1
     task: str = ""
     test: str = ""
+
+    @property
+    def measured(self) -> Measure:
+        """What is compared."""
+        return Measure(self.measure, self.k, self.attack, self.rate, self.task)
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,12 @@ class Page:
         pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
         count = max(1, sum(len(of) >= LEAST_SEEDS for pair in pairs for of in pair))
         tested = [
-            Tested(one, Paired(base, count), Paired(control, count) if one.control else None, unit_of(one, grids))
+            Tested(
+                one,
+                Paired(base, count),
+                Paired(control, count) if one.control else None,
+                one.measured.unit(grids.get(one.grid)) if one.measure else "",
+            )
             for one, (base, control) in zip(claims, pairs, strict=True)
         ]
         return cls(tested, commands, count)
@@ -179,10 +179,7 @@ class Page:
         claim = one.claim
         test = f"`{claim.test}`"
         if claim.measure:
-            at = f", k = {claim.k}" if claim.k else ""
-            special = {"attack": f"{claim.rate:.3g} of the words attacked", "accuracy": claim.task}
-            what = special.get(claim.measure, claim.measure)
-            test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {what}{at}"
+            test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {claim.measured.text}"
         seeds = str(len(one.difference.values) or NONE)
         figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else NONE
         return [claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**"]
@@ -222,61 +219,7 @@ def read_claims(file: Path) -> tuple[dict[str, str], list[Claim]]:
 def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
     """The claim's row minus another row, one a seed that both have; none where either has not been run."""
     comparison = grids.get(claim.grid)
-    if not other or comparison is None:
+    if not other or comparison is None or not claim.measure:
         return []
-    one, two = (measured(claim, comparison, router) for router in (claim.row, other))
+    one, two = (claim.measured.of(comparison, router) for router in (claim.row, other))
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
-
-
-def measured(claim: Claim, comparison: Comparison, router: str) -> dict[int, float]:
-    """seed -> what the claim measures of one row, in printed units."""
-    if claim.measure in ("quality", "accuracy", "attack"):
-        tables = _tables(claim, comparison)
-        cells = [_cell(table, router, claim.k) for table in tables]
-        if not cells or any(not cell for cell in cells):
-            return {}
-        last, first = cells[-1], cells[0]
-        return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
-    found = {}
-    for run in comparison.of(router):
-        results = run.results()
-        result = results.get(claim.k) or (results[max(results)] if results and not claim.k else {})
-        values = [value for layer in (result.get("routers") or {}).values() if (value := _of(claim, layer)) is not None]
-        if values:
-            found[run.seed] = statistics.fmean(values)
-    return found
-
-
-def _tables(claim: Claim, comparison: Comparison) -> list[ComparisonTable]:
-    """The tables whose cells count; of two the last minus the first."""
-    if claim.measure == "quality":
-        return [ComparisonTable.of(comparison)]
-    if claim.measure == "accuracy":
-        return [TaskTable.of(comparison, claim.task).table]
-    for attacked in attack_tables(comparison):
-        if attacked.name == f"attack-{claim.attack}":
-            by_rate = {one.rate: one.table for one in attacked.conditions if not one.unmarked}
-            return [by_rate[0], by_rate[claim.rate]] if claim.rate in by_rate and 0 in by_rate else []
-    return []
-
-
-def _cell(table: ComparisonTable, router: str, k: int) -> dict[int, float]:
-    for row in table.rows:
-        if row.router == router:
-            return {seed: value * table.metric.scale for seed, value in table.quality(row, k).values.items()}
-    return {}
-
-
-def _of(claim: Claim, layer: Mapping[str, Any]) -> float | None:
-    if claim.measure != "imbalance":
-        return finite(layer.get(claim.measure.replace(" ", "_")))
-    load = [share or 0.0 for share in layer.get("load") or []]
-    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
-
-
-def unit_of(claim: Claim, grids: Mapping[str, Comparison]) -> str:
-    """The unit of a claim's figures."""
-    if UNITS.get(claim.measure) or claim.grid not in grids:
-        return UNITS.get(claim.measure, "")
-    label = ComparisonTable.of(grids[claim.grid]).metric.label
-    return {"bits per character": "bits"}.get(label, label)

@@ -1,0 +1,120 @@
+"""What a claim or a trend measures of a row, one figure a seed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pointsman._values import finite
+from pointsman.lab.report.attack_table import attack_tables
+from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.report.task_table import TaskTable
+from pointsman.lab.runs.comparison import Comparison
+from pointsman.lab.runs.record import RunRecord
+
+UNITS = {
+    "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
+    "attack": "loss from clean", "accuracy": "points", "collapse": "RC", "fluctuation": "share of tokens",
+    "neighbours": "tokens", "own weight": "share",
+}  # fmt: skip
+"""Measure -> unit; "" = the grid's own."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a run.
+
+    Attributes:
+        name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads): means over
+            layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
+            accuracy: of a fine-tuning. The others come from `pointsman diagnose RUN` and are means over layers:
+            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before),
+            neighbours (their effective number) and own weight (S[i, i]).
+        k: experts a token.
+        attack, rate: name and rate of an attack.
+        task: a fine-tuning, as its files are named.
+    """
+
+    name: str
+    k: int = 0
+    attack: str = "word-enwik8-test"
+    rate: float = 0.1
+    task: str = ""
+
+    def of(self, comparison: Comparison, router: str) -> dict[int, float]:
+        """seed -> the figure in printed units, for the seeds that have it."""
+        if self.name in ("quality", "accuracy", "attack"):
+            cells = [self._cell(table, router) for table in self._tables(comparison)]
+            if not cells or any(not cell for cell in cells):
+                return {}
+            last, first = cells[-1], cells[0]
+            return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+        found = {run.seed: self._of_layers(run) for run in comparison.of(router)}
+        return {seed: statistics.fmean(values) for seed, values in found.items() if values}
+
+    def unit(self, comparison: Comparison | None) -> str:
+        """The unit of the figures."""
+        if UNITS[self.name] or comparison is None:
+            return UNITS[self.name]
+        label = ComparisonTable.of(comparison).metric.label
+        return {"bits per character": "bits"}.get(label, label)
+
+    @property
+    def text(self) -> str:
+        """What is measured, in words."""
+        special = {"attack": f"{self.rate:.3g} of the words attacked", "accuracy": self.task}
+        return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
+
+    def _of_layers(self, run: RunRecord) -> list[float]:
+        if self.name in DIAGNOSED:
+            values = DIAGNOSED[self.name](run.diagnostics)
+        else:
+            results = run.results()
+            result = results.get(self.k) or (results[max(results)] if results and not self.k else {})
+            values = [self._of_layer(layer) for layer in (result.get("routers") or {}).values()]
+        return [value for value in values if value is not None]
+
+    def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
+        if self.name != "imbalance":
+            return finite(layer.get(self.name.replace(" ", "_")))
+        load = [share or 0.0 for share in layer.get("load") or []]
+        return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
+
+    def _tables(self, comparison: Comparison) -> list[ComparisonTable]:
+        """The tables whose cells count; of two the last minus the first."""
+        if self.name == "quality":
+            return [ComparisonTable.of(comparison)]
+        if self.name == "accuracy":
+            return [TaskTable.of(comparison, self.task).table]
+        for attacked in attack_tables(comparison):
+            if attacked.name == f"attack-{self.attack}":
+                by_rate = {one.rate: one.table for one in attacked.conditions if not one.unmarked}
+                return [by_rate[0], by_rate[self.rate]] if self.rate in by_rate and 0 in by_rate else []
+        return []
+
+    def _cell(self, table: ComparisonTable, router: str) -> dict[int, float]:
+        for row in table.rows:
+            if row.router == router:
+                return {seed: value * table.metric.scale for seed, value in table.quality(row, self.k).values.items()}
+        return {}
+
+
+def _diagnosed(part: str, key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
+    """layer -> part -> key of diagnostics.json."""
+    return lambda found: [finite((layer.get(part) or {}).get(key)) for layer in (found.get("layers") or {}).values()]
+
+
+def _last_change(found: Mapping[str, Any]) -> list[float | None]:
+    layers = history[-1]["layers"].values() if (history := found.get("history")) else ()
+    return [finite((layer.get("fluctuation") or {}).get("top1")) for layer in layers]
+
+
+DIAGNOSED = {
+    "collapse": _diagnosed("collapse", "value"),
+    "fluctuation": _last_change,
+    "neighbours": _diagnosed("mixing", "effective_mean"),
+    "own weight": _diagnosed("mixing", "own_mean"),
+}
+"""Measure -> its values in diagnostics.json, one a layer."""
