@@ -7,13 +7,19 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
 from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.robust import run_robust
+
+if TYPE_CHECKING:
+    from pointsman.lab.progress import Stop
+    from pointsman.lab.training.config import RunConfig
+    from pointsman.lab.training.run import Run
+    from pointsman.lab.training.task import Task
 
 EPILOG = """examples:
   pointsman evaluate runs/hyper --top-k 1,2,4,8
@@ -74,29 +80,37 @@ def run(arguments: Sequence[str]) -> int:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
         values.split = values.split or "test"
         return run_attacks(values, device)
-    from pointsman._files import write_whole
-    from pointsman.lab.runs.paths import slug
-    from pointsman.lab.training.precision import autocast
     from pointsman.lab.training.run import load_run
-    from pointsman.lab.training.task import EvaluationContext
-    from pointsman.ops.kernels import using
 
     with Display() as display, stop_on_signals() as stop:
         saved = load_run(values.run, device=device, note=display.note)
         task = saved.task(values.data, display.data)
-        given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
-        config = saved.config.with_overrides({**changes, **given})
-        split = values.split or task.reported_split(config)
-        context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
-        with using(saved.kernels):
-            results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
+        record, file, _ = evaluated(saved, task, values, changes, display, stop)
+    print(table(record["results"]))
+    print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def evaluated(
+    saved: Run, task: Task, values: argparse.Namespace, changes: Mapping[str, Any], display: Display, stop: Stop
+) -> tuple[dict[str, Any], Path, RunConfig]:
+    """The record of a task's evaluation by the flags, its file, and the settings."""
+    from pointsman._files import write_whole
+    from pointsman.lab.evaluation.passes import EvaluationContext
+    from pointsman.lab.runs.paths import slug
+    from pointsman.lab.training.precision import autocast
+    from pointsman.ops.kernels import using
+
+    given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
+    config = saved.config.with_overrides({**changes, **given})
+    split = values.split or task.reported_split(config)
+    context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
+    with using(saved.kernels):
+        results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
     protocol = {**task.protocol(config), **task.description()}
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
-    write_whole(file, json.dumps(record, indent=2) + "\n")
-    print(table(results))
-    print(f"\n{protocol['data']}\nsaved: {file}", file=sys.stderr)
-    return 0
+    return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config
 
 
 def crosslingual(run: Path) -> bool:
@@ -113,30 +127,18 @@ def languages(values: argparse.Namespace, device: str, changes: Mapping[str, Any
     from pointsman.lab.finetuning.run import finetuned_task, load_finetuned
     from pointsman.lab.report.language_table import LanguageTable
     from pointsman.lab.runs.record import RunRecord
-    from pointsman.lab.training.precision import autocast
-    from pointsman.lab.training.task import EvaluationContext
-    from pointsman.ops.kernels import using
 
     with Display() as display, stop_on_signals() as stop:
         saved = load_finetuned(values.run, device=device, note=display.note)
         task = finetuned_task(saved)
         assert task is not None, "crosslingual"
-        given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
-        config = saved.config.with_overrides({**changes, **given})
-        split = values.split or "test"
-        context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
-        with using(saved.kernels):
-            results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
-    record = {
-        "format": 1, "checkpoint": f"step-{saved.step}", "protocol": task.protocol(config), "results": results
-    }  # fmt: skip
-    out = values.out or values.run
+        record, file, config = evaluated(saved, task, values, changes, display, stop)
+    split = values.split or task.reported_split(config)
     if split == "test":
         for name, content in task.result_files(config).items():
-            write_whole(within(out, *name.split("/")), content)
-    file = write_whole(out / f"evaluation-{task.name}-{split}.json", json.dumps(record, indent=2) + "\n")
-    shown = LanguageTable.of([RunRecord(values.run, config.model.router, config.seed, {}, evaluation=record)],
-                             f"xtreme-{task.name}", split=split)  # fmt: skip
+            write_whole(within(file.parent, *name.split("/")), content)
+    run = RunRecord(values.run, config.model.router, config.seed, {}, evaluation=record)
+    shown = LanguageTable.of([run], f"xtreme-{task.name}", split=split)
     assert shown is not None, "every result has languages"
     print(shown.text(), end="")
     print(f"\nsaved: {file}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pointsman._errors import Stopped
 from pointsman.control import record_routing, set_top_k
 from pointsman.experts import apply
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate, quality
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.models.config import TransformerXLConfig
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.ops.kernels import Kernels, using
@@ -125,7 +126,7 @@ def test_it_stops_when_asked() -> None:
             return True
 
     with pytest.raises(Stopped):
-        evaluate(build(), TOKENS, "byte", split="test", top_k=[2], protocol=WHOLE, stop=Now())
+        evaluate(build(), TOKENS, "byte", split="test", top_k=[2], protocol=WHOLE, how=EvaluationContext(stop=Now()))
 
 
 class Waits(TorchDispatchMode):
@@ -145,14 +146,12 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("routing", [False, True])
 def test_it_waits_for_a_device_once_a_k(routing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    model, counts = build().float(), []
+    model, counts, how = build().float(), [], EvaluationContext(final=routing)
     with using(Kernels()):
         for segments in (2, 5):
             text = np.arange(2 * 16 * segments + 1, dtype=np.uint8) % 20
             with Waits() as waits:
-                evaluate(
-                    model, text, "byte", split="test", top_k=[1], protocol=EvalProtocol(2, 16, 16), routing=routing
-                )
+                evaluate(model, text, "byte", split="test", top_k=[1], protocol=EvalProtocol(2, 16, 16), how=how)
             counts.append(waits.count)
     assert counts[0] == counts[1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.control import set_top_k
-from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.blocks import IGNORE
 from pointsman.lab.data.multilingual.features import Answer, Features, answers
 from pointsman.lab.data.multilingual.formats import Question
 from pointsman.lab.data.multilingual.xtreme import Item
 from pointsman.lab.data.task_streams import eval_batches
-from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman.lab.evaluation.scores import Prediction, Score, mean_error, metric_of, score
-from pointsman.lab.progress import Progress, Stop, check_stop
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,7 @@ def evaluate_languages(
     top_k: Sequence[int],
     batch_size: int,
     seen: frozenset[tuple[str, ...]] = frozenset(),
-    seed: int = 0,
-    routing: bool = True,
-    precision: AbstractContextManager[Any] | None = None,
-    progress: Progress | None = None,
-    phase: str = "evaluate",
-    stop: Stop | None = None,
+    how: EvaluationContext = PLAIN,
     keep: dict[int, dict[str, list[Prediction]]] | None = None,
     n_best: int = 1,
     keep_answers: dict[int, dict[str, list[list[Answer]]]] | None = None,
@@ -71,7 +61,7 @@ def evaluate_languages(
         seen: the sentences of training.
         keep: filled with k -> language -> predictions.
         n_best, keep_answers: of questions; filled with k -> language -> the `n_best` best answers to each question.
-        split, top_k, seed, routing, precision, progress, phase, stop: as of `language_model.evaluate`.
+        split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value": the mean over languages, "error": its standard error,
@@ -81,54 +71,35 @@ def evaluate_languages(
         are shares from 0 to 1.
     """
     device = next(model.parameters()).device
-    values = eval_top_k(model, top_k)
+
+    def one_pass(one: Pass) -> dict[str, Any]:
+        losses, count = 0.0, 0
+        scores: dict[str, Score] = {}
+        kept: dict[str, list[Prediction]] = {}
+        spans: dict[str, list[list[Answer]]] = {}
+        for language, part in parts.items():
+            outputs: list[Any] = [None] * len(part.rows.encoded)
+            for batch in one.read(eval_batches(part.rows.encoded, batch_size, device)):
+                with one.forward((batch.tokens >= 0).reshape(-1)):
+                    logits: Tensor = model(batch.tokens)
+                nats, targets = _nats(logits, batch.labels, kind)
+                losses, count = losses + nats, count + targets
+                for place, row in zip(batch.places, logits.float().cpu().numpy(), strict=True):
+                    outputs[place] = row if kind == "questions" else row.argmax(-1)
+            if kind == "questions":
+                spans[language] = _answers(part, outputs, n_best)
+                kept[language] = [each[0].text if each else "" for each in spans[language]]
+            else:
+                kept[language] = _predictions(kind, classes, part, outputs)
+            scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
+        if keep is not None:
+            keep[one.top_k] = kept
+        if keep_answers is not None and spans:
+            keep_answers[one.top_k] = spans
+        return {"nats": losses / max(1, count), "metric": metric_of(kind, name), **_table(scores, parts)}
+
     total = sum(-(-len(part.rows.encoded) // batch_size) for part in parts.values())
-    if progress:
-        progress.phase(phase, total * len(values))
-    results = []
-    with evaluating(model, seed):
-        for index, k in enumerate(values):
-            summary = RoutingSummary(model) if routing else None
-            done, losses, count = index * total, 0.0, 0
-            scores: dict[str, Score] = {}
-            kept: dict[str, list[Prediction]] = {}
-            spans: dict[str, list[list[Answer]]] = {}
-            with set_top_k(model, k) if k else nullcontext():
-                for language, part in parts.items():
-                    outputs: list[Any] = [None] * len(part.rows.encoded)
-                    for batch in eval_batches(part.rows.encoded, batch_size, device):
-                        check_stop(stop)
-                        if summary:
-                            summary.mask = (batch.tokens >= 0).reshape(-1)
-                        with precision or nullcontext(), summary.watch(model) if summary else nullcontext():
-                            logits: Tensor = model(batch.tokens)
-                        nats, targets = _nats(logits, batch.labels, kind)
-                        losses, count = losses + nats, count + targets
-                        for place, row in zip(batch.places, logits.float().cpu().numpy(), strict=True):
-                            outputs[place] = row if kind == "questions" else row.argmax(-1)
-                        done += 1
-                        if progress:
-                            progress.advance(done, {})
-                    if kind == "questions":
-                        spans[language] = _answers(part, outputs, n_best)
-                        kept[language] = [each[0].text if each else "" for each in spans[language]]
-                    else:
-                        kept[language] = _predictions(kind, classes, part, outputs)
-                    scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
-            chosen = k or model.config.num_experts  # type: ignore[union-attr]
-            if keep is not None:
-                keep[chosen] = kept  # type: ignore[index]
-            if keep_answers is not None and spans:
-                keep_answers[chosen] = spans  # type: ignore[index]
-            result: dict[str, Any] = {
-                "split": split,
-                "top_k": chosen,
-                "nats": losses / max(1, count),
-                "metric": metric_of(kind, name),
-            }
-            result |= _table(scores, parts)
-            results.append(result | ({"routers": summary.result()} if summary else {}))
-    return results
+    return evaluated(model, top_k, one_pass, split=split, batches=total, how=how)
 
 
 def _nats(logits: Tensor, labels: Tensor, kind: str) -> tuple[float, int]:

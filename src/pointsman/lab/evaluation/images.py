@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.control import set_top_k
-from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.stream import evaluation_batches
-from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.over_ranks import draws, own_share
-from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.evaluation.over_ranks import draws
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman.lab.models.vit import VisionTransformer
-from pointsman.lab.progress import Progress, Stop, check_stop
 from pointsman.ranks import ALONE, Ranks
 
 TOP_5_FROM = 50  # classes from which top-5 accuracy is reported
@@ -44,68 +39,36 @@ def evaluate_images(
     top_k: Sequence[int],
     batch_size: int,
     budget: int | None = None,
-    seed: int = 0,
-    routing: bool = True,
-    precision: AbstractContextManager[Any] | None = None,
-    progress: Progress | None = None,
-    phase: str = "evaluate",
-    stop: Stop | None = None,
-    ranks: Ranks = ALONE,
+    how: EvaluationContext = PLAIN,
 ) -> list[dict[str, Any]]:
     """Classifies every image at every k of `top_k`.
 
     Args:
         part: the images.
-        split: name of the part, for the record.
-        top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
         batch_size: images side by side.
         budget: how many images at most, evenly spaced; None: all.
-        seed: of routers that draw at random in evaluation.
-        routing: whether entropies and loads are gathered.
-        precision: an autocast context.
-        progress: a display, in batches over all k values.
-        stop: asks the evaluation to stop.
-        ranks: who shares the batches; every rank gets the results of all.
+        split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "accuracy", "value", "images", "tokens", "per_class",
         "routers"}: `value` is the share of images whose class was found (0 to 1), `per_class` that of each class (None
-        without images), `nats` the mean of `image_nats`, `routers` as of `language_model.evaluate`. With at least 50
-        classes also "top5".
-
-    Raises:
-        RunError: a k outside 1 … N.
-        Stopped: `stop` was set; nothing is saved.
+        without images), `nats` the mean of `image_nats`. With at least 50 classes also "top5".
     """
-    values = eval_top_k(model, top_k)
     images = len(part) if budget is None else min(budget, len(part))
-    batches = -(-images // batch_size)
-    ranks = ALONE if draws(model) else ranks
-    if progress:
-        progress.phase(phase, batches * len(values))
-    results = []
-    with evaluating(model, seed):
-        for index, k in enumerate(values):
-            summary = RoutingSummary(model) if routing else None
-            scores = _Scores(model.config.num_classes, model.config.loss)
-            with set_top_k(model, k) if k else nullcontext():
-                shared = own_share(_batches(model, part, batch_size, budget), batches, ranks)
-                for number, ((inputs, labels), counts) in enumerate(shared, 1):
-                    check_stop(stop)
-                    watched = summary if counts else None
-                    with precision or nullcontext(), watched.watch(model) if watched else nullcontext():
-                        logits = model(inputs)
-                    if counts:
-                        scores.update(logits.cpu(), labels)
-                    if progress:
-                        progress.advance(index * batches + min(number * ranks.count, batches), {})
-            scores.gather(ranks)
-            if summary:
-                summary.gather(ranks)
-            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts, **scores.result()}
-            result["tokens"] = result["images"] * model.config.tokens
-            results.append(result | ({"routers": summary.result()} if summary else {}))
-    return results
+    ranks = ALONE if draws(model) else how.ranks
+
+    def one_pass(one: Pass) -> dict[str, Any]:
+        scores = _Scores(model.config.num_classes, model.config.loss)
+        for (inputs, labels), counts in one.share(_batches(model, part, batch_size, budget)):
+            with one.forward(counts=counts):
+                logits = model(inputs)
+            if counts:
+                scores.update(logits.cpu(), labels)
+        scores.gather(ranks)
+        figures = scores.result()
+        return {**figures, "tokens": figures["images"] * model.config.tokens}
+
+    return evaluated(model, top_k, one_pass, split=split, batches=-(-images // batch_size), how=how, ranks=ranks)
 
 
 def _batches(

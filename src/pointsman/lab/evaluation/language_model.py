@@ -11,21 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from pointsman._errors import RunError
-from pointsman.control import named_routers, set_top_k
-from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream
 from pointsman.lab.data.catalog import Level
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.graph import GraphedForward
 from pointsman.lab.evaluation.over_ranks import divides_rows
-from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman.lab.models.capture import Recorder
 from pointsman.lab.models.transformer_xl import Memory, TransformerXL
-from pointsman.lab.progress import Progress, Stop, check_stop
 from pointsman.ranks import ALONE, Ranks
 
 
@@ -78,22 +74,6 @@ def quality(level: Level, nats: float) -> tuple[str, float | None]:
     return "perplexity" if words else "bits_per_character", value if math.isfinite(value) else None
 
 
-def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:
-    """The k values that make sense for a model: those asked for, checked, or one None if k cannot be chosen.
-
-    Raises:
-        RunError: a k that is no whole number from 1 to the number of experts.
-    """
-    routers = [router for _, router in named_routers(model)]
-    if not routers or any(router.fixed_k for router in routers):
-        return (None,)
-    experts = [router.num_experts for router in routers]
-    for k in top_k:
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(experts):
-            raise RunError(f"top_k={k!r}: allowed are whole numbers from 1 to {min(experts)} (the number of experts)")
-    return tuple(top_k)
-
-
 @torch.no_grad()
 def evaluate(
     model: TransformerXL,
@@ -103,33 +83,21 @@ def evaluate(
     split: str,
     top_k: Sequence[int],
     protocol: EvalProtocol,
-    routing: bool = True,
-    precision: AbstractContextManager[Any] | None = None,
-    progress: Progress | None = None,
-    phase: str = "evaluate",
-    stop: Stop | None = None,
-    ranks: Ranks = ALONE,
+    how: EvaluationContext = PLAIN,
     recorder: Recorder | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluates a model at every k of `top_k`, one pass over the text each.
 
     The text is read as `EvalStream` cuts it, with a memory that starts empty at the head of each row. Random routers
-    draw from a generator state of their own (`protocol.seed`); the default generator's state, the model's k and its
-    mode are as before afterwards.
+    draw from a generator state of their own (`protocol.seed`).
 
     Args:
         tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary; or a marked text, of which
             all is read.
         level: what a token is; decides between bits per character and perplexity.
-        split: name of the part, for the record.
-        top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
-        routing: whether entropies and loads are gathered.
-        precision: an autocast context.
-        progress: a display, in segments over all k values.
-        stop: asks the evaluation to stop.
+        split, top_k, how: as of `passes.evaluated`, also for errors. The ranks share the rows. Where a row's figures
+            depend on what is read beside it, or on draws, every rank reads all rows.
         recorder: captures the forward at each k as a graph; None: forwards run eagerly.
-        ranks: who shares the rows; every rank gets the results of all. Where a row's figures depend on what is read
-            beside it, or on draws, every rank reads all rows.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
@@ -139,8 +107,7 @@ def evaluate(
         the marked tokens not counted as targets.
 
     Raises:
-        RunError: a k outside 1 … N, or a text shorter than one segment.
-        Stopped: `stop` was set; nothing is saved.
+        RunError: a text shorter than one segment.
     """
     device = next(model.parameters()).device
     marks: EvalStream | None = None
@@ -149,29 +116,15 @@ def evaluate(
         marks = EvalStream.of_rows([row.astype(np.uint8) for row in tokens.marks], protocol.segment_length, device)
     else:
         stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
-    values = eval_top_k(model, top_k)
-    if marks is not None or not divides_rows(model):
-        ranks = ALONE
-    if progress:
-        progress.phase(phase, len(stream) * len(values))
-    results = []
-    with evaluating(model, protocol.seed):
-        for index, k in enumerate(values):
-            gathered = RoutingSummary(model) if routing else None
-            with set_top_k(model, k) if k else nullcontext():
-                sums = _sums(
-                    model, stream, marks, protocol, gathered, precision, progress, index * len(stream), stop, ranks,
-                    recorder,
-                )  # fmt: skip
-            if gathered:
-                gathered.gather(ranks)
-            metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
-            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
-            result |= {"nats": figures[0]["nats"], "metric": metric, **figures[0]}
-            if marks:
-                result["unmarked"] = figures[1]
-            results.append(result | ({"routers": gathered.result()} if gathered else {}))
-    return results
+    ranks = how.ranks if marks is None and divides_rows(model) else ALONE
+
+    def one_pass(one: Pass) -> dict[str, Any]:
+        sums = _sums(stream, marks, protocol, one, recorder)
+        metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
+        unmarked = {"unmarked": figures[1]} if marks else {}
+        return {"nats": figures[0]["nats"], "metric": metric, **figures[0], **unmarked}
+
+    return evaluated(model, top_k, one_pass, split=split, batches=len(stream), how=how, seed=protocol.seed, ranks=ranks)
 
 
 def _figures(level: Level, nats: float, count: int) -> dict[str, Any]:
@@ -181,24 +134,16 @@ def _figures(level: Level, nats: float, count: int) -> dict[str, Any]:
 
 
 def _sums(
-    model: TransformerXL,
-    stream: EvalStream,
-    marks: EvalStream | None,
-    protocol: EvalProtocol,
-    gathered: RoutingSummary | None,
-    precision: AbstractContextManager[Any] | None,
-    progress: Progress | None,
-    done: int,
-    stop: Stop | None,
-    ranks: Ranks,
-    recorder: Recorder | None,
+    stream: EvalStream, marks: EvalStream | None, protocol: EvalProtocol, one: Pass, recorder: Recorder | None
 ) -> list[tuple[float, int]]:
     """(nats, targets) of all targets, and of the unmarked ones."""
+    model, ranks = one.model, one.ranks
     device = next(model.parameters()).device  # nothing waits for it before the last segment
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
     memory: Memory | None = None
+    mask: Tensor | None = None
 
     def plain(inputs: Tensor, targets: Tensor, memory: Memory | None) -> tuple[Tensor, Memory | None]:
         output = model(inputs, targets, memory, memory_length=protocol.memory_length, reduction="none")
@@ -206,7 +151,7 @@ def _sums(
         return output.loss, output.memory
 
     def watch() -> AbstractContextManager[Any]:
-        return gathered.watch(model) if gathered else nullcontext()
+        return one.watch(mask)
 
     def watched(*given: Any) -> tuple[Tensor, Memory | None]:
         with watch():
@@ -214,21 +159,16 @@ def _sums(
 
     lengths = protocol.segment_length, protocol.memory_length
     forward = watched if recorder is None else GraphedForward(model, plain, watch, *lengths, recorder)
-    for index, (inputs, targets) in enumerate(stream):
-        check_stop(stop)
+    for index, (inputs, targets) in enumerate(one.read(stream)):
         inputs, targets = (_own_rows(tensor, fill, ranks) for tensor, fill in ((inputs, 0), (targets, IGNORE)))
         real = targets >= 0
-        if gathered:
-            gathered.mask = None if whole and stream.is_whole(index) else real.reshape(-1)
-        with precision or nullcontext():
+        mask = None if whole and stream.is_whole(index) else real.reshape(-1)
+        with one.how.precision or nullcontext():
             each, memory = forward(inputs, targets, memory)
         losses = each.double()
         counted = real if marks is None else marks.batch(index)[1] == 0
         totals += torch.stack([losses.sum(), losses.masked_fill(~counted, 0.0).sum()])
         counts += torch.stack([real.sum(), counted.sum()])
-        done += 1
-        if progress:
-            progress.advance(done, {})
     totals, counts = ranks.total(totals.cpu(), counts.cpu())
     return list(zip(totals.tolist(), counts.tolist(), strict=True))
 

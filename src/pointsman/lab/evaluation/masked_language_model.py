@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pointsman.control import set_top_k
-from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.blocks import Masking, PackedText, validation_batch
-from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.over_ranks import draws, own_share
-from pointsman.lab.evaluation.routing import RoutingSummary
-from pointsman.lab.progress import Progress, Stop, check_stop
-from pointsman.ranks import ALONE, Ranks
+from pointsman.lab.evaluation.over_ranks import draws
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman.ranks import ALONE
 
 SCORED = Masking()
 """What is masked in evaluation, whatever training masks: 15 %, of these 80 % `<mask>`, 10 % random, 10 % unchanged."""
@@ -71,73 +66,46 @@ def evaluate_masked(
     batch_size: int,
     tokens: int | None = None,
     split: str = "valid",
-    routing: bool = True,
-    seed: int = 0,
-    precision: AbstractContextManager[Any] | None = None,
-    progress: Progress | None = None,
-    phase: str = "evaluate",
-    stop: Stop | None = None,
-    ranks: Ranks = ALONE,
+    how: EvaluationContext = PLAIN,
 ) -> list[dict[str, Any]]:
     """Scores the validation blocks at every k.
 
     Args:
         model: an encoder: model(inputs, targets) -> nats [M] of the masked positions, in reading order.
         shares: language -> its weight in the pooled figures: the sampling shares of training.
-        top_k: k values; of a model without routers one result comes back, with the number of experts as its k.
         tokens: about how many places are read; None = all.
-        split, routing, seed, precision, progress, phase, stop, ranks: as of `language_model.evaluate`.
+        split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
         For each k: {"split", "top_k", "nats", "metric": "perplexity", "value", "nats_per_character", "tokens" (real
         places read), "masked", "languages": {language: {"nats", "value", "nats_per_character", "masked"}}, "routers"}.
         `nats` is the mean over languages, weighted by `shares`, of each language's mean over masked positions; `value`
         its exponential.
-
-    Raises:
-        RunError: a k outside 1 … N.
-        Stopped: `stop` was set; nothing is saved.
     """
     device = next(model.parameters()).device
     characters = torch.from_numpy(text.pieces.characters).to(device)
-    values = eval_top_k(model, top_k)
     batches = masked_batches(text, batch_size, device, tokens)
-    ranks = ALONE if draws(model) else ranks
-    if progress:
-        progress.phase(phase, len(batches) * len(values))
-    results = []
-    with evaluating(model, seed):
-        for index, k in enumerate(values):
-            summary = RoutingSummary(model) if routing else None
-            sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in text.valid}
-            read = 0
-            with set_top_k(model, k) if k else nullcontext():
-                for number, (batch, counts) in enumerate(own_share(batches, len(batches), ranks)):
-                    check_stop(stop)
-                    watched = summary if counts else None
-                    real = batch.inputs >= 0
-                    if watched:
-                        watched.mask = real.reshape(-1)
-                    with precision or nullcontext(), watched.watch(model) if watched else nullcontext():
-                        nats: Tensor = model(batch.inputs, batch.targets)
-                    if not counts:
-                        continue
-                    read += int(real.sum())
-                    masked = batch.targets[batch.targets >= 0]
-                    sums[batch.language] += torch.stack(
-                        [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
-                    )
-                    if progress:
-                        progress.advance(index * len(batches) + min((number + 1) * ranks.count, len(batches)), {})
-            *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
-            sums, read = dict(zip(sums, summed, strict=True)), int(places)
-            if summary:
-                summary.gather(ranks)
-            languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
-            result: dict[str, Any] = {"split": split, "top_k": k or model.config.num_experts}
-            result |= {"metric": "perplexity", **_pooled(sums, shares), "tokens": read, "languages": languages}
-            results.append(result | ({"routers": summary.result()} if summary else {}))
-    return results
+    ranks = ALONE if draws(model) else how.ranks
+
+    def one_pass(one: Pass) -> dict[str, Any]:
+        sums = {language: torch.zeros(3, dtype=torch.float64, device=device) for language in text.valid}
+        read = 0
+        for batch, counts in one.share(batches):
+            real = batch.inputs >= 0
+            with one.forward(real.reshape(-1), counts=counts):
+                nats: Tensor = model(batch.inputs, batch.targets)
+            if counts:
+                read += int(real.sum())
+                masked = batch.targets[batch.targets >= 0]
+                sums[batch.language] += torch.stack(
+                    [nats.double().sum(), characters[masked].sum().double(), nats.new_tensor(len(masked)).double()]
+                )
+        *summed, places = ranks.total(*sums.values(), torch.tensor(read, device=device))
+        sums = dict(zip(sums, summed, strict=True))
+        languages = {language: _figures(*total.tolist()) for language, total in sums.items()}
+        return {"metric": "perplexity", **_pooled(sums, shares), "tokens": int(places), "languages": languages}
+
+    return evaluated(model, top_k, one_pass, split=split, batches=len(batches), how=how, ranks=ranks)
 
 
 def _figures(nats: float, characters: float, masked: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Shapes: B sources, R rows of hypotheses, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,12 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.control import set_top_k
-from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.multilingual.pieces import END, START, Pieces
 from pointsman.lab.data.parallel import Pairs, ids_of
 from pointsman.lab.data.task_streams import PADDING
-from pointsman.lab.evaluation.language_model import eval_top_k
-from pointsman.lab.evaluation.routing import RoutingSummary
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.translation import Translator
-from pointsman.lab.progress import Progress, Stop, check_stop
 
 LONGER, MORE = 1.2, 10  # a translation has at most 1.2 S + 10 tokens
 LENGTH_PENALTY = 1.0
@@ -104,12 +99,7 @@ def evaluate_translation(
     beam: int,
     length: int,
     batch_size: int,
-    routing: bool = True,
-    seed: int = 0,
-    precision: AbstractContextManager[Any] | None = None,
-    progress: Progress | None = None,
-    phase: str = "evaluate",
-    stop: Stop | None = None,
+    how: EvaluationContext = PLAIN,
     keep: dict[int, dict[str, list[str]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Translates every part and scores it at every k.
@@ -119,7 +109,7 @@ def evaluate_translation(
         beam: hypotheses; 1 = greedy.
         length: pieces of a source at most.
         keep: filled with k -> source language -> translations.
-        split, top_k, batch_size, routing, seed, precision, progress, phase, stop: as of `language_model.evaluate`.
+        split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
         For each k: {"split", "top_k", "nats": None, "metric": "bleu", "tokens": pieces of the sources, "value": mean
@@ -127,54 +117,40 @@ def evaluate_translation(
         "routers": of the encoder's side}.
 
     Raises:
-        RunError: sacrebleu is not installed, or a k outside 1 … N.
-        Stopped: `stop` was set.
+        RunError: sacrebleu is not installed.
     """
     metrics = _metrics()
     device = next(model.parameters()).device
-    values = eval_top_k(model, top_k)
+
+    def one_pass(one: Pass) -> dict[str, Any]:
+        languages: dict[str, dict[str, Any]] = {}
+        kept: dict[str, list[str]] = {}
+        read = 0
+        for language, pairs in parts.items():
+            sources = [ids_of(each, pieces, length) for each, _ in pairs]
+            read += sum(map(len, sources))
+            order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
+            kept[language] = found = [""] * len(pairs)
+            for start in one.read(range(0, len(order), batch_size)):
+                places = order[start : start + batch_size]
+                source = padded([sources[place] for place in places]).to(device)
+                if one.summary:
+                    with one.forward():
+                        model.encode(source)
+                with one.forward(counts=False):
+                    for place, ids in zip(places, search(model, source, beam), strict=True):
+                        found[place] = pieces.decode(ids)
+            references = [[other for _, other in pairs]]
+            bleu, chrf = (metric.corpus_score(found, references).score for metric in metrics)
+            languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs)}
+        if keep is not None:
+            keep[one.top_k] = kept
+        means = {key: float(np.mean([each[key] for each in languages.values()])) for key in ("value", "chrf")}
+        signature = [str(metric.get_signature()) for metric in metrics]
+        return {"nats": None, "metric": "bleu", "tokens": read, **means, "signature": signature, "languages": languages}
+
     total = sum(-(-len(pairs) // batch_size) for pairs in parts.values())
-    if progress:
-        progress.phase(phase, total * len(values))
-    results = []
-    with evaluating(model, seed):
-        for index, k in enumerate(values):
-            summary, done = RoutingSummary(model) if routing else None, index * total
-            languages: dict[str, dict[str, Any]] = {}
-            read = 0
-            kept: dict[str, list[str]] = {}
-            with set_top_k(model, k) if k else nullcontext():
-                for language, pairs in parts.items():
-                    sources = [ids_of(one, pieces, length) for one, _ in pairs]
-                    read += sum(map(len, sources))
-                    order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
-                    found = [""] * len(pairs)
-                    for start in range(0, len(order), batch_size):
-                        check_stop(stop)
-                        places = order[start : start + batch_size]
-                        source = padded([sources[place] for place in places]).to(device)
-                        if summary:
-                            summary.mask = None
-                            with precision or nullcontext(), summary.watch(model):
-                                model.encode(source)
-                        with precision or nullcontext():
-                            for place, ids in zip(places, search(model, source, beam), strict=True):
-                                found[place] = pieces.decode(ids)
-                        done += 1
-                        if progress:
-                            progress.advance(done, {})
-                    references = [[other for _, other in pairs]]
-                    bleu, chrf = (metric.corpus_score(found, references).score for metric in metrics)
-                    languages[language] = {"value": bleu, "chrf": chrf, "sentences": len(pairs)}
-                    kept[language] = found
-            chosen = k or model.config.num_experts
-            if keep is not None:
-                keep[chosen] = kept
-            result: dict[str, Any] = {"split": split, "top_k": chosen, "nats": None, "metric": "bleu", "tokens": read}
-            result |= {key: float(np.mean([each[key] for each in languages.values()])) for key in ("value", "chrf")}
-            result |= {"signature": [str(metric.get_signature()) for metric in metrics], "languages": languages}
-            results.append(result | ({"routers": summary.result()} if summary else {}))
-    return results
+    return evaluated(model, top_k, one_pass, split=split, batches=total, how=how)
 
 
 def _metrics() -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from pointsman.control import freeze, named_routers
 from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.task_streams import Encoded, TaskStream, encode_examples
 from pointsman.lab.data.tasks import LabelledTexts
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.finetuning.routing import change_from
 from pointsman.lab.finetuning.settings import Finetuning
@@ -22,7 +23,7 @@ from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.runs.checkpoints import CheckpointError
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
-from pointsman.lab.training.task import Batches, EvaluationContext, Task
+from pointsman.lab.training.task import Batches, Task
 
 
 class Classification(Task):
@@ -102,8 +103,7 @@ class Classification(Task):
     ) -> list[dict[str, Any]]:
         return evaluate_task(
             model, self.scored(split, config), split=split, top_k=top_k, batch_size=config.eval_batch_size,
-            routing=context.final, precision=context.precision, progress=context.progress, phase=context.phase,
-            stop=context.stop,
+            how=context,
         )  # fmt: skip
 
     def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:

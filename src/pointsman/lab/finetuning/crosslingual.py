@@ -23,6 +23,7 @@ from pointsman.lab.data.multilingual.xtreme import Item
 from pointsman.lab.data.task_streams import TaskStream, eval_batches
 from pointsman.lab.evaluation.crosslingual import TestPart, evaluate_languages
 from pointsman.lab.evaluation.floors import floors
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.evaluation.scores import Prediction, best_floor
 from pointsman.lab.finetuning.classification import checkpoint_rule, from_pretrained, unchanged
 from pointsman.lab.finetuning.routing import change_from
@@ -33,7 +34,7 @@ from pointsman.lab.models.token_classifier import TokenClassifier
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+from pointsman.lab.training.task import Batches, Observed, Task
 
 
 class CrossLingual(Task):
@@ -140,24 +141,10 @@ class CrossLingual(Task):
         seen = frozenset(item.words for item in self.data.splits["train"] if isinstance(item, Tagged))
         self._kept, self._answers = {}, {}
         return evaluate_languages(
-            model,
-            self.data.name,
-            self.data.kind,
-            self.data.classes,
-            self.parts(config, split),
-            split=split,
-            top_k=top_k,
-            batch_size=config.eval_batch_size,
-            seen=seen,
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
-            stop=context.stop,
-            keep=self._kept,
-            n_best=max(1, config.n_best),
-            keep_answers=self._answers if config.n_best else None,
-        )
+            model, self.data.name, self.data.kind, self.data.classes, self.parts(config, split), split=split,
+            top_k=top_k, batch_size=config.eval_batch_size, seen=seen, how=context, keep=self._kept,
+            n_best=max(1, config.n_best), keep_answers=self._answers if config.n_best else None,
+        )  # fmt: skip
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
         """The rows that an evaluation of this part scores; groups are languages."""

@@ -18,6 +18,7 @@ from pointsman.control import named_routers
 from pointsman.diagnostics.base import first_choice, join_routings
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.layouts import Pixels
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.report.series import short_layer
 from pointsman.lab.robustness.image_sources import chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, look
@@ -25,7 +26,6 @@ from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.paths import CHECKPOINTS
 from pointsman.lab.runs.record import RunRecord, read_object
 from pointsman.lab.training.image_classification import open_images
-from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import load_run
 from pointsman.ops.kernels import using
 from pointsman.routing import Routing
@@ -56,7 +56,7 @@ def collect_pictures(path: Path, *, device: str = "cpu") -> Path | None:
     whole = images.split(config.eval_split)
     part = rows_of(whole, chosen_rows(whole, SAMPLED))
     shown = chosen_rows(part, SHOWN)
-    frame = Frame(config.eval_batch_size, autocast(config, next(run.model.parameters()).device))
+    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast()))
     trained = config.top_k_schedule.high
     top_k = sorted({*config.eval_top_k, trained})
     tokens, grid = run.model.config.tokens, run.model.config.grid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.models.classifier import Classifier
 from pointsman.lab.models.transformer_xl import TransformerXL
@@ -37,16 +39,16 @@ def attack_part(
 
 
 def evaluate_attack(
-    model: TransformerXL, attacked: Attacked, level: Level, attack: Attack, **how: Any
+    model: TransformerXL, attacked: Attacked, level: Level, attack: Attack, how: EvaluationContext = PLAIN, **asked: Any
 ) -> list[dict[str, Any]]:
-    """Evaluates a language model on attacked texts (`attack_part`), at every k; `how`: arguments of `evaluate`.
+    """Evaluates a language model on attacked texts (`attack_part`), at every k; `asked`: arguments of `evaluate`.
 
     Returns:
         The results of `evaluate`, with "unmarked" (without attacked tokens as targets) and "attack": {"kind", "rate",
         "seed", "word", "chosen", "candidates"}.
     """
     text = MarkedText(attacked.rows, attacked.marks)
-    return _described(attack, attacked, evaluate(model, text, level, phase=_phase(attack), **how))
+    return _described(attack, attacked, evaluate(model, text, level, how=_named(how, attack), **asked))
 
 
 def attack_examples(
@@ -62,18 +64,23 @@ def attack_examples(
 
 
 def evaluate_task_attack(
-    model: Classifier, encoded: Encoded, attacked: Attacked, attack: Attack, **how: Any
+    model: Classifier,
+    encoded: Encoded,
+    attacked: Attacked,
+    attack: Attack,
+    how: EvaluationContext = PLAIN,
+    **asked: Any,
 ) -> list[dict[str, Any]]:
-    """Evaluates a classifier on attacked texts (`attack_examples`), at every k; `how`: arguments of `evaluate_task`.
+    """Evaluates a classifier on attacked texts (`attack_examples`), at every k; `asked`: those of `evaluate_task`.
 
     Returns:
         The results of `evaluate_task`, each with "attack" as of `evaluate_attack`.
     """
-    return _described(attack, attacked, evaluate_task(model, encoded, phase=_phase(attack), **how))
+    return _described(attack, attacked, evaluate_task(model, encoded, how=_named(how, attack), **asked))
 
 
-def _phase(attack: Attack) -> str:
-    return f"attack {attack.kind} {attack.rate:g}"
+def _named(how: EvaluationContext, attack: Attack) -> EvaluationContext:
+    return replace(how, name=f"attack {attack.kind} {attack.rate:g}")
 
 
 def _described(attack: Attack, attacked: Attacked, results: list[dict[str, Any]]) -> list[dict[str, Any]]:

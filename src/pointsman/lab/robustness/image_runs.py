@@ -13,7 +13,7 @@ import numpy as np
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_whole_json, write_whole
 from pointsman.lab.data.images.image_set import ImagePart, ImageSet
-from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.passes import EvaluationContext, eval_top_k
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.robustness.image_attacks import ATTACKS, under_gradient_attack
 from pointsman.lab.robustness.image_sources import Corrupted, check_corruptions, chosen_rows, rows_of
@@ -21,7 +21,6 @@ from pointsman.lab.robustness.images import Frame, on_hard_images, on_outliers, 
 from pointsman.lab.runs.comparison import read_plan, saved_runs
 from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.image_classification import open_images
-from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import Run, load_run
 from pointsman.ops.kernels import using
 
@@ -103,8 +102,7 @@ def robustness(run: Run, asked: Asked, *, progress: Progress | None = None, stop
     clean = images.split(asked.split)
     budget = _budget(asked, run)
     top_k = asked.top_k or (config.top_k_schedule.high,)
-    device = next(run.model.parameters()).device
-    frame = Frame(config.eval_batch_size, autocast(config, device), progress, stop)
+    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop))
     protocol = {"data": images.description, "split": asked.split, "images": budget or len(clean), "top_k": list(top_k)}
     with using(run.kernels):
         if asked.kind == "c":

@@ -6,7 +6,7 @@ Shapes: N images, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,9 @@ from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.stream import evaluation_batches
-from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman.lab.models.vit import VisionTransformer
-from pointsman.lab.progress import Progress, Stop, check_stop
+from pointsman.lab.progress import check_stop
 from pointsman.lab.robustness.corruptions import CORRUPTIONS
 from pointsman.lab.robustness.image_scores import auroc, average_precision, calibration, false_positive_rate
 from pointsman.lab.robustness.image_sources import SEVERITIES
@@ -33,18 +33,10 @@ from pointsman.routing import Routing
 
 @dataclass(frozen=True)
 class Frame:
-    """How images are read.
-
-    Attributes:
-        batch_size: images side by side.
-        precision: an autocast context.
-        progress, stop: a display, and what asks to stop.
-    """
+    """How images are read, `batch_size` side by side."""
 
     batch_size: int
-    precision: AbstractContextManager[Any] | None = None
-    progress: Progress | None = None
-    stop: Stop | None = None
+    how: EvaluationContext = PLAIN
 
 
 @dataclass(frozen=True)
@@ -97,8 +89,8 @@ def look(model: VisionTransformer, part: ImagePart, k: int | None, frame: Frame,
     watch = record_routing(model, take) if routing and k else nullcontext()
     with evaluating(model, 0), set_top_k(model, k) if k else nullcontext(), watch:
         for images, own in evaluation_batches(part, frame.batch_size):
-            check_stop(frame.stop)
-            with frame.precision or nullcontext():
+            check_stop(frame.how.stop)
+            with frame.how.precision or nullcontext():
                 logits.append(model(images.to(device)).double().cpu())
             labels.append(own)
     return Seen(torch.cat(logits), torch.cat(labels), routings)
@@ -140,8 +132,8 @@ def under_corruptions(
     if None not in values and routing_k not in values:
         before[routing_k] = look(model, clean, routing_k, frame, routing=True)
     results, routing = [], []
-    if frame.progress:
-        frame.progress.phase("corruptions", len(CORRUPTIONS) * len(SEVERITIES))
+    if frame.how.progress:
+        frame.how.progress.phase("corruptions", len(CORRUPTIONS) * len(SEVERITIES))
     for number, (name, severity) in enumerate((c, s) for c in CORRUPTIONS for s in SEVERITIES):
         part = corrupted(name, severity)
         where = {"corruption": name, "severity": severity}
@@ -154,8 +146,8 @@ def under_corruptions(
                 results.append({**where, **_k(model, k), "value": after.accuracy()})
             if k == routing_k and aligned:
                 routing.append({**where, **_k(model, k), "layers": fluctuation(before[k], after)})
-        if frame.progress:
-            frame.progress.advance(number + 1, {})
+        if frame.how.progress:
+            frame.how.progress.advance(number + 1, {})
     return {"clean": [_clean(model, k, before[k]) for k in values], "results": results, "routing": routing}
 
 

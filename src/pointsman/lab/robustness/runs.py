@@ -10,6 +10,7 @@ from pointsman.control import named_routers
 from pointsman.lab.data.task_streams import encode_examples
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.language_model import evaluate
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.evaluation.tasks import evaluate_task
 from pointsman.lab.finetuning.classification import Classification
 from pointsman.lab.finetuning.run import task_data
@@ -27,7 +28,6 @@ from pointsman.lab.robustness.attacks import Attack, Attacked
 from pointsman.lab.robustness.text_attack import recipe_attack
 from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.language_modelling import eval_protocol
-from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.run import Run
 from pointsman.ops.kernels import using
 
@@ -66,14 +66,14 @@ def run_under_attack(
     tokens = corpus.split(split)
     protocol = eval_protocol(run.config, run.config.eval_tokens if budget == "run" else budget)
     values = run.config.eval_top_k if top_k is None else tuple(top_k)
-    how: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol, "progress": watch, "stop": stop}
-    how["precision"] = autocast(run.config, next(run.model.parameters()).device)
+    asked: dict[str, Any] = {"split": split, "top_k": values, "protocol": protocol}
+    asked["how"] = EvaluationContext(run.autocast(), watch, stop)
     level, routing = run.vocabulary.level, []
     with using(run.kernels):
-        results = evaluate(run.model, tokens, level, **how)
+        results = evaluate(run.model, tokens, level, **asked)
         for attack in attacks:
             clean, attacked = attack_part(tokens, run.vocabulary, protocol, attack)
-            results += evaluate_attack(run.model, attacked, level, attack, **how)
+            results += evaluate_attack(run.model, attacked, level, attack, **asked)
             routing += _routing(run, run.model, clean, attacked, attack)
     about = {**protocol.to_dict(), "data": corpus.description, "fingerprint": corpus.fingerprint}
     return _record(run, corpus.name, about, results, routing)
@@ -104,25 +104,18 @@ def finetuned_under_attack(
     task, config = task_data(run), run.config
     values = config.eval_top_k if top_k is None else tuple(top_k)
     length = config.segment_length
-    precision = autocast(config, next(run.model.parameters()).device)
     every = encode_examples(task.splits[task.reported], run.vocabulary, length)
     tokens = config.eval_tokens if budget == "run" else budget
     places = every.within(tokens)
     examples = task.splits[task.reported].take(places)
-    how: dict[str, Any] = {
-        "split": task.reported,
-        "top_k": values,
-        "precision": precision,
-        "progress": watch,
-        "stop": stop,
-    }
-    how["batch_size"] = config.eval_batch_size
+    asked: dict[str, Any] = {"split": task.reported, "top_k": values, "batch_size": config.eval_batch_size}
+    asked["how"] = EvaluationContext(run.autocast(), watch, stop)
     routing = []
     with using(run.kernels):
-        results = evaluate_task(run.model, every.take(places), **how)
+        results = evaluate_task(run.model, every.take(places), **asked)
         for attack in attacks:
             encoded, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
-            results += evaluate_task_attack(run.model, encoded, attacked, attack, **how)
+            results += evaluate_task_attack(run.model, encoded, attacked, attack, **asked)
             routing += _routing(run, run.model.backbone, clean, attacked, attack)
         if recipe is not None:
             results += recipe_attack(

@@ -16,7 +16,7 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import Vocabulary
 from pointsman.lab.data.task_streams import collate, encode_examples
 from pointsman.lab.data.tasks import Examples
-from pointsman.lab.evaluation.language_model import eval_top_k
+from pointsman.lab.evaluation.passes import eval_top_k
 from pointsman.lab.models.classifier import Classifier
 
 

@@ -20,13 +20,14 @@ from pointsman.lab.data.images.classes import ClassNames
 from pointsman.lab.data.images.image_set import ImageSet, load_images
 from pointsman.lab.data.images.stream import ImageStream, evaluation_batches
 from pointsman.lab.evaluation.images import evaluate_images, image_nats
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.vit import VisionTransformerConfig, resized
 from pointsman.lab.runs.checkpoints import CheckpointError
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Loss, Objective, Outcome, objective_of
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+from pointsman.lab.training.task import Batches, Observed, Task
 
 
 def open_images(spec: str) -> ImageSet:
@@ -128,12 +129,7 @@ class ImageClassification(Task):
             top_k=top_k,
             batch_size=config.eval_batch_size,
             budget=self.budget(config, config.eval_tokens if context.final else config.valid_tokens),
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
-            stop=context.stop,
-            ranks=context.ranks,
+            how=context,
         )
 
     def budget(self, config: RunConfig, tokens: int | None) -> int | None:

@@ -18,12 +18,13 @@ from pointsman.lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.data.subwords import has_tokenizer
 from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.models.capture import CudaRecorder
 from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+from pointsman.lab.training.task import Batches, Observed, Task
 
 COUNTED = 1 << 22  # tokens counted at a time
 
@@ -109,12 +110,7 @@ class LanguageModelling(Task):
             split=split,
             top_k=top_k,
             protocol=eval_protocol(config, config.eval_tokens if context.final else config.valid_tokens),
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
-            stop=context.stop,
-            ranks=context.ranks,
+            how=context,
             recorder=self._recorder(model, config),
         )
 

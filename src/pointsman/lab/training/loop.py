@@ -9,6 +9,7 @@ from typing import Any
 from pointsman._errors import Stopped
 from pointsman._files import within, write_whole
 from pointsman.lab.evaluation.over_ranks import AgreedStop, each_its_own
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.metrics import MetricsFile
@@ -20,7 +21,6 @@ from pointsman.lab.training.precision import autocast
 from pointsman.lab.training.progress import Diverged, Interrupted, Monitor
 from pointsman.lab.training.sharded import Saver
 from pointsman.lab.training.state import TrainingState
-from pointsman.lab.training.task import EvaluationContext
 from pointsman.lab.training.times import Times
 from pointsman.lab.training.trackers import Tracker, begin_trackers, tracked
 

@@ -17,13 +17,14 @@ from pointsman.lab.data.multilingual.blocks import MaskedStream, Masking, Packed
 from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.prepared import open_blocks
 from pointsman.lab.evaluation.masked_language_model import SCORED, evaluate_masked, masked_batches
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.models.encoder import Encoder, EncoderConfig
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+from pointsman.lab.training.task import Batches, Observed, Task
 
 
 class MaskedLanguageModelling(Task):
@@ -83,12 +84,7 @@ class MaskedLanguageModelling(Task):
             batch_size=config.eval_batch_size,
             tokens=config.eval_tokens if context.final else config.valid_tokens,
             split=split,
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
-            stop=context.stop,
-            ranks=context.ranks,
+            how=context,
         )
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from pointsman.control import named_routers
 from pointsman.lab.data import Corpus, Vocabulary, open_corpus
 from pointsman.lab.data.download import DataProgress
 from pointsman.lab.evaluation.language_model import evaluate
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.models.families import build_model
-from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import VOCABULARY
@@ -97,8 +97,6 @@ class Run:
         split: str = "test",
         top_k: Sequence[int] | None = None,
         budget: int | None = None,
-        progress: Progress | None = None,
-        stop: Stop | None = None,
     ) -> list[dict[str, Any]]:
         """Evaluates on ids [n] in the run's vocabulary as the run's settings do; see `evaluation.evaluate`.
 
@@ -114,9 +112,7 @@ class Run:
                 split=split,
                 top_k=self.config.eval_top_k if top_k is None else top_k,
                 protocol=eval_protocol(self.config, budget),
-                precision=self.autocast(),
-                progress=progress,
-                stop=stop,
+                how=EvaluationContext(self.autocast()),
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,11 +17,10 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import Batch, Reader
 from pointsman.lab.data.vocabulary import Symbols
-from pointsman.lab.progress import Progress, Stop
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.runs.evaluation import evaluation_record, is_current
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective
-from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.registry import has_one_k
 
 
@@ -41,30 +39,6 @@ class Batches(Protocol):
 
     def is_epoch_start(self, step: int) -> bool:
         """Whether memories must be forgotten before this step."""
-
-
-@dataclass(frozen=True)
-class EvaluationContext:
-    """How an evaluation runs.
-
-    Attributes:
-        precision: an autocast context.
-        progress: a display.
-        stop: asks it to stop; then `Stopped` is raised.
-        final: whether it is the evaluation of the finished run; otherwise a validation during training.
-        ranks: who evaluates, each with the same arguments; `evaluate` gives every rank the results of the whole. A task
-            that does not divide its rows has every rank read all of them.
-    """
-
-    precision: AbstractContextManager[Any] | None = None
-    progress: Progress | None = None
-    stop: Stop | None = None
-    final: bool = True
-    ranks: Ranks = ALONE
-
-    @property
-    def phase(self) -> str:
-        return "evaluate" if self.final else "validate"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pointsman.lab.data.multilingual.pieces import START, Pieces
 from pointsman.lab.data.parallel import ParallelText, ids_of, open_parallel
 from pointsman.lab.data.streams import IGNORE
 from pointsman.lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
+from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.evaluation.translation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman.lab.models.families import build_model
 from pointsman.lab.models.memory import Memory
@@ -25,7 +26,7 @@ from pointsman.lab.models.translation import TranslationConfig, Translator
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, objective_of, smoothed
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, EvaluationContext, Observed, Task
+from pointsman.lab.training.task import Batches, Observed, Task
 
 TOKENS_A_SENTENCE = 20
 """`eval_tokens` and `valid_tokens` count sentences as so many tokens."""
@@ -150,11 +151,7 @@ class Translation(Task):
             beam=config.beam if context.final else 1,
             length=config.segment_length,
             batch_size=config.eval_batch_size,
-            routing=context.final,
-            precision=context.precision,
-            progress=context.progress,
-            phase=context.phase,
-            stop=context.stop,
+            how=context,
             keep=self._kept,
         )
 
