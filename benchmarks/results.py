@@ -1,4 +1,4 @@
-"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims.
+"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims, trends.
 
 python benchmarks/results.py [FOLDER]        # default: docs/results; `make results`
 """
@@ -13,6 +13,7 @@ from pointsman.lab.report import TaskTable, attack_tables
 from pointsman.lab.report.claims import Page
 from pointsman.lab.report.load_table import LoadTable, measured_shares
 from pointsman.lab.report.task_table import variants
+from pointsman.lab.report.trends import Trends
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import COMPARISON
 
@@ -20,7 +21,7 @@ ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # points
 
 
 def make(folder: Path) -> None:
-    """Writes the files of every grid in `folder`, then claims.md."""
+    """Writes the files of every grid in `folder`, then claims.md and trends.md."""
     for file in sorted(folder.glob(f"*/{COMPARISON}")):
         grid = file.parent
         write_tables(grid)
@@ -32,6 +33,7 @@ def make(folder: Path) -> None:
             attacked.write(grid)
         print(grid, write_page(grid, look_inside=False), flush=True)
     print(Page.read(folder).write(folder))
+    print(Trends.read(folder).write(folder))
 
 
 if __name__ == "__main__":

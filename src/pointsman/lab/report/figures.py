@@ -104,6 +104,26 @@ def _new(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
+def save_lines(path: Path, curves: Sequence[Mapping[str, Any]], x_label: str, y_label: str, **how: Any) -> Path:
+    """Writes one figure of curves; the ending of the path says the format.
+
+    Args:
+        path: ending in one of `FORMATS`.
+        curves: name and points, each with x, y and, for a bar, low and high.
+        how: log_x, with ticks at the points; ks or names for the ticks of x; zero: a line at y = 0.
+
+    Raises:
+        RunError: an unknown format, matplotlib missing, or a file that cannot be written.
+    """
+    ending = path.suffix.removeprefix(".")
+    check_formats([ending])
+    import matplotlib
+
+    look = {curve["name"]: index for index, curve in enumerate(curves)}
+    with matplotlib.rc_context(STYLE):
+        return _save(_lines(curves, look, x_label, y_label, **how), path, ending)
+
+
 def _lines(
     curves: Sequence[Mapping[str, Any]],
     look: Mapping[str, int],
@@ -111,6 +131,8 @@ def _lines(
     y_label: str,
     *,
     log: bool = False,
+    log_x: bool = False,
+    zero: bool = False,
     band: bool = False,
     ks: Sequence[int] = (),
     names: Sequence[str] = (),
@@ -136,6 +158,13 @@ def _lines(
         axes.minorticks_off()
     if log:
         axes.set_yscale("log")
+    if log_x:
+        axes.set_xscale("log")
+        xs = sorted({point["x"] for curve in curves for point in curve["points"]})
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+    if zero:
+        axes.axhline(0.0, color="#888888", linewidth=0.8, zorder=1)
     if names:
         axes.set_xticks(range(len(names)), names)
     axes.set_xlabel(x_label)

@@ -1,0 +1,121 @@
+"""trends.md on invented grids: gaps, verdicts, categories, points of two measures, and wrong fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.lab.report.fixtures import write_comparison, write_run
+
+from pointsman._errors import RunError
+from pointsman.lab.report.claims import CLAIMS
+from pointsman.lab.report.trends import Trends
+
+GRIDS = """
+[grids.short]
+command = "pointsman compare --steps 10"
+
+[grids.long]
+command = "pointsman compare --steps 40"
+"""
+LENGTH = """
+[[trends]]
+name = "length"
+title = "Gap against length"
+x = "steps"
+log = true
+measure = "quality"
+k = 1
+base = "smoe"
+rows = ["wider", "closer", "over", "same", "young", "absent"]
+grids = [[10, "short"], [40, "long"]]
+"""
+VALUES = {
+    "short": {"smoe": 3.0, "wider": 3.2, "closer": 4.0, "over": 2.5, "same": 3.1, "young": 3.5},
+    "long": {"smoe": 2.0, "wider": 2.6, "closer": 2.3, "over": 2.4, "same": 2.1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pytest.importorskip("matplotlib")
+    for grid, rows in VALUES.items():
+        skipped = [(router, seed) for router in rows for seed in range(3)]
+        write_comparison(tmp_path / grid, routers=list(rows), missing=skipped)
+        for place, (router, value) in enumerate(rows.items()):
+            for seed in range(3):
+                off = 0.1 * seed + 1e-4 * ((seed + place) % 3)
+                path = tmp_path / grid / "runs" / router / f"seed-{seed}"
+                write_run(path, router, seed, top_k=(1,), values={1: value + off})
+    return tmp_path
+
+
+def test_how_a_gap_goes_from_the_first_point_to_the_last(folder: Path) -> None:
+    (folder / CLAIMS).write_text(GRIDS + LENGTH)
+    trends = Trends.read(folder)
+    (trend,) = trends.trends
+    assert trends.comparisons == 9 + 4, "nine gaps of three seeds, and the change of four curves"
+    assert list(trend.curves) == ["wider", "closer", "over", "same", "young"]
+    assert trend.curves["wider"][1].mean == pytest.approx(0.6, abs=1e-3)
+    words = {name: trend.verdict(name, 1).split(" (")[0] for name in trend.curves}
+    assert words == {
+        "wider": "**grows**", "closer": "**shrinks**", "over": "**turns**", "same": "not told apart", "young": "-",
+    }  # fmt: skip
+    page = trends.write(folder).read_text()
+    assert "| row | steps 10 | steps 40 | first to last |" in page
+    assert "![Gap against length](pictures/length.svg)" in page
+    assert (folder / "pictures" / "length.svg").read_bytes().startswith(b"<?xml")
+    assert all(len(line) <= 120 for line in page.splitlines() if not line.startswith("|"))
+
+
+def test_categories_and_points_of_two_measures(folder: Path) -> None:
+    curves = """
+[[trends]]
+name = "kinds"
+title = "Kinds"
+x = "kind"
+measure = "quality"
+k = 1
+[trends.curves]
+all = [["plain", "short", "smoe"], ["other", "short", "closer"]]
+
+[[trends]]
+name = "scatter"
+title = "Scatter"
+against = "entropy"
+measure = "quality"
+k = 1
+rows = ["smoe", "wider"]
+grids = [[0, "short"]]
+
+[[trends]]
+name = "none"
+title = "Nothing yet"
+x = "k"
+measure = "collapse"
+rows = ["smoe"]
+grids = [[1, "short"]]
+"""
+    (folder / CLAIMS).write_text(GRIDS + curves)
+    trends = Trends.read(folder)
+    page = trends.write(folder).read_text()
+    assert "| row | kind plain | kind other | first to last |" in page
+    assert "| `all` | 3.100 ± 0.100 | 4.100 ± 0.100 | **rises**" in page
+    assert "| `smoe` | 1.850 | 3.100 | 3 |" in page
+    assert page.endswith("Not run.\n")
+    assert sorted(file.name for file in (folder / "pictures").iterdir()) == ["kinds.svg", "scatter.svg"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("log", "logg"), "trend 1: unknown field 'logg'"),
+        (('"quality"', '"qualiti"'), "did you mean 'quality'"),
+        (('"long"]', '"longer"]'), "did you mean 'long'"),
+        (("[[trends]]", "[[trends]"), "not TOML"),
+    ],
+)
+def test_a_wrong_trend_is_named(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    (tmp_path / CLAIMS).write_text((GRIDS + LENGTH).replace(*change))
+    with pytest.raises(RunError, match=message):
+        Trends.read(tmp_path)
