@@ -72,9 +72,6 @@ class Balance(Stage):
         experts = self.counted(given)
         return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1)
 
-    def extra_repr(self) -> str:
-        return f"scope={self.scope}, basis={self.basis}"
-
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     return rows.reshape(*shape, rows.shape[-1])

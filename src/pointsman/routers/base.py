@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from pointsman.ops.assignment import balanced_assignment
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
 from pointsman.routers.stages import Scores, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -26,8 +25,8 @@ class Assigned(Selector):
     training_causal = False
 
     def __init__(self, group: str, renormalize: bool) -> None:
-        super().__init__()
-        self.group, self.renormalize = group, renormalize
+        super().__init__(renormalize)
+        self.group = group
         self.training_batch_invariant = group == "sequence"
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
@@ -39,13 +38,7 @@ class Assigned(Selector):
             experts = balanced_assignment(choice, mask, k).flatten(0, 1)[own]
         else:
             experts = top_k(choice.flatten(0, 1), k)
-        weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0))
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"group={self.group}, renormalize={self.renormalize}"
+        return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)))
 
 
 @register_router("base", paper="Lewis et al. 2021, arXiv 2103.16716", renormalize=False)

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman._values import check_whole
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY, TopK
-from pointsman.routers.stages import Loss, LossInput, Scored, Scores, Stages
+from pointsman.routers.entries import LayerSpec, NotNegative, Probability, Whole, register_router
+from pointsman.routers.select import TopK
+from pointsman.routers.stages import TINY, Loss, LossInput, Scored, Scores, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -119,10 +118,7 @@ class Winners(TopK):
         a = scores.extra["responses"].to(scores.probs.dtype)
         experts = top_k(a, k)
         shares = torch.softmax(a, -1) if self.version == 1 else a / a.sum(-1, keepdim=True).clamp_min(TINY)
-        weights = shares.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
+        return experts, self.renormalized(shares.gather(-1, experts))
 
 
 @register_router("compete", paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380")
@@ -130,10 +126,10 @@ def compete(
     layer: LayerSpec,
     *,
     version: Literal["1", "2"] = "2",
-    rate: float = 0.07,
-    warmup: int = 0,
-    router: float = 0.01,
-    diversity: float = 0.0,
+    rate: Probability = 0.07,
+    warmup: Whole = 0,
+    router: NotNegative = 0.01,
+    diversity: NotNegative = 0.0,
 ) -> Stages:
     """On some steps all experts run and the strongest responses win; the router learns to foretell the winners.
 
@@ -143,12 +139,6 @@ def compete(
     router: weight of the router's loss on these steps.
     diversity: weight of the mean cosine of the winners' outputs.
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"compete: option rate={rate}: allowed are numbers from 0 to 1")
-    check_whole("compete: option warmup", warmup, least=0)
-    for name, value in (("router", router), ("diversity", diversity)):
-        if value < 0:
-            raise ValueError(f"compete: option {name}={value}: allowed are numbers from 0")
     score = CompetingScorer(layer, int(version), rate, warmup, diversity > 0)
     losses = {"router": Loss(score.router_loss, router), "diversity": Loss(score.diversity, diversity)}
     return Stages(score, select=Winners(layer.renormalize, int(version)), losses=losses)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import BelowOne, LayerSpec, register_router
 from pointsman.routers.stages import Scores, Selection, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -47,18 +47,13 @@ class WithMeans(Selector):
         mean = self.sums["outputs"] / served.clamp_min(1)
         self.means.copy_(torch.where(served > 0, torch.lerp(mean.to(self.means), self.means, self.decay), self.means))
 
-    def extra_repr(self) -> str:
-        return f"decay={self.decay}"
-
 
 @register_router("default", paper="Panda et al. 2025, arXiv 2504.12463", renormalize=False)
-def default(layer: LayerSpec, *, decay: float = 0.9) -> Stages:
+def default(layer: LayerSpec, *, decay: BelowOne = 0.9) -> Stages:
     """p = softmax(W h), top-k; an expert that is not chosen gives p times the running mean of its outputs.
 
     decay: of the running means, from step to step.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"default: option decay={decay}: allowed are numbers from 0 up to, not including, 1")
     if layer.renormalize:
         raise ValueError("default: option renormalize=true: allowed is false: weights of all experts add up to 1")
     select = WithMeans(layer.dim, layer.num_experts, decay)

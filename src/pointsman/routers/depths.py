@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.expert_choice import as_selection, best_tokens
 from pointsman.routers.stages import Loss, LossInput, Scores, Selection, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
@@ -44,9 +44,6 @@ class SomeTokens(Selector):
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         return super().replay(replace(scores, probs=self._values(scores)), experts)
 
-    def extra_repr(self) -> str:
-        return f"share={self.share}, gate={self.gate}"
-
 
 def will_be_taken(given: LossInput) -> Tensor:
     """Binary cross-entropy of sg(r) with "this expert took the token", the mean over tokens and experts."""
@@ -60,7 +57,11 @@ def will_be_taken(given: LossInput) -> Tensor:
 
 @register_router("depths", paper="Raposo et al. 2024, arXiv 2404.02258", renormalize=False)
 def depths(
-    layer: LayerSpec, *, share: float = 0.125, auxiliary: float = 0.01, gate: Literal["linear", "sigmoid"] = "linear"
+    layer: LayerSpec,
+    *,
+    share: Share = 0.125,
+    auxiliary: NotNegative = 0.01,
+    gate: Literal["linear", "sigmoid"] = "linear",
 ) -> Stages:
     """Mixture of Depths: experts take few tokens of a sequence, the others pass. Training looks ahead.
 
@@ -68,10 +69,6 @@ def depths(
     auxiliary: weight of the cross-entropy that teaches sg(r) > 1/2 to mean "taken", which evaluation goes by.
     gate: what multiplies an expert's output: r = W h itself (the paper's), or its sigmoid.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"depths: option share={share}: allowed are numbers above 0, up to 1")
-    if auxiliary < 0:
-        raise ValueError(f"depths: option auxiliary={auxiliary}: allowed are numbers from 0")
     return Stages(
         LinearScorer(layer.dim, layer.num_experts, bias=False),
         Sigmoid(),

@@ -7,11 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
+from pointsman.routers.entries import Count, LayerSpec, NotNegative, Positive, register_router
 from pointsman.routers.stages import Loss, LossInput, Normalizer, Scored, Scorer, Scores, Selector, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
@@ -62,9 +60,6 @@ class SelectorScorer(Scorer):
             codes = (bits[:, None, :, bit] * codes).flatten(0, 1)
         return codes
 
-    def extra_repr(self) -> str:
-        return f"selectors={self.selectors}, gamma={self.gamma}"
-
 
 class Exponential(Normalizer):
     """p = exp(z): the weights themselves, which sum to 1 where the number of experts is a power of two."""
@@ -80,18 +75,12 @@ class AboveZero(Selector):
 
     ragged = True
 
-    def __init__(self, renormalize: bool) -> None:
-        super().__init__()
-        self.renormalize = renormalize
-
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         experts = top_k(scores.choice.flatten(0, 1), k)
         weights = scores.probs.flatten(0, 1).gather(-1, experts)
         without = weights <= 2 * NONE
         experts, weights = experts.masked_fill(without, -1), weights.masked_fill(without, 0)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
+        return experts, self.renormalized(weights)
 
 
 def selectors(given: LossInput) -> Tensor:
@@ -132,10 +121,10 @@ def unused_codes(given: LossInput) -> Tensor:
 def dselect(
     layer: LayerSpec,
     *,
-    selectors: int | None = None,
-    gamma: float = 1.0,
-    entropy: float = 1e-6,
-    codes: float = 1.0,
+    selectors: Count | None = None,
+    gamma: Positive = 1.0,
+    entropy: NotNegative = 1e-6,
+    codes: NotNegative = 1.0,
 ) -> Stages:
     """DSelect-k: selectors that each choose one expert by its binary code, dense at first and sparse later. k is a cap.
 
@@ -145,12 +134,6 @@ def dselect(
     codes: weight of the penalty on codes without an expert, where the number of experts is no power of two.
     """
     selectors = layer.top_k if selectors is None else selectors
-    check_whole("dselect: option selectors", selectors)
-    if not gamma > 0:
-        raise ValueError(f"dselect: option gamma={gamma}: allowed are numbers above 0")
-    for name, weight in (("entropy", entropy), ("codes", codes)):
-        if weight < 0:
-            raise ValueError(f"dselect: option {name}={weight}: allowed are numbers from 0")
     scorer = SelectorScorer(layer.dim, layer.num_experts, selectors, gamma)
     losses = {"entropy": Loss(bit_entropy, entropy)}
     if layer.num_experts != 2**scorer.bits:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.stages import (
     Loss,
     LossInput,
@@ -94,13 +94,11 @@ class Active(Selector):
     renormalize=False,
     starts_at=lambda layer: layer.num_experts,
 )
-def dynmoe(layer: LayerSpec, *, auxiliary: float = 0.01) -> Stages:
+def dynmoe(layer: LayerSpec, *, auxiliary: NotNegative = 0.01) -> Stages:
     """DynMoE: all experts whose cosine with the token is above their own threshold, with equal weights. k is a cap.
 
     auxiliary: weight of |W W^T - I| + mean |w_e|.
     """
-    if auxiliary < 0:
-        raise ValueError(f"dynmoe: option auxiliary={auxiliary}: allowed are numbers from 0")
     if layer.renormalize:
         raise ValueError("dynmoe: option renormalize=true: allowed is false: the weights are equal and sum to 1")
     scorer = ThresholdScorer(layer.dim, layer.num_experts)

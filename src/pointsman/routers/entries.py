@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -30,6 +30,27 @@ def has_one_k(spec: str) -> bool:
     """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
     parts = [part.partition(":")[0] for part in spec.split("|")]
     return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
+
+
+class Allowed(NamedTuple):
+    """Which values an option may have: part of its annotation, as in `Annotated[float, Allowed("numbers from 0", …)]`.
+
+    Attributes:
+        words: for errors.
+        holds: whether a value is allowed.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+NotNegative = Annotated[float, Allowed("numbers from 0", lambda value: value >= 0)]
+Positive = Annotated[float, Allowed("numbers above 0", lambda value: value > 0)]
+Probability = Annotated[float, Allowed("numbers from 0 to 1", lambda value: 0 <= value <= 1)]
+BelowOne = Annotated[float, Allowed("numbers from 0, below 1", lambda value: 0 <= value < 1)]
+Share = Annotated[float, Allowed("numbers above 0, up to 1", lambda value: 0 < value <= 1)]
+Whole = Annotated[int, Allowed("whole numbers from 0", lambda value: value >= 0)]
+Count = Annotated[int, Allowed("whole numbers from 1", lambda value: value >= 1)]
 
 
 @dataclass
@@ -82,6 +103,18 @@ class Entry:
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
 
+    @cached_property
+    def allowed(self) -> dict[str, Allowed]:
+        """The range of each option that has one."""
+        return {
+            name: one
+            for name, hint in get_type_hints(self.build, include_extras=True).items()
+            for part in (hint, *get_args(hint))
+            if get_origin(part) is Annotated
+            for one in part.__metadata__
+            if isinstance(one, Allowed)
+        }
+
 
 ROUTERS: dict[str, Entry] = {}
 MIXERS: dict[str, Entry] = {}
@@ -89,18 +122,18 @@ MIXERS: dict[str, Entry] = {}
 
 def _common(
     *,
-    balance: float = 0.0,
+    balance: NotNegative = 0.0,
     balance_scope: Literal["batch", "sequence", "step"] = "batch",
     balance_on: Literal["softmax", "scores"] = "softmax",
-    z_loss: float = 0.0,
-    capacity: float | None = None,
-    eval_capacity: float | None = None,
+    z_loss: NotNegative = 0.0,
+    capacity: Positive | None = None,
+    eval_capacity: Positive | None = None,
     capacity_order: Literal["token", "rank", "priority"] = "token",
     capacity_scope: Literal["sequence", "batch"] = "sequence",
     capacity_unit: Literal["share", "tokens"] = "share",
     renormalize: bool | None = None,
-    scale: float = 1.0,
-    lr_scale: float = 1.0,
+    scale: Positive = 1.0,
+    lr_scale: Positive = 1.0,
     weigh: Literal["output", "input"] = "output",
 ) -> None:
     """The options of every router.

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.select import ROUNDING
 from pointsman.routers.stages import Scores, Selection, Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
@@ -81,9 +81,6 @@ class ExpertsChoose(Selector):
             token, expert, member = token[here] - own.start, expert[here], member[own]
         return as_selection(token, expert, member, probs.flatten(0, 1))
 
-    def extra_repr(self) -> str:
-        return f"group={self.group}"
-
 
 @register_router("expert-choice", paper="Zhou et al. 2022, arXiv 2202.09368", renormalize=False)
 def expert_choice(
@@ -91,7 +88,7 @@ def expert_choice(
     *,
     group: Literal["sequence", "batch"] = "sequence",
     gate: Literal["softmax", "sigmoid"] = "softmax",
-    noise: float = 0.0,
+    noise: NotNegative = 0.0,
 ) -> Stages:
     """Each expert takes its ceil(k T / E) best tokens of a sequence; weights softmax(W h) as they are. Not causal.
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from pointsman._values import check_whole
 from pointsman.ops.quantile import column_histogram
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
-from pointsman.routers.stages import Scores, Selection, Selector, Sigmoid, Stages
+from pointsman.routers.entries import BelowOne, LayerSpec, register_router
+from pointsman.routers.stages import TINY, Scores, Selection, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -58,8 +57,7 @@ class AboveThreshold(Selector):
             member = torch.ones_like(member)
         every = torch.arange(self.num_experts, device=probs.device)
         weights = torch.where(member, probs, 0)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        weights = self.renormalized(weights)
         statistics = {}
         if self.training:
             mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
@@ -77,19 +75,14 @@ class AboveThreshold(Selector):
         self.histogram.copy_(torch.where(tokens > 0, moved, self.histogram))
         self.steps += tokens > 0
 
-    def extra_repr(self) -> str:
-        return f"bins={self.bins}, decay={self.decay}, renormalize={self.renormalize}"
-
 
 @register_router("expert-threshold", paper="Sun et al. 2026, arXiv 2603.11535", renormalize=False)
-def expert_threshold(layer: LayerSpec, *, decay: float = 0.99, bins: int = 1000) -> Stages:
+def expert_threshold(layer: LayerSpec, *, decay: BelowOne = 0.99, bins: int = 1000) -> Stages:
     """s = sigmoid(W h): each expert takes the tokens above its threshold, k experts a token on average.
 
     decay: of the running histogram of scores that the thresholds come from.
     bins: of that histogram.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"expert-threshold: option decay={decay}: allowed are numbers from 0, below 1")
     check_whole("expert-threshold: option bins", bins, least=2)
     select = AboveThreshold(layer.num_experts, bins, decay, layer.renormalize)
     return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), Sigmoid(), select=select)

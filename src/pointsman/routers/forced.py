@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
 from pointsman.routers.stages import Scores, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -15,18 +14,11 @@ from pointsman.routing import RoutingContext
 class InTurn(Selector):
     """Token n of the batch takes the experts (n k + j) mod E, j < k; weights are their probabilities."""
 
-    def __init__(self, renormalize: bool) -> None:
-        super().__init__()
-        self.renormalize = renormalize
-
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
         tokens, num_experts = probs.shape
         experts = torch.arange(tokens * k, device=probs.device).remainder(num_experts).view(tokens, k)
-        weights = probs.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
+        return experts, self.renormalized(probs.gather(-1, experts))
 
 
 @register_router("forced", paper="for speed tests")

@@ -28,8 +28,8 @@ class FirstAndSecond(Selector):
     """
 
     def __init__(self, renormalize: bool, second: Second, second_eval: Second) -> None:
-        super().__init__()
-        self.renormalize, self.second, self.second_eval = renormalize, second, second_eval
+        super().__init__(renormalize)
+        self.second, self.second_eval = second, second_eval
         self.stochastic = second_eval != "all"
         self.training_stochastic = second != "all"
         self.ragged = second_eval in ("random", "threshold")
@@ -52,9 +52,6 @@ class FirstAndSecond(Selector):
             lost = torch.cat([torch.zeros_like(lost[:, :1]), lost], 1)
             experts, weights = experts.masked_fill(lost, -1), weights.masked_fill(lost, 0)
         return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"renormalize={self.renormalize}, second={self.second}, second_eval={self.second_eval}"
 
 
 def first_choices(given: LossInput) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from pointsman.ops.clustering import kmeans
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.loss_free import SqrtSoftplus
-from pointsman.routers.select import TINY
 from pointsman.routers.stages import (
     Scored,
     Scorer,
@@ -166,10 +165,7 @@ class Walk(Selector):
         experts = walk(columns, stride, k, probs.shape[-1])
         if not self.gated:
             return experts, torch.full(experts.shape, 1 / k, dtype=probs.dtype, device=probs.device)
-        weights = probs.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
+        return experts, self.renormalized(probs.gather(-1, experts))
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         return super().replay(scores, experts) if self.gated else equal_weights(scores, experts)

@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
+from pointsman.routers.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.hypernetwork import FrozenLinear, build_hypernetwork
-from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stages import Loss, LossInput, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 
@@ -113,12 +112,12 @@ class HyperScorer(Scorer):
 def hyperrouter(
     layer: LayerSpec,
     *,
-    hyper_dim: int = 256,
-    embed_dim: int | None = None,
+    hyper_dim: Count = 256,
+    embed_dim: Count | None = None,
     share: bool = False,
     bias: bool = True,
-    l2: float = 0.0,
-    embed_dropout: float = 0.0,
+    l2: NotNegative = 0.0,
+    embed_dropout: BelowOne = 0.0,
     init: Literal["normal", "hyperfan"] = "normal",
     generate: Literal["whole", "expert"] = "whole",
 ) -> Stages:
@@ -134,12 +133,6 @@ def hyperrouter(
     generate: the router as a whole, or each expert's row by one smaller hypernetwork from e + a_i, a_i fixed.
     """
     embed_dim = layer.dim if embed_dim is None else embed_dim
-    for name, value in (("hyper_dim", hyper_dim), ("embed_dim", embed_dim)):
-        check_whole(f"hyperrouter: option {name}", value)
-    if l2 < 0:
-        raise ValueError(f"hyperrouter: option l2={l2}: allowed are numbers from 0")
-    if not 0 <= embed_dropout < 1:
-        raise ValueError(f"hyperrouter: option embed_dropout={embed_dropout}: allowed are numbers from 0, below 1")
     each = generate == "expert"
     sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.num_experts
     key = f"hypernetwork-{sizes}-{bias}-{init}-{generate}"

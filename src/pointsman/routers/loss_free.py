@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman._values import check_whole
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.bias_updates import UPDATES, SignUpdate
-from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.entries import Count, LayerSpec, NotNegative, Whole, register_router
 from pointsman.routers.select import keep_groups
 from pointsman.routers.stages import (
     LossInput,
@@ -102,10 +101,6 @@ class BiasedTopK(Selector):
         if self.update is not None and self.sums:
             self.update.move(self.bias, self.sums)
 
-    def extra_repr(self) -> str:
-        groups = f", groups={self.groups}, kept={self.kept}, group_score={self.group_score}" if self.groups > 1 else ""
-        return f"renormalize={self.renormalize}{groups}{', on_logits=True' if self.on_logits else ''}"
-
 
 def counted(given: LossInput) -> Tensor:
     """What the balance loss counts: the top-k of the scores alone, without bias and groups (DeepSeek-V3, Eq. 18)."""
@@ -119,13 +114,13 @@ def loss_free(
     gate: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid",
     biased: Literal["scores", "logits"] = "scores",
     update: Literal["sign", "smebu", "quantile", "none"] = "sign",
-    rate: float | None = None,
+    rate: NotNegative | None = None,
     centre: bool | None = None,
-    groups: int = 1,
+    groups: Count = 1,
     kept: int = 1,
     group_score: Literal["top2", "max"] = "top2",
-    bins: int = 1000,
-    nulls: int = 0,
+    bins: Whole = 1000,
+    nulls: Whole = 0,
     kind: Kind = "zero",
 ) -> Stages:
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
@@ -143,8 +138,6 @@ def loss_free(
     nulls: virtual experts that may be chosen besides the E experts; they have a bias like these.
     kind: what they give: nothing (zero), the input (copy: LongCat), a trained mix (constant), or one of each (mixed).
     """
-    check_whole("loss-free: option groups", groups)
-    check_whole("loss-free: option bins", bins, least=0)
     virtual = virtual_experts("loss-free", nulls, kind)
     if nulls and groups > 1:
         raise ValueError(f"loss-free: option groups={groups}: nulls={nulls} allows 1")
@@ -157,8 +150,6 @@ def loss_free(
         raise ValueError(f"loss-free: option groups={groups}: update=quantile allows 1")
     if update == "quantile" and biased == "logits":
         raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
-    if rate is not None and rate < 0:
-        raise ValueError(f"loss-free: option rate={rate}: allowed are numbers from 0")
     normalize, reach = GATES[gate]
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update != "sign" if centre is None else centre

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pointsman._values import check_whole
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, Whole, register_router
 from pointsman.routers.select import TopK
 from pointsman.routers.stages import Scored, Scorer, Scores, Stages
 from pointsman.routers.token_ids import checked_ids
@@ -89,7 +88,7 @@ class VisibleTopK(TopK):
 
 
 @register_router("mask", paper="Su et al. 2024, arXiv 2407.09816", renormalize=lambda layer: layer.top_k > 1)
-def mask(layer: LayerSpec, *, visible: int | None = None, rare: int = 0, seed: int = 0) -> Stages:
+def mask(layer: LayerSpec, *, visible: int | None = None, rare: Whole = 0, seed: int = 0) -> Stages:
     """p = softmax(W h) over the experts that the token id may see; top-k of p.
 
     visible: how many experts an id sees (none = 8, or all where there are fewer).
@@ -101,7 +100,6 @@ def mask(layer: LayerSpec, *, visible: int | None = None, rare: int = 0, seed: i
         raise ValueError(
             f"mask: option visible={visible}: allowed are whole numbers from 1 to {layer.num_experts} (experts)"
         )
-    check_whole("mask: option rare", rare, least=0)
     vocabulary = layer.need_vocab_size("mask")
     scorer = MaskedScorer(layer.dim, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
     return Stages(scorer, select=VisibleTopK(layer.renormalize))

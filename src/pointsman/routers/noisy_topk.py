@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import randn_like
 from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
-from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
@@ -81,9 +81,9 @@ def load_loss(given: LossInput) -> Tensor:
 def noisy_topk(
     layer: LayerSpec,
     *,
-    importance: float = 0.1,
-    load: float = 0.1,
-    epsilon: float = 0.0,
+    importance: NotNegative = 0.1,
+    load: NotNegative = 0.1,
+    epsilon: NotNegative = 0.0,
     init: Literal["zeros", "normal"] = "zeros",
 ) -> Stages:
     """Noisy top-k gating: a linear router with trained noise in training; losses keep importance and load even.
@@ -93,8 +93,5 @@ def noisy_topk(
     epsilon: least standard deviation of the noise.
     init: both maps start at 0 (the paper), or N(0, 0.02^2).
     """
-    for name, value in (("importance", importance), ("load", load), ("epsilon", epsilon)):
-        if value < 0:
-            raise ValueError(f"noisy-topk: option {name}={value}: allowed are numbers from 0")
     score = NoisyScorer(layer.dim, layer.num_experts, epsilon, INIT_STD if init == "normal" else 0.0)
     return Stages(score, losses={"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)})

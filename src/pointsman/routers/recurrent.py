@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import Count, LayerSpec, register_router
 from pointsman.routers.stages import Scored, Scorer, Stages
 from pointsman.routing import RoutingContext
 
@@ -90,12 +89,9 @@ class DepthScorer(Scorer):
             units = F.gelu(layer(units))
         return Scored(self.out(units), above={self.name: state})
 
-    def extra_repr(self) -> str:
-        return self.name
-
 
 @register_router("recurrent", paper="Qiu et al. 2024, arXiv 2408.06793; ZAYA1, arXiv 2511.17127")
-def recurrent(layer: LayerSpec, *, width: int | None = None, depth: Literal["gru", "average"] = "gru") -> Stages:
+def recurrent(layer: LayerSpec, *, width: Count | None = None, depth: Literal["gru", "average"] = "gru") -> Stages:
     """A state for each token, handed from sparse layer to sparse layer, from which each layer takes its logits.
 
     width: of the state (none = an eighth of the hidden states', from 8 to 256; the paper's 256 costs as much as the
@@ -103,7 +99,6 @@ def recurrent(layer: LayerSpec, *, width: int | None = None, depth: Literal["gru
     depth: one recurrent unit for all layers (RMoE), or a weighted sum and a small network (ZAYA1).
     """
     width = min(256, max(8, layer.dim // 8)) if width is None else width
-    check_whole("recurrent: option width", width)
     cell: Cell | None = None
     if depth == "gru":
         key = f"recurrent-{width}"

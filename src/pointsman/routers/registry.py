@@ -125,12 +125,16 @@ def _convert(
     options: dict[str, str] | dict[str, Any], entry: Entry, spec: str, extra: Entry | None = None
 ) -> dict[str, Any]:
     """Options checked against the signatures of `entry` (and `extra`), strings turned into their types."""
-    schema = {**({} if extra is None else extra.options), **entry.options}
+    both = (entry,) if extra is None else (extra, entry)
+    schema = {key: option for one in both for key, option in one.options.items()}
+    ranges = {key: allowed for one in both for key, allowed in one.allowed.items()}
     values: dict[str, Any] = {}
     for key, value in options.items():
         if key not in schema:
             raise ValueError(f"router spec {spec!r}: {entry.name!r} has no option {key!r}: {did_you_mean(key, schema)}")
-        values[key] = convert(value, schema[key].annotation, f"router spec {spec!r}: option {key}")
+        values[key] = value = convert(value, schema[key].annotation, f"router spec {spec!r}: option {key}")
+        if value is not None and key in ranges and not ranges[key].holds(value):
+            raise ValueError(f"{entry.name}: option {key}={value}: allowed are {ranges[key].words}")
     return values
 
 
@@ -175,7 +179,6 @@ def build_router(
     values = _convert({**parsed.options, **options}, entry, spec, COMMON)
     common = {name: option.default for name, option in COMMON.options.items()} | {"balance": entry.balance}
     common |= {name: values.pop(name) for name in COMMON.options if name in values}
-    _check_common(common, spec)
     given = {name for name, value in common.items() if value != COMMON.options[name].default}
     renormalize = common.pop("renormalize")
     layer.renormalize = entry.renormalize(layer) if renormalize is None else renormalize
@@ -224,16 +227,6 @@ def _first_k(entry: Entry, layer: LayerSpec) -> int:
     if entry.fixed_k:
         return layer.num_experts
     return layer.top_k if entry.starts_at is None else entry.starts_at(layer)
-
-
-def _check_common(common: Mapping[str, Any], spec: str) -> None:
-    """ValueError for a number that is out of range."""
-    for name in ("balance", "z_loss", "capacity", "eval_capacity", "scale", "lr_scale"):
-        value = common[name]
-        zero = name in ("balance", "z_loss")
-        if value is not None and (value < 0 or (value == 0 and not zero)):
-            allowed = "numbers from 0" if zero else "numbers above 0"
-            raise ValueError(f"router spec {spec!r}: option {name}={value}: allowed are {allowed}")
 
 
 def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
 from pointsman.routers.stages import Loss, LossInput, Normalizer, Scores, Selection, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -49,8 +48,7 @@ class Positive(Selector):
         experts = top_k(gates, k)
         weights = gates.gather(-1, experts)
         experts = experts.masked_fill(weights <= 0, -1)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        weights = self.renormalized(weights)
         statistics = {}
         if self.training:
             active = gates.detach() > 0
@@ -74,9 +72,6 @@ class Positive(Selector):
             # S below 1 - k / E: more than k active experts a token
             surplus = self.sums["active"] - self.top_k * self.sums["tokens"]
             self.penalty.mul_(GROWTH ** torch.sign(surplus).to(self.penalty.dtype))
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k} of {self.num_experts}, balanced={self.balanced}"
 
 
 @register_router(

@@ -11,7 +11,6 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.stages import Scores, Selection, Selector, equal_weights
 from pointsman.routing import RoutingContext
 
-TINY = 1e-9  # keeps a sum of sigmoids away from zero
 ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
 
 
@@ -22,20 +21,10 @@ class TopK(Selector):
     HyperRouter's Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
     """
 
-    def __init__(self, renormalize: bool) -> None:
-        super().__init__()
-        self.renormalize = renormalize
-
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
         experts = top_k(scores.choice.flatten(0, 1), k)
-        weights = probs.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"renormalize={self.renormalize}"
+        return experts, self.renormalized(probs.gather(-1, experts))
 
 
 class RandomExperts(Selector):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pointsman.ops.drawing import own_rows
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
+from pointsman.routers.entries import BelowOne, LayerSpec, NotNegative, register_router
 from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -24,8 +23,8 @@ class DroppedTopK(Selector):
     """
 
     def __init__(self, dropout: float, renormalize: bool) -> None:
-        super().__init__()
-        self.dropout, self.renormalize = dropout, renormalize
+        super().__init__(renormalize)
+        self.dropout = dropout
         self.training_stochastic = dropout > 0
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
@@ -40,12 +39,7 @@ class DroppedTopK(Selector):
         if dropped is not None:
             none = dropped.gather(-1, experts)
             experts, weights = experts.masked_fill(none, -1), weights.masked_fill(none, 0)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"dropout={self.dropout}, renormalize={self.renormalize}"
+        return experts, self.renormalized(weights)
 
 
 def negative_entropy(given: LossInput) -> Tensor:
@@ -56,16 +50,12 @@ def negative_entropy(given: LossInput) -> Tensor:
 
 
 @register_router("sigma", paper="Csordas et al. 2023, arXiv 2310.10837", renormalize=False)
-def sigma(layer: LayerSpec, *, dropout: float = 0.05, entropy: float = 0.001) -> Stages:
+def sigma(layer: LayerSpec, *, dropout: BelowOne = 0.05, entropy: NotNegative = 0.001) -> Stages:
     """s = sigmoid(W h); top-k of the experts that are not dropped; weights s as they are.
 
     dropout: probability with which an expert is left out of a token's choice in training.
     entropy: weight of the loss sum_e q_e ln q_e + ln E, q the mean of softmax(W h) over the batch.
     """
-    if not 0 <= dropout < 1:
-        raise ValueError(f"sigma: option dropout={dropout}: allowed are numbers from 0 up to, not including, 1")
-    if entropy < 0:
-        raise ValueError(f"sigma: option entropy={entropy}: allowed are numbers from 0")
     scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
     with torch.no_grad():  # rows of norm 1: a standard deviation of d^-1/2
         scorer.weight.div_(scorer.weight.norm(dim=-1, keepdim=True))

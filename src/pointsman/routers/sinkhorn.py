@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
+from pointsman.routers.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.stages import Scores, Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -84,21 +83,15 @@ class Sinkhorn(Selector):
                 logits = logits / self.temperature
                 choice = (logits + column_potentials(logits, mask, self.iterations)).flatten(0, 1)[own]
         experts = top_k(choice.reshape(-1, choice.shape[-1]), k)
-        weights = scores.probs.flatten(0, 1).gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"temperature={self.temperature}, iterations={self.iterations}, group={self.group}"
+        return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts))
 
 
 @register_router("sinkhorn", paper="Clark et al. 2022, arXiv 2202.01169", renormalize=False)
 def sinkhorn(
     layer: LayerSpec,
     *,
-    temperature: float = 1.0,
-    iterations: int = 30,
+    temperature: Positive = 1.0,
+    iterations: Annotated[int, Allowed("whole numbers from 1 to 10000", lambda value: 1 <= value <= 10_000)] = 30,
     group: Literal["batch", "sequence"] = "batch",
     gate: Literal["softmax", "sigmoid"] | None = None,
 ) -> Stages:
@@ -109,10 +102,6 @@ def sinkhorn(
     group: whose tokens are balanced: the batch's, or each sequence's.
     gate: of the weights; none = sigmoid where the layer starts with k = 1, else softmax.
     """
-    if not temperature > 0:
-        raise ValueError(f"sinkhorn: option temperature={temperature}: allowed are numbers above 0")
-    if not 1 <= iterations <= 10_000:
-        raise ValueError(f"sinkhorn: option iterations={iterations}: allowed are whole numbers from 1 to 10000")
     sigmoid = gate == "sigmoid" or (gate is None and layer.top_k == 1)
     return Stages(
         LinearScorer(layer.dim, layer.num_experts, bias=False),

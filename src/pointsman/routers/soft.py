@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.ops.scoring import linear
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import Count, LayerSpec, register_router
 from pointsman.routers.stages import Scored, Scorer, Scores, Selection, Selector, Stages
 from pointsman.routing import RoutingContext, Slots
 
@@ -63,10 +62,9 @@ class SoftSlots(Selector):
 
 
 @register_router("soft", paper="Puigcerver et al. 2023, arXiv 2308.00951", renormalize=False, fixed_k=True)
-def soft(layer: LayerSpec, *, slots: int = 1) -> Stages:
+def soft(layer: LayerSpec, *, slots: Count = 1) -> Stages:
     """Soft MoE: each expert works on weighted means of a sequence's tokens (slots). Every token uses all experts.
 
     slots: of each expert (the paper's cost of one expert a token: tokens of a sequence / experts).
     """
-    check_whole("soft: option slots", slots)
     return Stages(SlotScorer(layer.dim, layer.num_experts, slots), select=SoftSlots())

@@ -6,14 +6,13 @@ Experts are drawn, and the router gets the gradient of the expected output, esti
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from pointsman.ops.drawing import rand_like
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
+from pointsman.routers.entries import Allowed, LayerSpec, register_router
 from pointsman.routers.stages import Scores, Selection, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -46,8 +45,8 @@ class Drawn(Selector):
     training_stochastic = True
 
     def __init__(self, reach: float, version: int, renormalize: bool) -> None:
-        super().__init__()
-        self.reach, self.version, self.renormalize = reach, version, renormalize
+        super().__init__(renormalize)
+        self.reach, self.version = reach, version
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         choice = scores.choice
@@ -60,10 +59,7 @@ class Drawn(Selector):
             experts.append(drawn)
             weights.append(weight)
             left = left.scatter(-1, drawn, -math.inf)
-        chosen, weighed = torch.cat(experts, -1), torch.cat(weights, -1)
-        if self.renormalize:
-            weighed = weighed / weighed.sum(-1, keepdim=True).clamp_min(TINY)
-        return chosen, weighed
+        return torch.cat(experts, -1), self.renormalized(torch.cat(weights, -1))
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         raise ValueError("sparsemixer: weights depend on what was drawn before, so that a routing cannot be replayed")
@@ -92,18 +88,18 @@ class Drawn(Selector):
         factor, slope = factor.to(q.dtype), slope.to(q.dtype)
         return drawn, DrawnWeight.apply(left, q, drawn, factor, slope)  # type: ignore[no-untyped-call]
 
-    def extra_repr(self) -> str:
-        return f"r={self.reach}, version={self.version}, renormalize={self.renormalize}"
-
 
 @register_router("sparsemixer", paper="Liu et al. 2023, arXiv 2310.00811; 2024, arXiv 2409.12136", renormalize=False)
-def sparsemixer(layer: LayerSpec, *, r: float = 0.1, version: Literal["1", "2"] = "2") -> Stages:
+def sparsemixer(
+    layer: LayerSpec,
+    *,
+    r: Annotated[float, Allowed("numbers from 0 to 1000", lambda value: 0 <= value <= 1e3)] = 0.1,
+    version: Literal["1", "2"] = "2",
+) -> Stages:
     """Experts are drawn from a softmax of the largest logits; the router gets a midpoint estimate of its gradient.
 
     r: experts further than 2 r below the largest logit (relative) are never drawn (version 1: 0.1; Phi-3.5-MoE: 0.01).
     version: of the estimate: 1 (one expert), 2 (GRIN).
     """
-    if not 0 <= r <= 1e3:
-        raise ValueError(f"sparsemixer: option r={r}: allowed are numbers from 0 to 1000")
     scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
     return Stages(scorer, select=Drawn(r, int(version), layer.renormalize))

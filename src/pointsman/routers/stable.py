@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._values import check_whole
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.select import TINY
-from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Scores, Selector, Sigmoid, Stages
+from pointsman.routers.entries import LayerSpec, NotNegative, Whole, register_router
+from pointsman.routers.stages import TINY, Loss, LossInput, Scored, Scorer, Scores, Selector, Sigmoid, Stages
 from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -125,28 +123,21 @@ class TwoStageScorer(Scorer):
 class TwoStages(Selector):
     """The k best by z in stage one of training, by the light router afterwards; weights are sigmoid(z)."""
 
-    def __init__(self, renormalize: bool) -> None:
-        super().__init__()
-        self.renormalize = renormalize
-
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         choice = scores.extra["light"]
         if self.training:
             choice = torch.where(scores.extra["second"], choice, scores.choice)
         experts = top_k(choice.flatten(0, 1), k)
-        weights = scores.probs.flatten(0, 1).gather(-1, experts)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
+        return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts))
 
 
 @register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", renormalize=False)
 def stable(
     layer: LayerSpec,
     *,
-    stage_one: int = 6000,
-    load: float = 0.3,
-    distill: float = 0.3,
+    stage_one: Whole = 6000,
+    load: NotNegative = 0.3,
+    distill: NotNegative = 0.3,
     light: Literal["token", "bigram", "cnn"] = "token",
 ) -> Stages:
     """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
@@ -156,10 +147,6 @@ def stable(
     distill: weight of the distillation.
     light: what the distilled router sees: the token's id, also the one before it (bigram), or five ids (cnn).
     """
-    check_whole("stable: option stage_one", stage_one, least=0)
-    for name, value in (("load", load), ("distill", distill)):
-        if value < 0:
-            raise ValueError(f"stable: option {name}={value}: allowed are numbers from 0")
     score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light)
     losses = {"load": Loss(score.load, load), "distill": Loss(score.distill, distill)}
     return Stages(score, Sigmoid(), select=TwoStages(layer.renormalize), losses=losses)

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import Pairs, RouterState, RoutingContext, Slots
 
 Tensors = Mapping[str, Tensor]
+TINY = 1e-9  # keeps a sum of sigmoids away from zero
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,11 @@ class Stage(nn.Module):
     def step_end(self) -> None:
         """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
 
+    def extra_repr(self) -> str:
+        """The plain values that it was made with."""
+        kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}
+        return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
+
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
         kept = [
             (module, name, buffer)
@@ -298,6 +305,15 @@ class Selector(Stage):
     overrides: frozenset[str] = frozenset()
     renormalize: bool | None = None
 
+    def __init__(self, renormalize: bool | None = None) -> None:
+        super().__init__()
+        if renormalize is not None:
+            self.renormalize = renormalize
+
+    def renormalized(self, weights: Tensor) -> Tensor:
+        """Weights [N, k] divided by their sums, if `renormalize` asks for it."""
+        return weights / weights.sum(-1, keepdim=True).clamp_min(TINY) if self.renormalize else weights
+
     def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
         """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
         rows among them."""
@@ -318,7 +334,7 @@ class Selector(Stage):
             ValueError: weights are not a function of the experts.
         """
         weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
-        if getattr(self, "renormalize", False):
+        if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
         return Selection(experts, weights)
 

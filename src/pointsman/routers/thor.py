@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.select import RandomExperts
 from pointsman.routers.stages import Scorer, Stages
 from pointsman.routing import RoutingContext
@@ -23,12 +23,10 @@ class NoScorer(Scorer):
 
 
 @register_router("thor", paper="Zuo et al. 2022, arXiv 2110.04260")
-def thor(layer: LayerSpec, *, alpha: float = 1.0) -> Stages:
+def thor(layer: LayerSpec, *, alpha: NotNegative = 1.0) -> Stages:
     """THOR: experts drawn uniformly, weights 1/k; one set of k for the whole forward in training, per token afterwards.
 
     alpha: weight of the consistency term. The trainer runs two passes and minimises L1 + L2 + alpha * C with
     C = 1/2 mean over tokens of sum_v (p - q)(log p - log q), the symmetric KL divergence of the two predictions.
     """
-    if alpha < 0:
-        raise ValueError(f"thor: option alpha={alpha}: allowed are numbers from 0")
     return Stages(NoScorer(layer.num_experts), select=RandomExperts(), objective="consistency", objective_weight=alpha)

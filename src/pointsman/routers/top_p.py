@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.gshard import first_choices
-from pointsman.routers.select import TINY
 from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -25,8 +24,8 @@ class TopP(Selector):
     ragged = True
 
     def __init__(self, tau: float, renormalize: bool) -> None:
-        super().__init__()
-        self.tau, self.renormalize = tau, renormalize
+        super().__init__(renormalize)
+        self.tau = tau
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         experts = top_k(scores.choice.flatten(0, 1), k)
@@ -36,12 +35,7 @@ class TopP(Selector):
             beyond = before >= self.tau
             beyond[:, :1].zero_()  # the best expert stays
             experts, weights = experts.masked_fill(beyond, -1), weights.masked_fill(beyond, 0)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, weights
-
-    def extra_repr(self) -> str:
-        return f"tau={self.tau}, renormalize={self.renormalize}"
+        return experts, self.renormalized(weights)
 
 
 def mean_entropy(given: LossInput) -> Tensor:
@@ -59,7 +53,7 @@ def mean_entropy(given: LossInput) -> Tensor:
     starts_at=lambda layer: layer.num_experts,
 )
 def top_p(
-    layer: LayerSpec, *, tau: float = 0.4, dynamic: float = 0.0001, counted: Literal["all", "first"] = "all"
+    layer: LayerSpec, *, tau: Share = 0.4, dynamic: NotNegative = 0.0001, counted: Literal["all", "first"] = "all"
 ) -> Stages:
     """p = softmax(W h); the smallest set of best experts whose probabilities reach tau. k is a cap.
 
@@ -67,10 +61,6 @@ def top_p(
     dynamic: weight of the mean entropy of p.
     counted: what the balance loss counts: all chosen experts, or each token's best alone (XMoE).
     """
-    if not 0 < tau <= 1:
-        raise ValueError(f"top-p: option tau={tau}: allowed are numbers above 0, up to 1")
-    if dynamic < 0:
-        raise ValueError(f"top-p: option dynamic={dynamic}: allowed are numbers from 0")
     return Stages(
         LinearScorer(layer.dim, layer.num_experts, bias=False),
         select=TopP(tau, layer.renormalize),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, Probability, Whole, register_router
 from pointsman.routers.stages import Product, Scorer, Sigmoid, Softmax, Stages
 from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext
@@ -32,10 +32,6 @@ class LinearScorer(Scorer):
         self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
     ) -> None:
         super().__init__()
-        if noise < 0:
-            raise ValueError(f"option noise={noise}: allowed are numbers from 0")
-        if not 0 <= jitter <= 1:
-            raise ValueError(f"option jitter={jitter}: allowed are numbers from 0 to 1")
         self.noise = noise
         self.jitter = jitter
         self.training_stochastic = noise > 0 or jitter > 0
@@ -68,8 +64,8 @@ def smoe(
     *,
     gate: Literal["softmax", "sigmoid"] = "softmax",
     bias: bool = True,
-    noise: float = 0.0,
-    nulls: int = 0,
+    noise: NotNegative = 0.0,
+    nulls: Whole = 0,
     kind: Kind = "zero",
 ) -> Stages:
     """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
@@ -97,7 +93,7 @@ def smoe(
     starts_at=lambda layer: 1,
 )
 def switch(
-    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, jitter: float = 0.0
+    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, jitter: Probability = 0.0
 ) -> Stages:
     """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
 

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman._values import check_whole
 from pointsman.routers.stages import Selection
 
 Kind = Literal["zero", "copy", "constant", "mixed"]
@@ -22,9 +21,8 @@ def virtual_experts(router: str, nulls: int, kind: Kind) -> tuple[str, ...]:
     """The kinds of the virtual experts, in the order of their columns.
 
     Raises:
-        ValueError: `nulls` is no whole number from 0, or less than the 3 that `mixed` needs; `router` is named.
+        ValueError: `nulls` is less than the 3 that `mixed` needs; `router` is named.
     """
-    check_whole(f"{router}: option nulls", nulls, least=0)
     if kind != "mixed":
         return (kind,) * nulls
     if nulls < 3:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.drawing import randn_like
-from pointsman.routers.entries import LayerSpec, register_router
+from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.stages import Loss, LossInput, Scored, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -55,16 +55,15 @@ def _variation(loads: Tensor) -> Tensor:
 
 
 @register_router("vmoe", paper="Riquelme et al. 2021, arXiv 2106.05974", renormalize=False)
-def vmoe(layer: LayerSpec, *, noise: float = 1.0, importance: float = 0.005, load: float = 0.005) -> Stages:
+def vmoe(
+    layer: LayerSpec, *, noise: NotNegative = 1.0, importance: NotNegative = 0.005, load: NotNegative = 0.005
+) -> Stages:
     """p = softmax(W h + noise), top-k of p, weights not renormalised; importance and load losses.
 
     noise: times 1/E is the standard deviation of the noise on the logits in training.
     importance: weight of the squared coefficient of variation of the experts' summed probabilities.
     load: the same of the probability that an expert is chosen under a new draw of the noise.
     """
-    for name, value in (("noise", noise), ("importance", importance), ("load", load)):
-        if value < 0:
-            raise ValueError(f"vmoe: option {name}={value}: allowed are numbers from 0")
     scorer = NoisyScorer(layer.dim, layer.num_experts, noise)
     losses = {"importance": Loss(scorer.importance, importance), "load": Loss(scorer.load, load)}
     return Stages(scorer, losses=losses)

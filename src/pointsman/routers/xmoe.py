@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pointsman.ops.linear import upcast
 from pointsman.ops.scoring import linear
-from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.entries import Allowed, Count, LayerSpec, Positive, register_router
 from pointsman.routers.stages import Normalizer, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 
@@ -105,8 +105,10 @@ class TemperatureGate(Normalizer):
         if self.temperature.requires_grad:
             self.temperature.clamp_(min=TEMPERATURE_FLOOR)
 
-    def extra_repr(self) -> str:
-        return self.gate
+
+Width = Annotated[
+    int | Literal["full"], Allowed("whole numbers from 1, or full", lambda value: value == "full" or value >= 1)
+]
 
 
 def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
@@ -119,11 +121,11 @@ def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
 def xmoe(
     layer: LayerSpec,
     *,
-    routing_dim: int | Literal["full"] | None = None,
+    routing_dim: Width | None = None,
     normalize: bool = True,
-    expert_norm: float = 0.1,
+    expert_norm: Positive = 0.1,
     gate: Literal["softmax", "sigmoid"] = "softmax",
-    tau0: float | None = None,
+    tau0: Positive | None = None,
 ) -> Stages:
     """X-MoE: cosines in a low-dimensional space, a learnable temperature, balance loss 0.01 on softmax(cosines / tau0).
 
@@ -138,7 +140,6 @@ def xmoe(
     if routing_dim is None:
         routing_dim = max(2, layer.num_experts // 2)
     tau0 = TAU0[gate] if tau0 is None else tau0
-    _check("xmoe", routing_dim=routing_dim, expert_norm=expert_norm, tau0=tau0)
     scorer = CosineScorer(
         layer.dim,
         layer.num_experts,
@@ -156,7 +157,7 @@ def xmoe(
     balance=0.01,
     renormalize=_weight_is_the_gate_at_top_1,
 )
-def xmoe_torchscale(layer: LayerSpec, *, routing_dim: int = 16, expert_norm: float = 1.5) -> Stages:
+def xmoe_torchscale(layer: LayerSpec, *, routing_dim: Count = 16, expert_norm: Positive = 1.5) -> Stages:
     """X-MoE as in torchscale and its forks; nothing is dropped.
 
     Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
@@ -166,7 +167,6 @@ def xmoe_torchscale(layer: LayerSpec, *, routing_dim: int = 16, expert_norm: flo
     routing_dim: width of the space.
     expert_norm: the norm of the expert embeddings.
     """
-    _check("xmoe-torchscale", routing_dim=routing_dim, expert_norm=expert_norm)
     return Stages(
         CosineScorer(
             layer.dim,
@@ -177,10 +177,3 @@ def xmoe_torchscale(layer: LayerSpec, *, routing_dim: int = 16, expert_norm: flo
             orthogonal=True,
         )
     )
-
-
-def _check(name: str, **options: float | str) -> None:
-    for option, value in options.items():
-        least, words = (1, "whole numbers from 1, or full") if option == "routing_dim" else (0, "numbers above 0")
-        if not isinstance(value, str) and (value < least or value == 0):
-            raise ValueError(f"{name}: option {option}={value}: allowed are {words}")

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pointsman.routers.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.mutual.mixers import TAU, SimilarityInform
 from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.token_mixer import TokenMixer
 from pointsman.routers.mutual.visible import Visible
-from pointsman.routers.registry import LayerSpec, register_mixer
 from pointsman.routers.stages import Mixer
 from pointsman.routing import RouterState, RoutingContext
 
@@ -80,7 +80,7 @@ CONTROL = "control: smoothing without what the tokens are"
 
 
 @register_mixer("uniform", paper=CONTROL)
-def uniform(layer: LayerSpec, *, strength: float = 1.0) -> Mixer:
+def uniform(layer: LayerSpec, *, strength: Probability = 1.0) -> Mixer:
     """A control for mixers: every token is informed by all tokens that it may see, equally.
 
     strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
@@ -93,8 +93,8 @@ def shuffled(
     layer: LayerSpec,
     *,
     source: Literal["unit", "input", "attention"] = "unit",
-    tau: float | None = None,
-    strength: float = 1.0,
+    tau: Positive | None = None,
+    strength: Probability = 1.0,
 ) -> Mixer:
     """A control for `+similarity`: tokens are mixed by the similarities of another sequence of the batch.
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pointsman.routers.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.mutual.posterior import Posterior, head_entropies
 from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.streaming import block_scores, inform
 from pointsman.routers.mutual.token_mixer import TokenMixer
 from pointsman.routers.mutual.visible import Visible
-from pointsman.routers.registry import LayerSpec, register_mixer
 from pointsman.routers.stages import Mixer
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
@@ -37,8 +37,6 @@ class SimilarityInform(TokenMixer):
 
     def __init__(self, dim: int, *, source: str, tau: float, learned: bool, strength: float, neighbours: str) -> None:
         super().__init__(strength, neighbours)
-        if tau <= 0:
-            raise ValueError(f"similarity: option tau={tau}: allowed are numbers above 0")
         self.source = source
         self.needs = frozenset({"attention"} if source == "attention" else ())
         self.tau: Tensor
@@ -77,9 +75,6 @@ class SimilarityInform(TokenMixer):
         shared = (self.tau,) if self.weight is None else (self.tau, self.weight)
         return prepare, (probs, self._tokens(hidden, context), *before), shared
 
-    def extra_repr(self) -> str:
-        return f"source={self.source}, strength={self.strength}, neighbours={self.neighbours_rule}"
-
 
 class AttentionInform(TokenMixer):
     """S = A'_h, the posterior of which attended token explains a token's attention output (Definition 2), of one head
@@ -99,8 +94,6 @@ class AttentionInform(TokenMixer):
 
     def __init__(self, *, sigma: float, heads: str, strength: float, neighbours: str, factor: str = "heads") -> None:
         super().__init__(strength, neighbours)
-        if sigma <= 0:
-            raise ValueError(f"attention: option sigma={sigma}: allowed are numbers above 0")
         self.heads, self.factor = heads, factor
         self.causal = heads != "lowest-entropy-sequence"
         self.needs_step_end = heads == "lowest-entropy"
@@ -178,9 +171,6 @@ class AttentionInform(TokenMixer):
             self.head_entropy = self.head_entropy.new_zeros(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, factor={self.factor}, strength={self.strength}, neighbours={self.neighbours_rule}"
-
 
 def _trace(context: RoutingContext) -> AttentionTrace:
     assert context.attention is not None  # the router has checked
@@ -196,9 +186,9 @@ def similarity(
     layer: LayerSpec,
     *,
     source: Literal["unit", "input", "attention"] = "unit",
-    tau: float | None = None,
+    tau: Positive | None = None,
     learned: bool = False,
-    strength: float = 1.0,
+    strength: Probability = 1.0,
     neighbours: Literal["all", "surer"] = "all",
 ) -> Mixer:
     """Similarity-Inform: p_i = sum_j softmax_j(u_i' W_s u_j / tau) e_j.
@@ -219,11 +209,11 @@ def similarity(
 def attention(
     layer: LayerSpec,
     *,
-    sigma: float = 1.0,
+    sigma: Positive = 1.0,
     relative: bool = False,
     factor: Literal["heads", "one"] = "heads",
     heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
-    strength: float = 1.0,
+    strength: Probability = 1.0,
     neighbours: Literal["all", "surer"] = "all",
 ) -> Mixer:
     """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.

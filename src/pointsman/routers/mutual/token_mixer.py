@@ -36,8 +36,6 @@ class TokenMixer(Mixer):
 
     def __init__(self, strength: float, neighbours: str) -> None:
         super().__init__()
-        if not 0 <= strength <= 1:
-            raise ValueError(f"option strength={strength}: allowed are numbers from 0 to 1")
         self.strength, self.neighbours_rule = strength, neighbours
 
     def forward(
