@@ -155,13 +155,19 @@ def pack_experts(model: nn.Module, packed: bool = True) -> int:
     return 0
 
 
-def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+def step_end(
+    model: nn.Module,
+    reduce: Callable[[Sequence[Tensor]], None] | None = None,
+    unless: Tensor | None = None,
+) -> None:
     """Once after each optimizer step: norms kept, schedules, running statistics.
 
     Args:
         reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
             of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
             which `parallel.parallelize` sets.
+        unless: bool [], on the model's device; where it is true no parameter and no buffer changes. Nobody waits to
+            know.
     """
     routers = [router for _, router in named_routers(model)]
     if reduce is None and routers and routers[0].ranks.count > 1:
@@ -170,7 +176,7 @@ def step_end(model: nn.Module, reduce: Callable[[Sequence[Tensor]], None] | None
         if reduce is not None:
             reduce([tensor for router in routers for tensor in router.gathered()])
         for router in routers:
-            router.step_end()
+            router.step_end() if unless is None else router.step_end(unless)
 
 
 def track_steps(

@@ -300,11 +300,19 @@ class Router(nn.Module):
     def _sums(self) -> Iterator[dict[str, Tensor]]:
         return (module.sums for module in self.modules() if isinstance(module, Stage))
 
-    def step_end(self) -> None:
-        """Once after each optimizer step: norms kept, running statistics taken over."""
+    def step_end(self, unless: Tensor | None = None) -> None:
+        """Once after each optimizer step: norms kept, running statistics taken over.
+
+        Args:
+            unless: bool []; where it is true, parameters and buffers stay as they are. Nobody waits to know.
+        """
         if not self.frozen:
             for _, stage in self._stages():
+                before = [] if unless is None else [tensor.clone() for tensor in _own(stage)]
                 stage.step_end()
+                if unless is not None:
+                    for tensor, value in zip(_own(stage), before, strict=True):
+                        tensor.copy_(torch.where(unless, value, tensor))
             self._moved_since_step_end = self._parameter_version()
         for sums in self._sums():
             sums.clear()
@@ -349,6 +357,13 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def _own(stage: Stage) -> list[Tensor]:
+    """What a `step_end` may change."""
+    if type(stage).step_end is Stage.step_end:
+        return []
+    return [*stage.parameters(), *stage.buffers()]
 
 
 def _in_training(part: Stage, flag: str) -> bool:

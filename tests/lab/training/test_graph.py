@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from pointsman.experts import on_gpu as experts_on_gpu
 from pointsman.lab.data import Corpus
 from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.lab.runs.checkpoints import open_checkpoint
+from pointsman.lab.training import state as state_module
 from pointsman.lab.training.checkpoint import write_checkpoint
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.graph import WARM_UP, Passed, cuda_recorder
@@ -31,6 +33,7 @@ from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.objectives import objective_of
 from pointsman.lab.training.progress import Diverged
 from pointsman.lab.training.state import TrainingState
+from pointsman.lab.training.trainer import train
 from pointsman.ops import attention_on_gpu
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers import on_gpu as routers_on_gpu
@@ -283,6 +286,80 @@ def test_a_replay_that_diverges_names_the_layer_and_changes_nothing(settings: Se
 
 
 @pytest.mark.usefixtures("gpu_path")
+@pytest.mark.parametrize("router", ["xmoe", "loss-free", "smoe+attention:heads=lowest-entropy"])
+def test_steps_that_nobody_reads_wait_for_nothing(settings: Settings, corpus: Corpus, router: str) -> None:
+    config = settings(router, train_top_k="2", steps=12)
+    eager, graphed = state(config, corpus), state(config, corpus, TapeRecorder())
+    for number in range(12):
+        row, read = step(eager), number == 8
+        assert graphed.graph
+        with NoWaiting() if graphed.graph.replayed and not read else nullcontext():
+            found = graphed.train_step(read=read)
+        if graphed.graph.replayed and not read:
+            assert found == {key: row[key] for key in ("kind", "step", "top_k", "learning_rate")}
+        else:
+            assert {key: value for key, value in found.items() if "seconds" not in key} == row
+    graphed.check()
+    assert graphed.step == 12
+    assert_equal(eager, graphed)
+
+
+@pytest.mark.usefixtures("gpu_path")
+@pytest.mark.parametrize("router", ["xmoe", "loss-free", "smoe+attention:heads=lowest-entropy"])
+@pytest.mark.parametrize("how", ["weight", "gradient"])
+def test_divergence_that_is_read_later_changes_nothing(
+    settings: Settings, corpus: Corpus, router: str, how: str
+) -> None:
+    """The step that is named is the first, and nothing has moved since: weights, Adam, memories, routers' own state."""
+    told = []
+    for recorder in (None, TapeRecorder()):
+        one = state(settings(router, train_top_k="2", steps=30), corpus, recorder)
+        for _ in range(6):
+            step(one)
+        weight = one.model.get_parameter("layers.1.moe.experts.w_out")
+        if how == "weight":
+            with torch.no_grad():
+                weight.fill_(math.nan)
+        else:
+            weight.register_hook(lambda gradient: gradient * math.inf)
+            if one.graph:  # what is captured has no hook
+                one.graph._graph = None
+        kept = {name: value.clone() for kind in one.tensors().values() for name, value in kind.items()}
+        with pytest.raises(Diverged) as error:  # noqa: PT012
+            for _ in range(3):
+                one.train_step(read=one.graph is None)
+            assert one.step == 9
+            one.check()
+        told.append(str(error.value))
+        assert one.step == 6
+        for kind in one.tensors().values():
+            for name, value in kind.items():
+                assert torch.equal(value.nan_to_num(), kept[name].nan_to_num()), name
+    assert told[0] == told[1]
+    assert "step 7: the " in told[0]
+    assert ("layer layers.1.moe.experts" if how == "weight" else "is that of layers.1.moe.experts.w_out") in told[0]
+
+
+@pytest.mark.usefixtures("gpu_path")
+def test_a_run_of_graphed_steps_writes_the_lines_of_an_eager_one(
+    settings: Settings, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines every four steps; validation, checkpoint and the monitor's lines between them."""
+    recorder, rows = TapeRecorder(), []
+    monkeypatch.setattr(state_module, "cuda_recorder", lambda *_, **__: recorder)
+    rest = {"log_every": 4, "observe_every": 3, "validate_every": 6, "checkpoint_every": 5, "eval_tokens": 64}
+    for graphed in (False, True):
+        config = settings("xmoe", steps=14, train_top_k="2", cuda_graph=graphed, **rest)
+        out = tmp_path / str(graphed)
+        train(config, out, corpus=corpus, kernels=Kernels(), monitor=RoutingMonitor)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        timed = ("tokens_per_second", "step_seconds", "overhead")
+        rows.append([{key: value for key, value in row.items() if key not in timed} for row in lines])
+    assert recorder.replayed
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.usefixtures("gpu_path")
 def test_batches_norm_clipping_and_adam_are_in_the_graph(
     settings: Settings, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +505,7 @@ def test_what_waits_is_found(settings: Settings) -> None:
         ({"model.experts": "base"}, "model.experts=base"),
         ({"model.checkpoint_activations": True}, "model.checkpoint_activations"),
         ({"deterministic": True}, "deterministic=true"),
+        ({"model.router": "compete"}, "the router compete"),
         ({"precision": "float32"}, "precision=float32"),
     ],
 )

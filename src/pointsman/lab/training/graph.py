@@ -2,9 +2,10 @@
 
 A graph replays kernels on fixed addresses; no Python runs. In it are the batch, if the corpus lies on the device,
 forward, backward, the gradient's norm, clipping and Adam, and the memories that the next step reads. A number on the
-device says whether loss or gradient are not finite: then weights, Adam's state and memories stay as they are. Outside
-are numbers that the host knows (learning rate, the batch's place, random seed), and what Python does: routers'
-`step_end` and what they gather for it, the layers' losses, and what a monitor sees.
+device says whether loss or gradient of this or an earlier step are not finite: then weights, Adam's state and memories
+stay as they are until the host reads it. Outside are numbers that the host knows (learning rate, the batch's place,
+random seed), and what Python does: routers' `step_end` and what they gather for it, the layers' losses, and what a
+monitor sees.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Pass = Callable[[Batches, Memories, Observe], Passed]
 """Forward and backward of the micro-batches, each forward inside an `Observe` of its own."""
 
 Finish = Callable[[Tensor], Tensor]
-"""Clips the gradient and changes the weights, given `Passed.figures`; if those are not finite it changes nothing.
-Returns a bool tensor []: whether they are not. Nothing waits for the device."""
+"""Clips the gradient and changes the weights, given `Passed.figures`; if those or earlier ones are not finite it
+changes nothing. Returns a bool tensor []: whether they are not. Nothing waits for the device."""
 
 Draw = Callable[[], Batches]
 """The step's micro-batches."""
@@ -69,6 +70,10 @@ class GraphedStep:
         memory_length: of a full memory.
         recorder: what captures and replays.
         resident: whether `draw` computes batches on the device, from a number there: then the graph does so.
+
+    Attributes:
+        replayed: whether the last step ran as a graph. Others have to be read at once: what they return is not held
+            back when they are not finite.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class GraphedStep:
     ) -> None:
         self.model, self.run, self.finish, self.recorder = model, run, finish, recorder
         self.memory_length, self.resident = memory_length, resident
+        self.replayed = False
         self._k, self._warm = 0, 0
         self._graph: _Graph | None = None
 
@@ -85,7 +91,8 @@ class GraphedStep:
         full = [memory for memory in memories if memory is not None and memory.length == self.memory_length]
         if k != self._k:
             self._k, self._warm, self._graph = k, 0, None
-        if len(full) < len(memories) or self._warm < WARM_UP:
+        self.replayed = len(full) == len(memories) and self._warm >= WARM_UP
+        if not self.replayed:
             self._warm += len(full) == len(memories)
             return self.recorder.run(lambda: self._eager(draw(), memories, observe))
         if self._graph is None:
@@ -171,7 +178,9 @@ def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool
         RunError: what no graph can capture, in one line.
     """
     model = config.model
+    router = model.router.partition(":")[0].partition("+")[0]
     for cannot, why in (
+        (router in ("compete", "stable"), f"the router {router} does another thing from some step on"),
         (not fixed_shapes, "batches differ in length"),
         (model.attention_dropout, "model.attention_dropout draws its masks from a number on the host"),
         (getattr(model, "adaptive_cutoffs", ()), "model.adaptive_cutoffs has shapes that depend on the tokens"),

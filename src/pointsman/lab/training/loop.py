@@ -48,6 +48,7 @@ class TrainingLoop:
         self.saver = Saver(self.ranks) if self.ranks.count > 1 else None
         self.saved = state.step if state.step else -1
         self.times = Times()
+        self.figures: dict[str, Any] = {}  # that the display shows: those of the last step that was read
 
     def _open_files(self) -> None:
         config, folder, step = self.config, self.directory.path, self.state.step
@@ -88,21 +89,31 @@ class TrainingLoop:
 
     def one_step(self) -> None:
         """One optimizer step, its line of metrics and the display."""
+        step = self.state.step + 1
+        due = step % self.config.log_every == 0 or step == self.config.steps
+        with self._diverging():
+            row = self.state.train_step(self.monitor, self.stop, read=due)
+        if "loss" in row:
+            self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
+            self.figures = {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
+        self.progress.advance(row["step"], self.figures)
+        if due:
+            seconds, overhead = self.times.take()
+            speed = self.state.tokens_per_step / seconds
+            self._write([{**row, "tokens_per_second": speed, "step_seconds": seconds, "overhead": overhead}])
+        if self.monitor and (rows := self.monitor.rows()):
+            with self._diverging():
+                self.state.check()
+            self._write(rows)
+
+    @contextmanager
+    def _diverging(self) -> Iterator[None]:
         try:
-            row = self.state.train_step(self.monitor, self.stop)
+            yield
         except Diverged as error:
             self._wait_for_save()
             kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
             raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
-        self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
-        speed = self.state.tokens_per_step / self.times.steps[-1]
-        self.progress.advance(row["step"], {**row, "tokens_per_second": speed})
-        if row["step"] % self.config.log_every == 0 or row["step"] == self.config.steps:
-            seconds, overhead = self.times.take()
-            speed = self.state.tokens_per_step / seconds
-            self._write([{**row, "tokens_per_second": speed, "step_seconds": seconds, "overhead": overhead}])
-        if self.monitor:
-            self._write(self.monitor.rows())
 
     def _not_validated(self) -> list[int]:
         """The smallest and the largest k of the final evaluation, but for those with a line of this step.
@@ -121,6 +132,8 @@ class TrainingLoop:
         split = task.validation_split(config)
         if split is None:
             return
+        with self._diverging():
+            self.state.check()
         with self._saving_if_stopped():
             results = self._evaluated(split, top_k, final=False)
         self._write(
@@ -172,6 +185,8 @@ class TrainingLoop:
         """Writes a checkpoint of this step, unless it is there or there is nothing to save yet."""
         if self.state.step in (0, self.saved):
             return
+        with self._diverging():
+            self.state.check()
         description: dict[str, Any] = {
             "config": self.config.to_dict(),
             "data": self.state.task.fingerprint,

@@ -22,6 +22,7 @@ from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman.lab.training.checkpoint import checkpoint_tensors
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
+from pointsman.lab.training.finite import Finite
 from pointsman.lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, cuda_recorder
 from pointsman.lab.training.objectives import with_a_target
 from pointsman.lab.training.optimizer import (
@@ -110,17 +111,24 @@ class TrainingState:
         self.graph: GraphedStep | None = None
         self._resident: BatchStream | None = None  # a corpus on the device, and where the step's batch begins there
         self._place = torch.zeros((), dtype=torch.int64, device=device)
+        self._finite, self._unread = Finite(device), 0  # of graphed steps, and how many of them nobody has read
+        self._seconds = self._work = 0.0  # of unread steps
         if config.cuda_graph and recorder:
             if isinstance(self.batches, BatchStream) and self.batches.reside():
                 self._resident = self.batches
             given = self.model, self._pass, self._finish, config.memory_length, recorder
             self.graph = GraphedStep(*given, self._resident is not None)
 
-    def train_step(self, monitor: Monitor | None = None, stop: Stop | None = None) -> dict[str, Any]:
+    def train_step(
+        self, monitor: Monitor | None = None, stop: Stop | None = None, *, read: bool = True
+    ) -> dict[str, Any]:
         """One optimizer step; returns its line of metrics, which is that of all ranks.
 
         Args:
             stop: of this rank; all of them learn in `stopping` whether one was set.
+            read: whether the line has to hold loss and norm. A replayed graph is not waited for otherwise; what this
+                step does if it is not finite, and all after it, is nothing, and `check` or the next line says so.
+                "step_seconds" is then the mean since the last line, "work_seconds" the sum.
 
         Raises:
             Diverged: loss or gradient are not finite; no weight has changed.
@@ -128,41 +136,61 @@ class TrainingState:
         began = time.perf_counter()
         work = Clock()
         config, step = self.config, self.step
+        if self.batches.is_epoch_start(step):
+            self.check()
+            self.memories = [None] * config.accumulation
         seed_step(config.seed, step)
         k = self.schedule(step)
         if self.sparse:
             set_top_k(self.model, k)
         rate = learning_rate(config, step)
         set_learning_rate(self.optimizer, rate)
-        if self.batches.is_epoch_start(step):
-            self.memories = [None] * config.accumulation
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         batches = None if self.graph else self._micro_batches()
         with work:
             passed = self._forward_and_backward(k, batches, monitor)
-            loss, size = self._over_ranks(passed.figures, stop).tolist()  # the one wait for a GPU
-        if not (math.isfinite(loss) and math.isfinite(size)):
-            raise Diverged(self._what_diverged(loss, size))
+            self._unread += 1
+            read = read or self.graph is None or not self.graph.replayed
+            told = self._told(passed.figures, stop, step + 1) if read else None  # the one wait for a GPU
         with work:
             if self.graph is None:
                 clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
                 self.optimizer.step()
-            step_end(self.model)
+            step_end(self.model, unless=None if read else self._finite.bad)
         self.memories = passed.memories
         self.step += 1
-        seconds = time.perf_counter() - began
-        return {
-            "kind": "train",
-            "step": self.step,
-            "loss": loss,
-            "bits": loss / math.log(2),
-            "top_k": k,
-            "learning_rate": rate,
-            "gradient_norm": size,
-            "step_seconds": seconds,
-            "work_seconds": work.seconds,
-        }
+        row: dict[str, Any] = {"kind": "train", "step": self.step, "top_k": k, "learning_rate": rate}
+        self._seconds, self._work = self._seconds + time.perf_counter() - began, self._work + work.seconds
+        if told is None:
+            return row
+        (loss, size, steps), seconds, worked = told, self._seconds, self._work
+        self._seconds = self._work = 0.0
+        row |= {"loss": loss, "bits": loss / math.log(2), "gradient_norm": size}
+        return row | {"step_seconds": seconds / steps, "work_seconds": worked}
+
+    def check(self) -> None:
+        """Waits for steps that nobody has read.
+
+        Raises:
+            Diverged: the loss or the gradient of one is not finite; no weight has changed since.
+        """
+        if self._unread:
+            self._told(None, None, self.step)
+
+    def _told(self, figures: Tensor | None, stop: Stop | None, done: int) -> tuple[float, float, int]:
+        """Loss and norm of the last of `done` steps, and how many nobody had read. Raises Diverged."""
+        steps, self._unread = self._unread, 0
+        if self.graph is None:
+            assert figures is not None
+            loss, size = self._over_ranks(figures, stop).tolist()
+            bad = not (math.isfinite(loss) and math.isfinite(size))
+        else:
+            loss, size, bad, good = self._finite.read()
+            self.step = done - steps + good if bad else self.step
+        if bad:
+            raise Diverged(self._what_diverged(loss, size))
+        return loss, size, steps
 
     def _forward_and_backward(self, k: int, batches: Batches | None, monitor: Monitor | None) -> Passed:
         """As a graph, and whenever steps may become one, with `_finish`; the others without."""
@@ -179,8 +207,9 @@ class TrainingState:
         return self.graph(k if self.sparse else 1, self._micro_batches, self.memories, observe)
 
     def _finish(self, figures: Tensor) -> Tensor:
-        """Clips the gradient and steps, unless loss or gradient are not finite; without waiting for a device."""
-        bad = torch.isfinite(figures).all().logical_not()
+        """Clips the gradient and steps, unless loss or gradient of this or an unread step are not finite; nothing waits
+        for the device."""
+        bad = self._finite.add(figures)
         clip_gradient(self.parameters, figures[1].masked_fill(bad, 0), self.config.clip_norm)
         self.optimizer.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -225,6 +254,11 @@ class TrainingState:
     def _what_diverged(self, loss: float, size: float) -> str:
         """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
 
+        if self.sparse:
+            set_top_k(self.model, self.schedule(self.step))
+        if self._resident:
+            self._place.fill_(self._resident.start(self.step))
+
         def forward() -> None:
             seed_step(self.config.seed, self.step)
             for (inputs, targets), memory in zip(self._micro_batches(), self.memories, strict=True):
@@ -239,6 +273,10 @@ class TrainingState:
             return (
                 f"step {self.step + 1}: {what}; every layer's output is finite, so the fault is in the softmax's loss"
             )
+        if self.graph:  # later steps may have left theirs
+            self.optimizer.zero_grad(set_to_none=True)
+            seed_step(self.config.seed, self.step)
+            self._pass(self._micro_batches(), self.memories, nullcontext)
         name = self._first_of_ranks(first_bad_gradient(self.parameters), list(reversed(self.parameters)))
         where = f"the first gradient that is not finite is that of {name}" if name else "the sum over layers overflows"
         return f"step {self.step + 1}: {what}; {where}"
