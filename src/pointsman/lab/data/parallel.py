@@ -1,7 +1,8 @@
 """Parallel text for translation: pairs of sentences, in pieces shared by all languages.
 
-`multi30k:from=de+fr+cs:to=en` lies in the data folder; `parallel:PATH:from=de:to=en` in a folder of its own. Files are
-`train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one sentence a line; line n of both languages is a pair.
+`multi30k:from=de+fr+cs:to=en` lies in the data folder, into which missing files are downloaded;
+`parallel:PATH:from=de:to=en` in a folder of its own. Files are `train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one
+sentence a line; line n of both languages is a pair.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman.lab.data.download import download_multi30k
 from pointsman.lab.data.multilingual.blocks import learn_pieces
 from pointsman.lab.data.multilingual.formats import find_file, read_lines
 from pointsman.lab.data.multilingual.pieces import END, Pieces
@@ -75,7 +77,7 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
     """Reads `multi30k[:from=de+fr][:to=en]` or `parallel:PATH:from=de:to=en`.
 
     Raises:
-        RunError: another form, a missing file, parts of different length, an empty sentence in training.
+        RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty sentence.
     """
     name, *options = spec.split(":")
     if name == "parallel" and options and "=" not in options[0]:
@@ -96,6 +98,8 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
     sources = [language for language in chosen["from"].split("+") if language]
     if not sources or chosen["to"] in sources:
         raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
+    if name == "multi30k":
+        download_multi30k(root, {*sources, chosen["to"]})
     if not root.is_dir():
         raise RunError(f"there is no folder {root}")
     stems = {"train": "train", "valid": "val", "test": _test_stem(root, chosen["to"])}
