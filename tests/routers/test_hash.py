@@ -9,7 +9,7 @@ import torch
 from tests.routers.oracle import DIM, Expected, compare, inputs, router_for, softmax
 
 from pointsman import RoutingContext, build_router
-from pointsman.ops.clustering import kmeans
+from pointsman.routers.clustering import kmeans
 from pointsman.routing import Routing
 
 IDS = torch.arange(21).view(3, 7) * 3 % 64

@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from pointsman.ops.assignment import balanced_assignment
 from pointsman.ops.selection import top_k
+from pointsman.routers.assignment import balanced_assignment
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.stages import Scores, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer

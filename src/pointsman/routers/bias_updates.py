@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pointsman.ops.quantile import column_histogram, largest_of_histogram
+from pointsman.routers.quantile import column_histogram, largest_of_histogram
 from pointsman.routers.stages import Stage, Tensors
 
 SHARPNESS, MOMENTUM = 2.0, 0.5  # of SMEBU

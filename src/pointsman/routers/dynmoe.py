@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.linear import upcast
-from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import (
     Loss,
     LossInput,

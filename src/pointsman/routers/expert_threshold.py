@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pointsman._values import check_whole
-from pointsman.ops.quantile import column_histogram
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import BelowOne, LayerSpec, register_router
+from pointsman.routers.quantile import column_histogram
 from pointsman.routers.stages import TINY, Scores, Selection, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext

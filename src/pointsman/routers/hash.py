@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman.ops.clustering import kmeans
+from pointsman.routers.clustering import kmeans
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.loss_free import SqrtSoftplus
 from pointsman.routers.stages import (

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.scoring import linear
 from pointsman.routers.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.hypernetwork import FrozenLinear, build_hypernetwork
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Loss, LossInput, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 

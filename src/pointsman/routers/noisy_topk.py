@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.drawing import randn_like
-from pointsman.ops.scoring import linear
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.scoring import linear
 from pointsman.routers.registry import LayerSpec, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Product, Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext

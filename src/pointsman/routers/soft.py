@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.ops.scoring import linear
 from pointsman.routers.entries import Count, LayerSpec, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Scored, Scorer, Scores, Selection, Selector, Stages
 from pointsman.routing import RoutingContext, Slots
 

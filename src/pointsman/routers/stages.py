@@ -204,7 +204,7 @@ class Scorer(Stage):
     """hidden [B, T, dim] -> logits [B, T, E].
 
     Attributes:
-        accepts_half: whether `forward` takes half precision and upcasts it itself (`ops.scoring.linear`). Otherwise it
+        accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`). Otherwise it
             gets float32. A subclass with a `forward` of its own must set it again.
         asks_experts: whether it may use `RoutingContext.responses`; `asking`: whether its next forward does.
     """

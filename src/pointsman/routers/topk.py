@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
-from pointsman.ops.scoring import linear
 from pointsman.routers.entries import LayerSpec, NotNegative, Probability, Whole, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Product, Scorer, Sigmoid, Softmax, Stages
 from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext

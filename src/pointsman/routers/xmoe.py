@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.linear import upcast
-from pointsman.ops.scoring import linear
 from pointsman.routers.entries import Allowed, Count, LayerSpec, Positive, register_router
+from pointsman.routers.scoring import linear
 from pointsman.routers.stages import Normalizer, Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 

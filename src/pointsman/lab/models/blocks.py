@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.experts.reference import ACTIVATIONS
+from pointsman.lab.models.views import no_view
 from pointsman.layer import MoE
 from pointsman.ops.attention import traced_attention
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
-from pointsman.ops.views import no_view
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 

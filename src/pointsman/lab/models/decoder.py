@@ -25,12 +25,12 @@ from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.language_model import LanguageModel
 from pointsman.lab.models.memory import Memory, mask_of_keys
+from pointsman.lab.models.norm import rms_norm
 from pointsman.lab.models.rotary import Rotary, Scaling, Turns
 from pointsman.lab.models.stack import Sublayer
 from pointsman.ops.cross_entropy import few_logits_cross_entropy, linear_cross_entropy
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear, suits
-from pointsman.ops.norm import rms_norm
 from pointsman.routing import AttentionTrace, RouterState
 
 FEW_LOGITS = 2**22

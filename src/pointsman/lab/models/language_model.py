@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pointsman.lab.models.memory import Memory, Output
 from pointsman.lab.models.stack import Config, Stack
+from pointsman.lab.models.views import no_view
 from pointsman.ops.drawing import dropout
-from pointsman.ops.views import no_view
 
 
 class LanguageModel(Stack[Config]):

@@ -25,9 +25,9 @@ from pointsman.lab.models.initial import initialize, seeded
 from pointsman.lab.models.layout import parse_moe_layers
 from pointsman.lab.models.memory import Memory
 from pointsman.lab.models.stack import Stack, Sublayer
+from pointsman.lab.models.views import no_view
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
-from pointsman.ops.views import no_view
 from pointsman.routing import AttentionTrace, RouterState
 
 

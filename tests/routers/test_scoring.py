@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pointsman.ops.kernels import PLAIN, Kernels, using
-from pointsman.ops.scoring import FEW, linear, score, score_backward
+from pointsman.routers.scoring import FEW, linear, score, score_backward
 
 pytestmark = pytest.mark.usefixtures("onednn_takes_all")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pointsman.ops.assignment import assign, balanced_assignment
+from pointsman.routers.assignment import assign, balanced_assignment
 
 Scores = NDArray[np.float64]
 
