@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,6 +121,18 @@ class Grid:
             cells[0] = code.format(cells[0]) if self.code else cells[0]
             rows.append([bold.format(cell) if (i, j) in self.best else cell for j, cell in enumerate(cells)])
         return rows
+
+
+def wrapped(markdown: str, width: int = 120) -> str:
+    """Markdown whose lines of prose have at most `width` characters; tables, headings and indented code stay."""
+
+    def lines(line: str) -> list[str]:
+        if len(line) <= width or line.startswith(("|", "#", "    ")):
+            return [line]
+        indent = "  " if line.startswith("- ") else ""
+        return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(part for line in markdown.split("\n") for part in lines(line))
 
 
 def escape_latex(text: str) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from pointsman import __version__
 from pointsman._files import replacing, write_whole
-from pointsman._grid import NONE, Grid
+from pointsman._grid import NONE, Grid, wrapped
 from pointsman.lab.benchmark.cases import Case
 from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
 from pointsman.lab.benchmark.run import Benchmark, Result, StepResult, Times
@@ -149,7 +149,7 @@ def write(benchmark: Benchmark, folder: Path) -> list[Path]:
     """Writes layer.md, layer.json and, where matplotlib is installed, layer.svg."""
     record = {"machine": machine(), **asdict(benchmark)}
     written = [
-        write_whole(folder / "layer.md", markdown(benchmark)),
+        write_whole(folder / "layer.md", wrapped(markdown(benchmark))),
         write_whole(folder / "layer.json", json.dumps(record, indent=1) + "\n"),
     ]
     if not benchmark.results:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from pointsman._files import write_whole
+from pointsman._grid import wrapped
 
 
 class Forms(ABC):
@@ -34,8 +35,8 @@ class Forms(ABC):
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""
-        forms = {"txt": self.text, "csv": self.csv, "md": self.markdown, "tex": self.latex}
-        return [write_whole(directory / f"{self.file}.{ending}", form()) for ending, form in forms.items()]
+        forms = {"txt": self.text(), "csv": self.csv(), "md": wrapped(self.markdown()), "tex": self.latex()}
+        return [write_whole(directory / f"{self.file}.{ending}", form) for ending, form in forms.items()]
 
 
 def joined(*blocks: str) -> str:
