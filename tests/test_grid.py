@@ -44,5 +44,5 @@ def test_latex() -> None:
 
 
 def test_columns_without_figures_are_left_out() -> None:
-    grid = Grid(["layer", "a", "b"], [["-", "-", "1"], ["x", "-", "-"]]).without_empty_columns()
-    assert (grid.header, grid.rows) == (["layer", "b"], [["-", "1"], ["x", "-"]])
+    grid = Grid(["layer", "a", "b"], [["-", "-", "1"], ["x", "-", "-"]], {(0, 2)}).without_empty_columns()
+    assert (grid.header, grid.rows, grid.best) == (["layer", "b"], [["-", "1"], ["x", "-"]], {(0, 1)})

@@ -44,11 +44,11 @@ class Grid:
     hints: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def without_empty_columns(self, keep: int = 1) -> Grid:
-        """The grid without the columns that hold no figure; the first `keep` stay. Only for grids without `best`."""
-        assert not self.best
+        """The grid without the columns that hold no figure; the first `keep` stay."""
         kept = [i for i in range(len(self.header)) if i < keep or any(row[i] != NONE for row in self.rows)]
         rows = [[row[i] for i in kept] for row in self.rows]
-        return replace(self, header=[self.header[i] for i in kept], rows=rows)
+        best = {(row, kept.index(column)) for row, column in self.best if column in kept}
+        return replace(self, header=[self.header[i] for i in kept], rows=rows, best=best)
 
     def text(self, *, rule: bool = True) -> str:
         """Aligned columns, the first to the left and the others to the right; a rule below the header."""

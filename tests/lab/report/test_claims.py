@@ -15,6 +15,7 @@ from pointsman.lab.report.differences import Differences
 from pointsman.lab.report.intervals import Paired, student_cdf, student_quantile
 from pointsman.lab.report.measures import DIAGNOSED, Measure
 from pointsman.lab.report.results import COLUMNS, load_comparison, write_results
+from pointsman.lab.report.robust_table import robust_tables
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import read_comparison
 
@@ -42,6 +43,7 @@ def test_intervals_are_corrected_for_the_number_of_comparisons() -> None:
 PAGE = """
 [grids.tiny]
 command = "pointsman compare --data stdlib"
+after = ["pointsman evaluate GRID --robust c"]
 
 [grids.none]
 command = "pointsman compare --data elsewhere"
@@ -79,10 +81,11 @@ def test_every_verdict(folder: Path) -> None:
         "holds", "does not hold", "does not hold", "not told apart", "not run (2 of 3 seeds)", "not run", "holds",
         "not run",
     ]  # fmt: skip
-    assert page.comparisons == 6, "five of three seeds, and one control"
+    assert page.comparisons == {"tiny": 6}, "five of three seeds, and one control; no other grid has any"
     assert page.tested[6].against_control.endswith("below `behind`")
     shown = page.write(folder).read_text()
     assert "| it scales | Table 2 | `pointsman compare` | - | - | - | **not run** |" in shown
+    assert "--out docs/results/tiny\npointsman evaluate docs/results/tiny --robust c\n" in shown
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
 
 
@@ -133,3 +136,42 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
     figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}
     assert figures == {"collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "neighbours": {1: 3.0}, "own weight": {1: 0.25}}
     assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"
+
+
+def test_figures_of_shifted_images(folder: Path) -> None:
+    layers = {"a": {"top1": 0.1, "sets": 0.25}, "b": {"top1": 0.1, "sets": 0.75}}
+    rows = [
+        {"corruption": "fog", "severity": severity, "top_k": 2, "value": 0.5 - 0.1 * severity} for severity in (1, 3)
+    ]
+    corrupted = {"kind": "c", "clean": [{"top_k": 2, "value": 0.5}], "results": rows, "routing": [{"layers": layers}]}
+    attacked = {"kind": "pgd", "results": [{"top_k": 2, "clean": 0.5, "attacked": 0.25, "layers": layers}]}
+    outliers = {"kind": "o", "results": [{"top_k": 2, "aupr": 0.625}]}
+    for name, record in (("c", corrupted), ("pgd", attacked), ("o", outliers)):
+        (folder / f"tiny/runs/ahead/seed-2/robust-{name}.json").write_text(json.dumps(record))
+    comparison = read_comparison(folder / "tiny")
+
+    def of(name: str, **which: str) -> dict[int, float]:
+        return Measure(name, 2, **which).of(comparison, "ahead")
+
+    assert of("drop") == {2: pytest.approx(20.0)}, "the clean accuracy minus the mean of the corrupted ones, in points"
+    assert of("moved") == {2: pytest.approx(0.5)}
+    assert of("outliers") == {2: pytest.approx(62.5)}
+    assert (of("drop", shift="robust-pgd"), of("moved", shift="robust-pgd")) == ({2: 25.0}, {2: pytest.approx(0.1)})
+    assert of("drop", shift="robust-a") == {}
+    assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
+
+
+def test_shifted_images_have_a_best_row_only_where_intervals_say_so(folder: Path) -> None:
+    for router, aupr in (("ahead", 0.75), ("behind", 0.5)):
+        for seed in range(3):
+            row = {"aupr": aupr + 0.01 * seed + 0.001 * (seed % 2) * len(router), "auroc": 0.5 + 0.1 * seed}
+            ks = [{"top_k": 1, "fpr95": 0.5, **row}, {"top_k": 2, **row}]
+            record = {"kind": "o", "protocol": {"top_k": [1, 2]}, "results": ks, "outlier_data": "o", "base_rate": 0.5}
+            (folder / f"tiny/runs/{router}/seed-{seed}/robust-o.json").write_text(json.dumps(record))
+    [table] = robust_tables(read_comparison(folder / "tiny"))
+    assert [grid.header for grid in table.grids] == [["k=1", "AUPR", "AUROC", "FPR95"], ["k=2", "AUPR", "AUROC"]]
+    assert [grid.best for grid in table.grids] == [{(0, 1)}] * 2, "AUROC: equal at every seed"
+    lines = table.csv().splitlines()
+    assert lines[0] == "k,router,AUPR,AUROC,FPR95"
+    assert lines[-1].startswith("2,behind,")
+    assert lines[-1].endswith(",-")

@@ -4,6 +4,7 @@
 
     [grids.enwik8-tiny]
     command = "pointsman compare --data enwik8 --preset tiny"
+    after = ["pointsman evaluate GRID --attack word"]     # optional: what else its claims need, with GRID as its folder
 
     [[claims]]
     aspect = "quality at small k"
@@ -21,6 +22,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +56,13 @@ class Claim:
     attack: str = "word-enwik8-test"
     rate: float = 0.1
     task: str = ""
+    shift: str = ""
     test: str = ""
 
     @property
     def measured(self) -> Measure:
         """What is compared."""
-        return Measure(self.measure, self.k, self.attack, self.rate, self.task)
+        return Measure(self.measure, self.k, self.attack, self.rate, self.task, self.shift)
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,13 @@ class Page:
     """All claims, tested.
 
     Attributes:
-        commands: grid -> the command that makes it, without rows and seeds.
-        comparisons: intervals that the page shows: each has the level 1 - 0.05 / comparisons.
+        commands: grid -> the commands that make it, the first without rows and seeds.
+        comparisons: grid -> intervals that the page shows of it: each has the level 1 - 0.05 / comparisons.
     """
 
     tested: Sequence[Tested]
-    commands: Mapping[str, str] = field(default_factory=dict)
-    comparisons: int = 1
+    commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    comparisons: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Page:
@@ -121,20 +124,23 @@ class Page:
         commands, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
-        count = max(1, sum(len(of) >= LEAST_SEEDS for pair in pairs for of in pair))
+        count: Counter[str] = Counter()
+        for one, pair in zip(claims, pairs, strict=True):
+            count[one.grid] += sum(len(of) >= LEAST_SEEDS for of in pair)
         tested = [
             Tested(
                 one,
-                Paired(base, count),
-                Paired(control, count) if one.control else None,
+                Paired(base, max(1, count[one.grid])),
+                Paired(control, max(1, count[one.grid])) if one.control else None,
                 one.measured.unit(grids.get(one.grid)) if one.measure else "",
             )
             for one, (base, control) in zip(claims, pairs, strict=True)
         ]
-        return cls(tested, commands, count)
+        return cls(tested, commands, +count)
 
     def markdown(self) -> str:
         """The page."""
+        told = ", ".join(f"`{grid}` {n}" for grid, n in self.comparisons.items()) or "no grid has any"
         lines = [
             "# Claims",
             "",
@@ -142,8 +148,8 @@ class Page:
             "",
             "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
             "the router. Difference: first row minus second, mean ± half of its confidence interval (Student's t).",
-            f"Intervals are corrected for the {self.comparisons} comparisons of this page (Bonferroni: each has",
-            f"the level 1 - {1 - LEVEL:.2f} / {self.comparisons}); in brackets half of the {LEVEL:.0%} interval.",
+            "Intervals are corrected for the n comparisons of their grid on this page (Bonferroni: the level is 1 -",
+            f"{1 - LEVEL:.2f} / n; {told}); in brackets half of the {LEVEL:.0%} interval.",
             f"A verdict needs {LEAST_SEEDS} seeds, and an interval on one side of 0. With few seeds the corrected",
             "intervals are wide, and most claims stay undecided. The models are tiny: verdicts are about this size.",
             "",
@@ -154,9 +160,10 @@ class Page:
             table = Grid(HEADER, rows, code=False, labels=len(HEADER)).markdown()
             lines += [f"## {aspect[0].upper()}{aspect[1:]}", "", table, ""]
         lines += ["## Commands", ""]
-        for name, command in self.commands.items():
-            rest = f"    --routers ROWS --seeds 5 --out docs/results/{name}"
-            lines += [f"`{name}`:", "", "```sh", f"{command} \\", rest, "```", ""]
+        for name, (command, *after) in self.commands.items():
+            folder = f"docs/results/{name}"
+            shown = [f"{command} \\", f"    --routers ROWS --seeds 5 --out {folder}"]
+            lines += [f"`{name}`:", "", "```sh", *shown, *(one.replace("GRID", folder) for one in after), "```", ""]
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
@@ -189,8 +196,8 @@ class Page:
         return write_whole(folder / "claims.md", self.markdown())
 
 
-def read_claims(file: Path) -> tuple[dict[str, str], list[Claim]]:
-    """(grid -> command, claims) of claims.toml.
+def read_claims(file: Path) -> tuple[dict[str, list[str]], list[Claim]]:
+    """(grid -> its commands, claims) of claims.toml.
 
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
@@ -199,7 +206,7 @@ def read_claims(file: Path) -> tuple[dict[str, str], list[Claim]]:
         values = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
         raise RunError(f"{file}: not TOML: {error}") from None
-    commands = {name: str(grid["command"]) for name, grid in values.get("grids", {}).items()}
+    commands = {name: [grid["command"], *grid.get("after", ())] for name, grid in values.get("grids", {}).items()}
     known = set(Claim.__dataclass_fields__)
     claims = []
     for number, one in enumerate(values.get("claims", []), 1):

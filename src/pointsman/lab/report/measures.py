@@ -9,15 +9,17 @@ from typing import Any
 
 from pointsman._values import finite
 from pointsman.lab.report.attack_table import attack_tables
+from pointsman.lab.report.robust_table import figure_of
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.report.task_table import TaskTable
 from pointsman.lab.runs.comparison import Comparison
-from pointsman.lab.runs.record import RunRecord
+from pointsman.lab.runs.record import RunRecord, read_object
 
 UNITS = {
     "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
     "attack": "loss from clean", "accuracy": "points", "collapse": "RC", "fluctuation": "share of tokens",
     "neighbours": "tokens", "own weight": "share",
+    "drop": "points", "outliers": "points", "moved": "share of patches",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
@@ -31,10 +33,13 @@ class Measure:
             layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
             accuracy: of a fine-tuning. The others come from `pointsman diagnose RUN` and are means over layers:
             collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before),
-            neighbours (their effective number) and own weight (S[i, i]).
+            neighbours (their effective number) and own weight (S[i, i]). Of image runs (`evaluate RUN --robust KIND`):
+            drop (accuracy on clean images minus that on shifted ones), outliers (their AUPR) and moved (the share of
+            patches whose set of experts, under attack whose first expert, differs between the two).
         k: experts a token.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
+        shift: the record of shifted images, without ".json"; "": robust-c, of outliers robust-o.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Measure:
     attack: str = "word-enwik8-test"
     rate: float = 0.1
     task: str = ""
+    shift: str = ""
 
     def of(self, comparison: Comparison, router: str) -> dict[int, float]:
         """seed -> the figure in printed units, for the seeds that have it."""
@@ -51,6 +57,9 @@ class Measure:
                 return {}
             last, first = cells[-1], cells[0]
             return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+        if self.name in SHIFTED:
+            shifted = {run.seed: self._of_shifted(run) for run in comparison.of(router)}
+            return {seed: value for seed, value in shifted.items() if value is not None}
         found = {run.seed: self._of_layers(run) for run in comparison.of(router)}
         return {seed: statistics.fmean(values) for seed, values in found.items() if values}
 
@@ -65,6 +74,7 @@ class Measure:
     def text(self) -> str:
         """What is measured, in words."""
         special = {"attack": f"{self.rate:.3g} of the words attacked", "accuracy": self.task}
+        special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
 
     def _of_layers(self, run: RunRecord) -> list[float]:
@@ -76,11 +86,16 @@ class Measure:
             values = [self._of_layer(layer) for layer in (result.get("routers") or {}).values()]
         return [value for value in values if value is not None]
 
+    def _of_shifted(self, run: RunRecord) -> float | None:
+        default, columns, scale = SHIFTED[self.name]
+        record = read_object(run.path / f"{self.shift or default}.json")
+        value = next((v for name in columns if (v := figure_of(record, name, self.k)) is not None), None)
+        return None if value is None else scale * value
+
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
-        if self.name != "imbalance":
-            return finite(layer.get(self.name.replace(" ", "_")))
-        load = [share or 0.0 for share in layer.get("load") or []]
-        return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
+        if self.name != "imbalance":  # a router that mixes nothing selects by what it scored
+            return finite(layer.get(self.name.replace(" ", "_"), layer.get("entropy")))
+        return squared_variation(layer)
 
     def _tables(self, comparison: Comparison) -> list[ComparisonTable]:
         """The tables whose cells count; of two the last minus the first."""
@@ -101,6 +116,12 @@ class Measure:
         return {}
 
 
+def squared_variation(layer: Mapping[str, Any]) -> float | None:
+    """Squared coefficient of variation of a layer's expert loads, 0 = even; None without loads."""
+    load = [share or 0.0 for share in layer.get("load") or []]
+    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
+
+
 def _diagnosed(part: str, key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
     """layer -> part -> key of diagnostics.json."""
     return lambda found: [finite((layer.get(part) or {}).get(key)) for layer in (found.get("layers") or {}).values()]
@@ -118,3 +139,10 @@ DIAGNOSED = {
     "own weight": _diagnosed("mixing", "own_mean"),
 }
 """Measure -> its values in diagnostics.json, one a layer."""
+
+SHIFTED = {
+    "drop": ("robust-c", ("drop", "gap"), 100.0),
+    "outliers": ("robust-o", ("AUPR",), 100.0),
+    "moved": ("robust-c", ("set moved", "first expert moved"), 1.0),
+}
+"""Measure -> its record, the columns of `robust_tables` of which the first that exists counts, and a scale."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.forms import Forms, joined
-from pointsman.lab.report.tables import Cell
+from pointsman.lab.report.tables import Cell, told_apart
 from pointsman.lab.robustness.image_scores import ALEXNET, corruption_error, relative_corruption_error
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.record import read_object
@@ -80,9 +80,13 @@ class RobustTable(Forms):
         return joined(f"## {self.title}", *(f"{one.caption}\n\n{one.markdown()}" for one in self.every), self.note)
 
     def csv(self) -> str:
-        header, *_ = [["k", *one.header] for one in self.grids]
-        rows = [[one.header[0].removeprefix("k="), *row] for one in self.grids for row in one.rows]
-        return Grid(["k", "router", *header[2:]], rows).csv()
+        names = list(dict.fromkeys(name for one in self.grids for name in one.header[1:]))
+        rows = []
+        for one in self.grids:
+            for router, *figures in one.rows:
+                own = dict(zip(one.header[1:], figures, strict=True))
+                rows.append([one.header[0].removeprefix("k="), router, *(own.get(name, NONE) for name in names)])
+        return Grid(["k", "router", *names], rows).csv()
 
     def latex(self) -> str:
         return "\n".join(one.latex() for one in self.every)
@@ -182,19 +186,17 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         names[3:3] = ["mCE", "relative mCE"]
     rows = [[router, *(_shown(name, cell) for name, cell in zip(names, line, strict=True))]
             for router, line in cells.items()]  # fmt: skip
-    best = set()
-    for place, name in enumerate(names):
-        means = {at: line[place].mean for at, line in enumerate(cells.values()) if line[place].mean is not None}
-        if len(means) > 1 and name not in ("first expert moved", "set moved", "shared experts", "clean"):
-            wanted = (min if name in LOWER else max)(means.values())  # type: ignore[type-var]
-            best |= {(at, place + 1) for at, mean in means.items() if mean == wanted}
-    grid = Grid(
-        [f"k={k}", *names],
-        rows,
-        best,
-        caption=f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds",
+    best = {
+        (routers.index(router), place + 1)
+        for place, name in enumerate(names)
+        if name not in ("first expert moved", "set moved", "shared experts", "clean")
+        for router in told_apart({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
+    }
+    caption = (
+        f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: told apart from every "
+        "other row"
     )
-    return grid if best else replace(grid).without_empty_columns()
+    return Grid([f"k={k}", *names], rows, best, caption).without_empty_columns()
 
 
 def _columns(kind: str) -> dict[str, Figure]:
@@ -214,6 +216,14 @@ def _columns(kind: str) -> dict[str, Figure]:
             "shared experts": _layers("iou", "results"), "first expert moved": _layers("top1", "results"),
         }  # fmt: skip
     return {"clean": _field("clean"), "accuracy": _field("value"), "gap": _field("gap")}
+
+
+def figure_of(record: Record, column: str, k: int) -> float | None:
+    """A column of the tables, but for mCE, of one run's record at this k; None where the record has none."""
+    if record.get("kind") not in TITLES or not record.get("results"):
+        return None
+    figure = _columns(str(record["kind"])).get(column)
+    return None if figure is None else figure(record, k)
 
 
 def _difference(one: Figure, two: Figure) -> Figure:

@@ -59,6 +59,15 @@ class Cell:
         return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
 
 
+def told_apart(cells: Mapping[str, Cell], *, lower_is_better: bool) -> set[str]:
+    """The one with the best mean, if its paired 95 % intervals, corrected for their number, tell it from each other."""
+    better = -1 if lower_is_better else 1
+    known = {name: cell for name, cell in cells.items() if cell.mean is not None}
+    first, *others = sorted(known, key=lambda name: better * (known[name].mean or 0.0), reverse=True) or [""]
+    differences = [Paired(list(known[first].minus(known[other]).values.values()), len(others)) for other in others]
+    return {first} if differences and all(one.sign == better for one in differences) else set()
+
+
 @dataclass(frozen=True)
 class Row:
     """One router of a comparison.
@@ -142,20 +151,9 @@ class ComparisonTable(Forms):
         }
 
     def best(self, top_k: int) -> set[str]:
-        """The row with the best mean at this k, if it is told apart from every other row.
-
-        The 95 % interval of its paired difference to each, corrected for their number, must exclude 0; so there is none
-        with one seed.
-        """
-        cells = {row.router: cell for row in self.rows if (cell := self.quality(row, top_k)).mean is not None}
-        better = -1 if self.metric.lower_is_better else 1
-        order = sorted(cells, key=lambda router: better * (cells[router].mean or 0.0), reverse=True)
-        first, others = order[:1], order[1:]
-        told_apart = [
-            Paired(list(cells[first[0]].minus(cells[other]).values.values()), len(others)).sign == better
-            for other in others
-        ]
-        return set(first) if told_apart and all(told_apart) else set()
+        """The row with the best mean at this k, if it is `told_apart` from every other row; with one seed none."""
+        cells = {row.router: self.quality(row, top_k) for row in self.rows}
+        return told_apart(cells, lower_is_better=self.metric.lower_is_better)
 
     @property
     def varies(self) -> bool:
