@@ -69,7 +69,7 @@ def test_figures_that_the_papers_state_in_their_text() -> None:
 
 SUMS = {
     "hyperrouter": (31.70, 2165.71, 22.312, 18.718, 2082.22, 23.3072, 99.02, 40_124_300),
-    "mutual-inform": (963.80, 490.86, 495.58, 1333.83, 582.69, 387.225, 448.70, 426.64, 12.498, 584.00),
+    "mutual-inform": (963.80, 490.86, 495.58, 0, 1333.83, 582.69, 387.225, 448.70, 426.64, 12.498, 584.00),
     "x-moe": (3349.7, 99.96, 1084.0, 889.6, 904.5, 545.03, 290.6),
 }
 """The sum of all figures of each table, as they were typed from the papers."""
@@ -262,6 +262,28 @@ def test_entropy_by_router(tmp_path: Path) -> None:
     run = enwik8_run(tmp_path / "r", "smoe", 0, {16: 1.5}, "small", 400_000)
     rows = table(run, "hyperrouter", "Tables 4 and A5").grid().rows
     assert rows[1][2:] == ["2.0000", "1.9000", "1.8000", "1.7000"]
+
+
+def test_routers_of_one_line_have_a_row_each(tmp_path: Path) -> None:
+    for router, value in {"vmoe": 0.5, "vmoe+similarity": 0.6, "vmoe+similarity:source=input:tau=1.0": 0.7}.items():
+        run = write_run(tmp_path / router, router, metric="accuracy", top_k=(2,), values={2: value}, layers=2)
+        config = json.loads((run / "config.json").read_text())
+        config["model"]["family"], config["data"] = "vit", "cifar10-10k"
+        dump(run / "config.json", config)
+        evaluation = json.loads((run / "evaluation.json").read_text())
+        evaluation["results"][0]["routers"]["blocks.1.moe"]["load"] = [0.25, 0.75, *[0.0] * 6]
+        dump(run / "evaluation.json", evaluation)
+    paths = sorted(tmp_path.iterdir())
+    rows = table(paths, "mutual-inform", "Table 2").grid().rows
+    ours = {row[1].removeprefix("ours: tiny, 400 steps, cifar10-10k"): row[2] for row in rows if "tiny" in row[1]}
+    assert ours == {
+        " (not the paper's setting)": "50.00",
+        " (not the paper's setting), vmoe+similarity": "60.00",
+        " (not the paper's setting), vmoe+similarity:source=input:tau=1.0": "70.00",
+    }
+    loads = table(paths, "mutual-inform", "Figure 4").grid().rows
+    assert loads[0] == ["V-MoE", "published", "-", "-", "-"]
+    assert loads[1][2:] == ["2.000", "0.000", "4.000"]
 
 
 def test_counted_figures_are_those_of_the_model() -> None:

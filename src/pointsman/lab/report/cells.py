@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._values import finite
+from pointsman.lab.report.measures import squared_variation
 from pointsman.lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman.lab.report.settings import deviations, named
 from pointsman.lab.report.tables import Cell
@@ -24,8 +25,9 @@ COUNTED_SETTING = "counted from the model"
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
-    """Our figures by setting: all runs that match a cell, over seeds."""
+    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    alone = {key: len(routers) == 1 for key, routers in _routers(table, runs).items()}
     for run in runs:
         for i, line in enumerate(table.lines):
             if not belongs(run, line, table.free):
@@ -33,10 +35,22 @@ def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict
             for j, column in enumerate(table.columns):
                 found = figure(run, table, line, column)
                 if found is not None:
-                    values.setdefault(setting(run, table), {}).setdefault((i, j), {})[run.seed] = found
+                    told = setting(run, table)
+                    told = told if alone[told, i] else f"{told}, {run.router}"
+                    values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
     for filled in values.values():
         filled |= averages(table, filled)
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
+
+
+def _routers(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[tuple[str, int], set[str]]:
+    """(setting, line) -> the routers of the runs that count there."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for run in runs:
+        for i, line in enumerate(table.lines):
+            if belongs(run, line, table.free):
+                found.setdefault((setting(run, table), i), set()).add(canonical(run.router))
+    return found
 
 
 def averages(
@@ -61,6 +75,8 @@ def averages(
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
     """This run's figure for a cell; None unless data, split, k and quantity agree."""
     if column.shift is not None:
+        if column.quantity == "imbalance":
+            return _imbalance(run, column.layer, column.top_k or line.top_k)
         return _shifted(run, column.shift, column.top_k or line.top_k)
     wanted = column.task if column.task is not None else table.data
     if not wanted or column.quantity in (*COUNTED, "average", "none"):
@@ -108,6 +124,16 @@ def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
         if values:
             return math.fsum(values) / len(values)
     return None
+
+
+def _imbalance(run: RunRecord, layer: int | None, top_k: int | None) -> float | None:
+    """Squared coefficient of variation of the expert loads on a run's own images: of a layer, or mean over layers."""
+    if run.family != "vit":
+        return None
+    found = [squared_variation(one) for one in (run.results().get(top_k or 0, {}).get("routers") or {}).values()]
+    chosen = found if layer is None else found[layer : layer + 1]
+    values = [value for value in chosen if value is not None]
+    return math.fsum(values) / len(values) if values else None
 
 
 def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from pointsman.lab.report.metrics import METRICS, Metric
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
-QUANTITIES = ("value", "entropy", "exact_match", "f1_xtreme", "average", "none", *COUNTED)
+QUANTITIES = ("value", "entropy", "exact_match", "f1_xtreme", "average", "imbalance", "none", *COUNTED)
 
 OWN_METRICS = {
     metric.name: metric
@@ -36,6 +36,7 @@ OWN_METRICS = {
         Metric("flops", "FLOPs (1e10)", decimals=3),
         Metric("parameters", "parameters", decimals=0),
         Metric("ratio", "ratio", decimals=3),
+        Metric("imbalance", "squared coefficient of variation", decimals=3),
     )
 }
 """Metrics that only published tables have."""
@@ -53,7 +54,8 @@ class Column:
         layer: for a quantity of one router, counted from 0.
         language: the figure is that of this language (of translation: of the source).
         quantity: "value" (the table's metric), "entropy", "exact_match", "f1_xtreme", "average" (`xtreme_table.average`
-            of the other columns), one of `COUNTED`, or "none": not in any run directory.
+            of the other columns), "imbalance" (of the expert loads of a run on images), one of `COUNTED`, or "none":
+            not in any run directory.
     """
 
     name: str
