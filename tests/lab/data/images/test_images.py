@@ -149,6 +149,17 @@ def few_labels(root: Path) -> None:
     (root / "test_labels.json").write_text("[1, 2]")
 
 
+def cut_archive(root: Path) -> None:
+    """Cut off between two files, where `tarfile` sees the end."""
+    write_classes(root.with_name("whole"))
+    root.mkdir()
+    with tarfile.open(root / "set.tar", "w") as archive:
+        archive.add(root.with_name("whole"), ".")
+    with tarfile.open(root / "set.tar") as archive:
+        half = archive.getmembers()[-3].offset
+    (root / "set.tar").write_bytes((root / "set.tar").read_bytes()[:half])
+
+
 def empty(root: Path) -> None:
     root.mkdir()
 
@@ -156,12 +167,13 @@ def empty(root: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (damaged, "n01_3.png: not a whole image"),
+        (damaged, "n01_3.png: not an image that Pillow can read"),
         (truncated, "n01_3.png: not a whole image"),
         (several_sizes, "n02_1.png: 9 x 9 where 8 x 8 is expected: add :size=8"),
         (unknown_class, "x.png: the class 'n09' has no training images"),
         (pickles, "binary version"),
         (few_labels, "10 images in 1 sheets, and 2 labels"),
+        (cut_archive, "set.tar is damaged: it is cut off after"),
         (empty, "no images found"),
     ],
 )

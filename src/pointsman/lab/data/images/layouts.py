@@ -30,6 +30,7 @@ Pixels = NDArray[np.uint8]
 SUFFIXES = (".jpeg", ".jpg", ".png")
 PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 SIDE = 32
+BLOCK = 512  # of a tar archive, whose end is a block of zeros
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -212,8 +213,15 @@ def _tar(archive: Path) -> Layout:
                     for member in sorted(opened.getmembers(), key=lambda member: member.name)
                     if member.isfile() and member.name.lower().endswith(SUFFIXES)
                 ]
+                end = opened.offset
         except tarfile.TarError as error:
             raise RunError(f"{archive} is damaged, or packed: {error}") from None
+        with archive.open("rb") as file:
+            file.seek(end)
+            if file.read(BLOCK) != bytes(
+                BLOCK
+            ):  # `tarfile` takes an archive that is cut off between two files as whole
+                raise RunError(f"{archive} is damaged: it is cut off after {len(members):,} images")
     names = [f"{archive}: {member.name}" for member in members]
 
     def load(index: int) -> Pixels:
@@ -273,7 +281,9 @@ def image_pixels(content: bytes, name: str) -> Pixels:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError:  # its text names an object in memory
+        raise RunError(f"{name}: not an image that Pillow can read") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RunError(
             f"{name}: not a whole image ({str(error).splitlines()[0] if str(error) else 'damaged'})"
         ) from None
