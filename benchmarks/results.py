@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pointsman.cli.compare import write_page, write_tables
-from pointsman.lab.report import TaskTable, attack_tables
+from pointsman.cli.compare import write_tables
+from pointsman.lab.report import TaskTable, attack_tables, write_report
 from pointsman.lab.report.claims import Page
 from pointsman.lab.report.load_table import LoadTable, measured_shares
+from pointsman.lab.report.robust_table import robust_tables
 from pointsman.lab.report.task_table import variants
 from pointsman.lab.report.trends import Trends
 from pointsman.lab.runs.comparison import read_comparison
@@ -29,9 +30,9 @@ def make(folder: Path) -> None:
         LoadTable.of(comparison, measured_shares(ROUTERS)).write(grid)
         for table in [TaskTable.of(comparison, name) for name in variants(comparison)]:
             table.write(grid)
-        for attacked in attack_tables(comparison):
-            attacked.write(grid)
-        print(grid, write_page(grid, look_inside=False), flush=True)
+        for shifted in (*attack_tables(comparison), *robust_tables(comparison)):
+            shifted.write(grid)
+        print(write_report(grid, quotes=False), flush=True)
     print(Page.read(folder).write(folder))
     print(Trends.read(folder).write(folder))
 

@@ -129,12 +129,18 @@ def test_paired_differences_in_every_form(folder: Path) -> None:
 
 def test_figures_of_a_diagnosis(folder: Path) -> None:
     layer = {"collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0}}
-    history = [{"checkpoint": "step-5", "layers": {"a": {"fluctuation": {"top1": value}}}} for value in (0.5, 0.125)]
+    history = [
+        {"checkpoint": "step-5", "layers": {"a": {"fluctuation": {"top1": value, "sets": 2 * value}}}}
+        for value in (0.5, 0.125)
+    ]
     found = {"layers": {"a": layer, "b": {"collapse": {"value": 4.0}}}, "history": history}
     (folder / "tiny/runs/ahead/seed-1/diagnostics.json").write_text(json.dumps(found))
     comparison = read_comparison(folder / "tiny")
     figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}
-    assert figures == {"collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "neighbours": {1: 3.0}, "own weight": {1: 0.25}}
+    assert figures == {
+        "collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "set fluctuation": {1: 0.25}, "neighbours": {1: 3.0},
+        "own weight": {1: 0.25},
+    }  # fmt: skip
     assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"
 
 

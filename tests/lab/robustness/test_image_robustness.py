@@ -229,6 +229,8 @@ def test_every_kind_has_a_record_and_a_table(
     record = next(run_of(comparison).glob(f"robust-{kind}*.json"))
     values: dict[str, Any] = json.loads(record.read_text())
     assert values["checkpoint"] == "step-2"
+    if kind == "o":  # a half of the outliers, too
+        assert (values["inliers"], values["outliers"], values["base_rate"]) == (10, 3, 3 / 13)
     before = record.stat().st_mtime_ns
     assert main(words) == 0
     assert record.stat().st_mtime_ns == before
@@ -250,7 +252,7 @@ def test_corruptions_of_a_comparison(
     assert {f"robust-c.{ending}" for ending in ("txt", "csv", "md", "tex")} <= {p.name for p in comparison.iterdir()}
 
 
-def test_the_page_shows_the_expert_of_every_patch(comparison: Path) -> None:
+def test_the_page_shows_the_expert_of_every_patch(comparison: Path, tmp_path: Path) -> None:
     page = write_report(comparison, samples="pca").read_text()
     assert 'id="pictures"' in page
     found = json.loads((run_of(comparison) / "pictures.json").read_text())
@@ -270,6 +272,8 @@ def test_the_page_shows_the_expert_of_every_patch(comparison: Path) -> None:
     [section] = pictures(read_comparison(comparison))["routers"]
     assert section["name"] == "smoe+similarity"
     assert sum(section["loads"]["2"]["layers.0.moe"]) == pytest.approx(1)
+    assert found["images"][0] in page
+    assert found["images"][0] not in write_report(comparison, tmp_path, quotes=False).read_text()
 
 
 @pytest.mark.parametrize(

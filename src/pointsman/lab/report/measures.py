@@ -18,7 +18,7 @@ from pointsman.lab.runs.record import RunRecord, read_object
 UNITS = {
     "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
     "attack": "loss from clean", "accuracy": "points", "collapse": "RC", "fluctuation": "share of tokens",
-    "neighbours": "tokens", "own weight": "share",
+    "set fluctuation": "share of tokens", "neighbours": "tokens", "own weight": "share",
     "drop": "points", "outliers": "points", "moved": "share of patches",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
@@ -32,7 +32,8 @@ class Measure:
         name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads): means over
             layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
             accuracy: of a fine-tuning. The others come from `pointsman diagnose RUN` and are means over layers:
-            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before),
+            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before; set
+            fluctuation: whose set of experts),
             neighbours (their effective number) and own weight (S[i, i]). Of image runs (`evaluate RUN --robust KIND`):
             drop (accuracy on clean images minus that on shifted ones), outliers (their AUPR) and moved (the share of
             patches whose set of experts, under attack whose first expert, differs between the two).
@@ -127,14 +128,20 @@ def _diagnosed(part: str, key: str) -> Callable[[Mapping[str, Any]], list[float 
     return lambda found: [finite((layer.get(part) or {}).get(key)) for layer in (found.get("layers") or {}).values()]
 
 
-def _last_change(found: Mapping[str, Any]) -> list[float | None]:
-    layers = history[-1]["layers"].values() if (history := found.get("history")) else ()
-    return [finite((layer.get("fluctuation") or {}).get("top1")) for layer in layers]
+def _last_change(key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
+    """layer -> fluctuation -> key of the last earlier checkpoint of diagnostics.json."""
+
+    def values(found: Mapping[str, Any]) -> list[float | None]:
+        layers = history[-1]["layers"].values() if (history := found.get("history")) else ()
+        return [finite((layer.get("fluctuation") or {}).get(key)) for layer in layers]
+
+    return values
 
 
 DIAGNOSED = {
     "collapse": _diagnosed("collapse", "value"),
-    "fluctuation": _last_change,
+    "fluctuation": _last_change("top1"),
+    "set fluctuation": _last_change("sets"),
     "neighbours": _diagnosed("mixing", "effective_mean"),
     "own weight": _diagnosed("mixing", "own_mean"),
 }

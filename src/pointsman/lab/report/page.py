@@ -35,6 +35,7 @@ def write_report(
     *,
     baseline: str | None = None,
     samples: str | None = None,
+    quotes: bool = True,
     note: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
@@ -45,6 +46,8 @@ def write_report(
         baseline: the router that differences are taken against; the first by default.
         samples: the kind of map, "pca" (a second or two a run), "umap" or "auto": first makes the samples for maps and
             explorer where they are missing (`samples.collect_all`). None: uses the existing ones.
+        quotes: whether text and images of the data are shown (explorer, patches), where samples have them. Their
+            licence may not allow it on a page that is published.
         note: told which runs are sampled, and which cannot be.
 
     Returns:
@@ -59,7 +62,7 @@ def write_report(
         from pointsman.lab.report.samples import collect_all
 
         collect_all(comparison, method=samples, note=note)
-    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline))
+    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline, quotes=quotes))
 
 
 def page_path(out: Path | None, comparison: Comparison) -> Path:
@@ -69,8 +72,8 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
     return (out or comparison.path) / "report.html"
 
 
-def render(comparison: Comparison, *, baseline: str | None = None) -> str:
-    """The page as a string."""
+def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool = True) -> str:
+    """The page as a string; the arguments are those of `write_report`."""
     table = ComparisonTable.of(comparison, baseline=baseline)
     found = {
         "tasks": sections.tasks(comparison, baseline=baseline),
@@ -78,7 +81,9 @@ def render(comparison: Comparison, *, baseline: str | None = None) -> str:
         "robust": sections.robust(comparison),
     }
     data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
-    data["pictures"] = pictures(comparison)
+    data["pictures"] = pictures(comparison) if quotes else {}
+    if not quotes:
+        data["inside"]["explorer"] = {"texts": [], "routers": []}
     agreed = consistency(comparison)
     data["consistency"] = agreed.get("chart")
     return fill(

@@ -23,7 +23,7 @@ from pointsman.lab.report.series import short_layer
 from pointsman.lab.robustness.image_sources import chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, look
 from pointsman.lab.runs.comparison import Comparison
-from pointsman.lab.runs.paths import CHECKPOINTS
+from pointsman.lab.runs.paths import CHECKPOINTS, PICTURES
 from pointsman.lab.runs.record import RunRecord, read_object
 from pointsman.lab.training.image_classification import open_images
 from pointsman.lab.training.run import load_run
@@ -31,7 +31,6 @@ from pointsman.ops.kernels import using
 from pointsman.routing import Routing
 
 FORMAT = 1
-FILE = "pictures.json"
 SHOWN, SAMPLED, BEST = 24, 512, 12  # images on the page, images read, patches an expert
 SIDE = 96  # of the images on the page at most
 NONE = 0xFFFF
@@ -90,7 +89,7 @@ def collect_pictures(path: Path, *, device: str = "cpu") -> Path | None:
         "best": best,
         "sampled": len(part),
     }
-    return write_whole(path / FILE, json.dumps(record, allow_nan=False, separators=(",", ":")))
+    return write_whole(path / PICTURES, json.dumps(record, allow_nan=False, separators=(",", ":")))
 
 
 def _patches(values: NDArray[Any], tokens: int, grid: int) -> NDArray[Any]:
@@ -143,7 +142,7 @@ def _png(pixels: Pixels) -> str:
 
 def is_current(run: RunRecord) -> bool:
     """Whether the pictures are of the checkpoint of the run's evaluation, or cannot be made anew."""
-    found = read_object(run.path / FILE)
+    found = read_object(run.path / PICTURES)
     if found.get("format") != FORMAT:
         return not (run.path / CHECKPOINTS).is_dir()
     return found.get("checkpoint") == run.evaluation.get("checkpoint") or not (run.path / CHECKPOINTS).is_dir()
@@ -160,7 +159,7 @@ def pictures(comparison: Comparison) -> dict[str, Any]:
     routers = []
     for router in comparison.routers:
         for run in comparison.of(router):
-            found = read_object(run.path / FILE)
+            found = read_object(run.path / PICTURES)
             if found.get("format") != FORMAT:
                 continue
             classes = found["classes"]

@@ -147,6 +147,7 @@ def _shifted(
             run.model, clean, shifted.relabelled(images.classes).split("test"), top_k=top_k, frame=frame
         )
     outliers, classes = shifted.split("test"), None
+    share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
     known = [images.classes.index(name) for name in shifted.classes if name in images.classes]
     if len(known) == len(shifted.classes):  # ImageNet-O: folders of the classes that its images are mistaken for
         classes = sorted(known)
@@ -156,6 +157,7 @@ def _shifted(
         strange = [label for label, name in enumerate(shifted.classes) if name not in KNOWN_TO_CIFAR]
         inside = np.flatnonzero(np.isin(outliers.labels, strange))
         outliers = ImagePart(outliers.images[inside], outliers.labels[inside])
+    outliers = rows_of(outliers, chosen_rows(outliers, max(1, round(share * len(outliers)))))
     found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
     return {**found, "outlier_data": shifted.description}
 

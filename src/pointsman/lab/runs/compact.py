@@ -2,9 +2,9 @@
 
 A line is `{"format": 1, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
 the run: settings, environment with versions, evaluation with its protocol, diagnoses, attacks and fine-tunings as they
-are, and `metrics.jsonl` as a list of rows, thinned to what a curve shows. Weights, vocabularies and explorer samples
-are left out. `restore` makes the run directories again: tables come out identical, and `compare` takes the runs as
-finished on any machine.
+are, and `metrics.jsonl` as a list of rows, thinned to what a curve shows. Weights, vocabularies and samples of the data
+(explorer, pictures) are left out. `restore` makes the run directories again: tables come out identical, and `compare`
+takes the runs as finished on any machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._files import disk_errors, find, parse_json, read_json, read_text, within, write_whole
 from pointsman.lab.runs.metrics import read_metrics
-from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, VOCABULARY
+from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
 
 FORMAT = 1
 RECORD = "record.jsonl"
-LEFT_OUT = (VOCABULARY, EXPLORER)
+LEFT_OUT = (VOCABULARY, EXPLORER, PICTURES)
 ROWS = {"train": 160, "routing": 60}
 """At most so many steps of a kind of metrics are kept, evenly spaced: as many points as the page's curves have."""
 KEPT = {
