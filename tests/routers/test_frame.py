@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from pointsman import MoE, Router, RoutingContext, build_router, freeze, materialize, set_top_k, step_end, track_steps
 from pointsman.routers import registry
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Loss, LossInput, Scored, Scores, Selection, Selector, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores, Selection
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Pairs
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pointsman import Router, build_router, materialize, set_top_k
 from pointsman.routers.noisy_topk import load_loss, squared_variation
-from pointsman.routers.stages import LossInput
+from pointsman.routers.stage_values import LossInput
 from pointsman.routing import RoutingContext
 
 

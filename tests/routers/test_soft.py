@@ -10,7 +10,7 @@ from torch import Tensor
 from pointsman import MoE, RoutingContext, build_router, set_top_k
 from pointsman.experts.reference import expert, experts
 from pointsman.routers.soft import SoftSlots
-from pointsman.routers.stages import Scores
+from pointsman.routers.stage_values import Scores
 
 
 def soft_layer(slots: int) -> MoE:

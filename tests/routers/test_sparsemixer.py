@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pointsman import RoutingContext, build_router
 from pointsman.routers.sparsemixer import Drawn
-from pointsman.routers.stages import Scores
+from pointsman.routers.stage_values import Scores
 
 Z = (1.0, 0.9, -1.0)
 

@@ -8,7 +8,7 @@ from tests.routers.oracle import Expected, balance_loss, compare, inputs, ranked
 from torch import Tensor
 
 from pointsman import Router, RoutingContext, build_router
-from pointsman.routers.stages import Scores
+from pointsman.routers.stage_values import Scores
 from pointsman.routers.top_p import TopP
 
 

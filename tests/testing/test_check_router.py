@@ -11,7 +11,8 @@ from torch import Tensor
 from pointsman import RoutingContext
 from pointsman.routers import registry
 from pointsman.routers.registry import LayerSpec
-from pointsman.routers.stages import Scores, Selector, Stages
+from pointsman.routers.stage_values import Scores
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.testing import check_router, test_router
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pointsman import auxiliary
-from pointsman.routers.stages import LossInput, Stage, Tensors
+from pointsman.routers.stage_values import LossInput, Tensors
+from pointsman.routers.stages import Stage
 
 
 class Balance(Stage):

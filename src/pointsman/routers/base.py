@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from pointsman.ops.selection import top_k
 from pointsman.routers.assignment import balanced_assignment
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.stages import Scores, Selector, Sigmoid, Stages
+from pointsman.routers.stage_values import Scores
+from pointsman.routers.stages import Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

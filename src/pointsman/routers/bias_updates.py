@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.quantile import column_histogram, largest_of_histogram
-from pointsman.routers.stages import Stage, Tensors
+from pointsman.routers.stage_values import Tensors
+from pointsman.routers.stages import Stage
 
 SHARPNESS, MOMENTUM = 2.0, 0.5  # of SMEBU
 TINY = 1e-20

@@ -15,7 +15,8 @@ from torch import Tensor
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Probability, Whole, register_router
 from pointsman.routers.select import TopK
-from pointsman.routers.stages import TINY, Loss, LossInput, Scored, Scores, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.stages import TINY, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import BelowOne, LayerSpec, register_router
-from pointsman.routers.stages import Scores, Selection, Selector, Stages
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.expert_choice import as_selection, best_tokens
-from pointsman.routers.stages import Loss, LossInput, Scores, Selection, Selector, Sigmoid, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scores, Selection
+from pointsman.routers.stages import Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

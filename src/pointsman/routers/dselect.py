@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import Count, LayerSpec, NotNegative, Positive, register_router
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import Loss, LossInput, Normalizer, Scored, Scorer, Scores, Selector, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.stages import Normalizer, Scorer, Selector, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

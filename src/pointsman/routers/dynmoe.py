@@ -12,18 +12,8 @@ from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import (
-    Loss,
-    LossInput,
-    Scored,
-    Scorer,
-    Scores,
-    Selection,
-    Selector,
-    Sigmoid,
-    Stages,
-    equal_weights,
-)
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores, Selection
+from pointsman.routers.stages import Scorer, Selector, Sigmoid, Stages, equal_weights
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.select import ROUNDING
-from pointsman.routers.stages import Scores, Selection, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import Pairs, RoutingContext
 

@@ -12,7 +12,8 @@ from pointsman._values import check_whole
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import BelowOne, LayerSpec, register_router
 from pointsman.routers.quantile import column_histogram
-from pointsman.routers.stages import TINY, Scores, Selection, Selector, Sigmoid, Stages
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import TINY, Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

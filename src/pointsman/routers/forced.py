@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.stages import Scores, Selector, Stages
+from pointsman.routers.stage_values import Scores
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import LossInput, Scores, Selector, Stages
+from pointsman.routers.stage_values import LossInput, Scores
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

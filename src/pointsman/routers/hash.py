@@ -12,17 +12,8 @@ from torch import Tensor
 from pointsman.routers.clustering import kmeans
 from pointsman.routers.entries import LayerSpec, register_router
 from pointsman.routers.loss_free import SqrtSoftplus
-from pointsman.routers.stages import (
-    Scored,
-    Scorer,
-    Scores,
-    Selection,
-    Selector,
-    Sigmoid,
-    Softmax,
-    Stages,
-    equal_weights,
-)
+from pointsman.routers.stage_values import Scored, Scores, Selection
+from pointsman.routers.stages import Scorer, Selector, Sigmoid, Softmax, Stages, equal_weights
 from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from pointsman.routers.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.hypernetwork import FrozenLinear, build_hypernetwork
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import Loss, LossInput, Product, Scorer, Stages
+from pointsman.routers.stage_values import Loss, LossInput
+from pointsman.routers.stages import Product, Scorer, Stages
 from pointsman.routing import RoutingContext
 
 

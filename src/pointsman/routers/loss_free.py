@@ -17,17 +17,8 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.bias_updates import UPDATES, SignUpdate
 from pointsman.routers.entries import Count, LayerSpec, NotNegative, Whole, register_router
 from pointsman.routers.select import keep_groups
-from pointsman.routers.stages import (
-    LossInput,
-    Normalizer,
-    Scores,
-    Selection,
-    Selector,
-    Sigmoid,
-    Softmax,
-    Stages,
-    Tensors,
-)
+from pointsman.routers.stage_values import LossInput, Scores, Selection, Tensors
+from pointsman.routers.stages import Normalizer, Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routers.virtual import Kind, virtual_experts
 from pointsman.routing import RoutingContext

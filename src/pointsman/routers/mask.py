@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pointsman.routers.entries import LayerSpec, Whole, register_router
 from pointsman.routers.select import TopK
-from pointsman.routers.stages import Scored, Scorer, Scores, Stages
+from pointsman.routers.stage_values import Scored, Scores
+from pointsman.routers.stages import Scorer, Stages
 from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext

@@ -12,7 +12,8 @@ from pointsman.ops.drawing import randn_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import Loss, LossInput, Scored, Scorer, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored
+from pointsman.routers.stages import Scorer, Stages
 from pointsman.routers.topk import INIT_STD
 from pointsman.routing import RoutingContext
 

@@ -20,7 +20,7 @@ from pointsman.ops.linear import transformed, upcast
 from pointsman.ops.on_gpu import TORCH, TRITON, capability, fastest_that_runs, with_triton, without_triton
 from pointsman.ops.selection import top_k
 from pointsman.routers.select import TopK
-from pointsman.routers.stages import Selection
+from pointsman.routers.stage_values import Selection
 from pointsman.routing import RoutingContext
 
 if TYPE_CHECKING:

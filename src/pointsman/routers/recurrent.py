@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pointsman.routers.entries import Count, LayerSpec, register_router
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import Scored, Scorer, Stages
+from pointsman.routers.stage_values import Scored
+from pointsman.routers.stages import Scorer, Stages
 from pointsman.routing import RoutingContext
 
 NORM_EPS = 1e-5

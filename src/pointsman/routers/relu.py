@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, register_router
-from pointsman.routers.stages import Loss, LossInput, Normalizer, Scores, Selection, Selector, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scores, Selection
+from pointsman.routers.stages import Normalizer, Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

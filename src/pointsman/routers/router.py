@@ -15,18 +15,8 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routers import on_gpu
 from pointsman.routers.balance import Balance
 from pointsman.routers.capacity import Capacity
-from pointsman.routers.stages import (
-    Loss,
-    LossInput,
-    Mixer,
-    Scored,
-    Scores,
-    Selection,
-    Selector,
-    Stage,
-    Stages,
-    Tensors,
-)
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
+from pointsman.routers.stages import Mixer, Selector, Stage, Stages
 from pointsman.routers.virtual import apart, weightless
 from pointsman.routing import Means, Routing, RoutingContext, check_padding_mask
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
-from pointsman.routers.stages import Scores, Selection, Selector, equal_weights
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import Selector, equal_weights
 from pointsman.routing import RoutingContext
 
 ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point

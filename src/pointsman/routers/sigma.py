@@ -10,7 +10,8 @@ from torch import Tensor
 from pointsman.ops.drawing import own_rows
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import BelowOne, LayerSpec, NotNegative, register_router
-from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Sigmoid, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scores
+from pointsman.routers.stages import Selector, Sigmoid, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import Allowed, LayerSpec, Positive, register_router
-from pointsman.routers.stages import Scores, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.stage_values import Scores
+from pointsman.routers.stages import Selector, Sigmoid, Softmax, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from pointsman.routers.entries import Count, LayerSpec, register_router
 from pointsman.routers.scoring import linear
-from pointsman.routers.stages import Scored, Scorer, Scores, Selection, Selector, Stages
+from pointsman.routers.stage_values import Scored, Scores, Selection
+from pointsman.routers.stages import Scorer, Selector, Stages
 from pointsman.routing import RoutingContext, Slots
 
 NORM_FLOOR = 1e-6

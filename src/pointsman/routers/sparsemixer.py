@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pointsman.ops.drawing import rand_like
 from pointsman.routers.entries import Allowed, LayerSpec, register_router
-from pointsman.routers.stages import Scores, Selection, Selector, Stages
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

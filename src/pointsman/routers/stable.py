@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Whole, register_router
-from pointsman.routers.stages import TINY, Loss, LossInput, Scored, Scorer, Scores, Selector, Sigmoid, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.stages import TINY, Scorer, Selector, Sigmoid, Stages
 from pointsman.routers.token_ids import checked_ids
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext

@@ -10,7 +10,8 @@ from torch import Tensor
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.gshard import first_choices
-from pointsman.routers.stages import Loss, LossInput, Scores, Selector, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scores
+from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

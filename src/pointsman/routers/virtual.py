@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman.routers.stages import Selection
+from pointsman.routers.stage_values import Selection
 
 Kind = Literal["zero", "copy", "constant", "mixed"]
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pointsman.ops.drawing import randn_like
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.stages import Loss, LossInput, Scored, Stages
+from pointsman.routers.stage_values import Loss, LossInput, Scored
+from pointsman.routers.stages import Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -21,7 +21,8 @@ from pointsman.hf.layouts import LAYOUTS, Layout
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
 from pointsman.layer import AttachLosses
-from pointsman.routers.stages import Mixer, Scores, Selection, Selector
+from pointsman.routers.stage_values import Scores, Selection
+from pointsman.routers.stages import Mixer, Selector
 from pointsman.routing import RouterState, Routing, RoutingContext
 
 SMALLEST = 1e-30  # probabilities are at least this: ratios stay finite in float32

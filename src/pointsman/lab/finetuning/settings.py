@@ -23,7 +23,6 @@ SMALL_RATE = {"udpos": 1e-3, "panx": 1e-3}
 """Learning rates of small encoders, found by trial; 5e-4 for the other tasks. XTREME's 2e-5 moves them too little."""
 
 PRESETS = ("finetune-xmoe",)
-BALANCE_SWEEP = (0.0, 1e-3, 1e-2, 1e-1)  # X-MoE, Table 6
 CHECKPOINT_EVERY = 250
 VALIDATIONS = 10  # of a run whose best validation chooses the evaluated weights
 

@@ -1,0 +1,126 @@
+"""What the stages of a router hand to one another, and what its losses see.
+
+Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pointsman import auxiliary
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routing import Pairs, RouterState, RoutingContext, Slots
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a scorer may return in place of its logits.
+
+    Attributes:
+        logits: [B, T, E], at least float32.
+        extra: tensors that the selector or a loss of the same router reads.
+        statistics: summed over a step by `Stage.gather`, detached.
+        above: tensors [B, T, ...] for the sparse layers above (`RoutingContext.below`), with gradient.
+        carry: what the scorer needs of these tokens later (`RoutingContext.past`), beside what a mixer carries.
+    """
+
+    logits: Tensor
+    extra: Tensors = field(default_factory=dict)
+    statistics: Tensors = field(default_factory=dict)
+    above: Tensors = field(default_factory=dict)
+    carry: RouterState = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the stages before it hand to the selector.
+
+    Attributes:
+        logits: [B, T, E], at least float32.
+        probs: [B, T, E]; the combine weights come from these.
+        choice: [B, T, E], what selection ranks by.
+        extra: `Scored.extra`.
+    """
+
+    logits: Tensor
+    probs: Tensor
+    choice: Tensor
+    extra: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selector may return in place of (experts, weights).
+
+    Attributes:
+        experts: [N, width] int64, -1 for none; the width is at most E and need not be k.
+        weights: [N, width], 0 where experts is -1.
+        flat: pairs that follow from a choice by the experts; None: they follow from experts and weights.
+        statistics: summed over a step by `Stage.gather`, detached.
+        slots: of soft routing.
+        means: [E, dim], what stands for the outputs of experts that were not chosen, weighted by their probabilities.
+            The layer adds the sums of the experts' outputs to the statistics: `outputs` [E, dim] and `served` [E].
+    """
+
+    experts: Tensor
+    weights: Tensor
+    flat: Pairs | None = None
+    statistics: Tensors = field(default_factory=dict)
+    slots: Slots | None = None
+    means: Tensor | None = None
+
+    def scaled(self, factor: float) -> Selection:
+        """The same with all weights times `factor`."""
+        flat = None if self.flat is None else replace(self.flat, weight=self.flat.weight * factor)
+        return replace(self, weights=self.weights * factor, flat=flat)
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """What a loss of a router sees. Every loss is a function of one of these and returns a scalar.
+
+    Attributes:
+        logits: [N, E]; unmixed: [N, E], the probabilities before mixing; probs: [N, E], after it.
+        choice: [N, E], what selection ranked by.
+        experts: [N, width], what was chosen, before capacity drops anything; -1 for padding and for none.
+        weights: [N, width], 0 where experts is -1.
+        extra: `Scored.extra`, as the scorer returned it.
+        mask: [N] bool, True for a real token; None where all are real.
+        batch, length: B and T.
+        context: what the router was given.
+        ranks: who shares the batch.
+    """
+
+    logits: Tensor
+    unmixed: Tensor
+    probs: Tensor
+    choice: Tensor
+    experts: Tensor
+    weights: Tensor
+    extra: Tensors
+    mask: Tensor | None
+    batch: int
+    length: int
+    context: RoutingContext
+    ranks: Ranks = ALONE
+
+    def token_mean(self, values: Tensor) -> Tensor:
+        """Mean over all real tokens of the batch of `values` [N, ...]."""
+        return auxiliary.token_mean(values, self.mask, self.ranks)
+
+
+class Loss(NamedTuple):
+    """An auxiliary loss: `function` of a `LossInput`, times `weight`.
+
+    A function that reads parameters or buffers must be a bound method of their stage: a copy of the router then reads
+    the copies.
+    """
+
+    function: Callable[[LossInput], Tensor]
+    weight: float
