@@ -29,7 +29,10 @@ def test_as_a_word() -> None:
     assert kernels.row_of(torch.bfloat16) == "dots"
 
 
-BEFORE = {"gpu": "grouped_mm", "gpu_router": "torch", "gpu_attention": "torch", "gpu_mixing": "torch"}
+BEFORE = {
+    "gpu": "grouped_mm",
+    **dict.fromkeys(("gpu_decode", "gpu_router", "gpu_attention", "gpu_mixing"), "torch"),
+}
 
 
 @pytest.mark.parametrize(

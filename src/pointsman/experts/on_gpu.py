@@ -15,11 +15,13 @@ from torch import Tensor
 from pointsman.experts import grouped_mm, other_kernels
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import active_gpu
+from pointsman.ops.on_gpu import TORCH, TRITON, fastest_that_runs, with_triton, without_triton
 from pointsman.ops.on_gpu import capability as _capability
-from pointsman.ops.on_gpu import fastest_that_runs, without_triton
 
 GROUPED_MM_ON = (9, 10)  # major compute capabilities on which grouped_mm does not loop over the experts
 SHAPE = 8192, 1024, 2048, 16, 2  # of the timing: tokens, dim, hidden_dim, experts, k
+FEW = 4, 1024, 2048, 64, 8  # of the timing for decoding
+MOST_FEW = 64  # assignments that the kernels for decoding take
 
 
 def apply(
@@ -43,11 +45,31 @@ def apply(
         if why:
             raise ValueError(f"kernels: gpu={named!r}: {why}")
         return other_kernels.apply(named, hidden, weight, expert, parameters)
+    if token is None and not dropout and _few(hidden, weight, expert, parameters):
+        from pointsman.experts.triton import decode
+
+        return decode.apply(hidden, weight, expert, parameters, activation)
     if token is None and (way := _way(hidden, parameters)) != "grouped_mm":
         from pointsman.experts.triton import function
 
         return function.apply(hidden, weight, expert, parameters, activation, dropout, way)
     return grouped_mm.apply(hidden, weight, token, expert, parameters, activation, dropout)
+
+
+def _few(hidden: Tensor, weight: Tensor, expert: Tensor, parameters: ExpertParameters) -> bool:
+    """Whether the kernels for decoding take these assignments."""
+    if not takes_few(hidden, expert.numel()):
+        return False
+    given = (hidden, weight, *parameters)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in given):
+        return False
+    weights = (parameters.w_in, parameters.w_out, parameters.w_gate)  # read where they lie: each expert's contiguous
+    return all(one is None or one.stride()[1:] == (one.shape[2], 1) for one in weights)
+
+
+def takes_few(hidden: Tensor, assignments: int) -> bool:
+    """Whether so few assignments without gradients have kernels of their own on the device of `hidden`."""
+    return assignments <= MOST_FEW and with_triton("gpu_decode", hidden, measured_few)
 
 
 def _way(hidden: Tensor, parameters: ExpertParameters) -> str:
@@ -72,7 +94,7 @@ def _measured(device: torch.device) -> str:
 
 @cache
 def measured(device: torch.device) -> str:
-    """The fastest of "triton", "mixed" and "grouped_mm" on a CUDA device, forward and backward in bfloat16.
+    """The fastest of "fused", "triton", "mixed" and "grouped_mm" on a CUDA device, forward and backward in bfloat16.
 
     What cannot run is named in a warning and left out.
     """
@@ -80,16 +102,26 @@ def measured(device: torch.device) -> str:
     if without_triton(capability):
         return "grouped_mm"
     ways: dict[str, Callable[[], object]] = {}
-    for name in ("triton", "mixed", "grouped_mm"):
+    for name in ("fused", "triton", "mixed", "grouped_mm"):
         if name != "mixed" or capability[0] in GROUPED_MM_ON:
             ways[name] = candidate(name, device)
     return fastest_that_runs("GPU kernels", ways, "grouped_mm")
 
 
-def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, int] = SHAPE) -> Callable[[], object]:
-    """Forward and backward of a layer of this shape on the kernels of this name, until the device has finished."""
-    from pointsman.experts.triton import function
+@cache
+def measured_few(device: torch.device) -> str:
+    """The faster for a few assignments in bfloat16: "triton", kernels of their own, or "torch", those of many."""
+    if without_triton(_capability(device)):
+        return TORCH
+    ways = {name: candidate_few(name, device) for name in (TRITON, TORCH)}
+    return fastest_that_runs("kernels for decoding", ways, TORCH)
 
+
+Drawn = tuple[Tensor, Tensor, Tensor, ExpertParameters]
+
+
+def _draw(device: torch.device, shape: tuple[int, int, int, int, int]) -> Drawn:
+    """Hidden states, weights, experts and parameters of a layer of this shape, in bfloat16."""
     tokens, dim, hidden_dim, num_experts, k = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -97,12 +129,18 @@ def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, 
         drawn = torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
         return drawn.mul_(size[-1] ** -0.5).requires_grad_()
 
-    hidden, gradient = draw(tokens, dim), draw(tokens, dim).detach()
     parameters = ExpertParameters(draw(num_experts, hidden_dim, dim), draw(num_experts, dim, hidden_dim))
     scores = torch.rand(tokens, num_experts, device=device, generator=generator)
     values, expert = scores.topk(k, -1)
-    weight = values.requires_grad_()
-    leaves = [hidden, weight, parameters.w_in, parameters.w_out]
+    return draw(tokens, dim), values.requires_grad_(), expert, parameters
+
+
+def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, int] = SHAPE) -> Callable[[], object]:
+    """Forward and backward of a layer of this shape on the kernels of this name, until the device has finished."""
+    from pointsman.experts.triton import function
+
+    hidden, weight, expert, parameters = _draw(device, shape)
+    gradient, leaves = hidden.detach().flip(0), [hidden, weight, parameters.w_in, parameters.w_out]
 
     def run() -> object:
         with torch.enable_grad():
@@ -114,5 +152,27 @@ def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int, 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return found
+
+    return run
+
+
+def candidate_few(name: str, device: torch.device, shape: tuple[int, int, int, int, int] = FEW) -> Callable[[], object]:
+    """Forward without gradients of a few tokens, on kernels of their own ("triton") or on those of many."""
+    from pointsman.experts.triton import decode, function
+
+    hidden, weight, expert, parameters = _draw(device, shape)
+    way = _way(hidden, parameters)
+
+    def run() -> object:
+        with torch.no_grad():
+            if name == TRITON:
+                output = decode.apply(hidden, weight, expert, parameters, "relu")
+            elif way == "grouped_mm":
+                output = grouped_mm.apply(hidden, weight, None, expert, parameters, "relu", 0.0)
+            else:
+                output = function.apply(hidden, weight, expert, parameters, "relu", 0.0, way)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return output
 
     return run

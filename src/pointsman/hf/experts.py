@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe as huggingface
 
+from pointsman.experts import on_gpu
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ExpertParameters
 from pointsman.routing import Routing
@@ -31,6 +32,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 NAME = "pointsman"
 FEW = 16  # assignments on a GPU up to which `batched_mm`, which copies each one's weights, is expected to be faster
+# than products of many rows; our own kernels for decoding copy nothing, and go before it
 
 
 def register() -> None:
@@ -53,7 +55,8 @@ def activation_of(experts: Any) -> str | None:
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
     activation, on_cpu = activation_of(self), hidden_states.device.type == "cpu"
-    if not on_cpu and top_k_index.numel() <= FEW and not torch.compiler.is_exporting():
+    few_of_ours = activation is not None and on_gpu.takes_few(hidden_states, top_k_index.numel())
+    if not on_cpu and top_k_index.numel() <= FEW and not few_of_ours and not torch.compiler.is_exporting():
         few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return few
     # our way through experts of another form reads the routing: torch.export cannot, a GPU would wait

@@ -29,7 +29,8 @@ _ALLOWED = {
     "row": _ROW,
     "row_bf16": _ROW,
     "batched_bf16": ("small", "padded"),
-    "gpu": ("auto", "triton", "mixed", "grouped_mm", "liger", "sonicmoe"),
+    "gpu": ("auto", "fused", "triton", "mixed", "grouped_mm", "liger", "sonicmoe"),
+    "gpu_decode": _OTHERS,
     "gpu_router": _OTHERS,
     "gpu_attention": _OTHERS,
     "gpu_mixing": _OTHERS,
@@ -49,9 +50,12 @@ class Kernels:
         row_bf16: `row` for bfloat16.
         batched_bf16: in bfloat16, which experts with many tokens share a torch.bmm: only "small" ones, where the calls
             would take the time, or all, "padded" to the same number of rows by up to a fifth.
-        gpu: the experts on a GPU: "triton" (our kernels), "mixed" (our kernels around torch's grouped_mm), "grouped_mm"
-            (torch alone); "auto" times these three at the first use. "liger" and "sonicmoe" are other packages', by
-            name only: an error says what they cannot do.
+        gpu: the experts on a GPU: "fused" (our kernels, the activation's work inside the products), "triton" (our
+            kernels, the activation apart), "mixed" (our kernels around torch's grouped_mm), "grouped_mm" (torch alone);
+            "auto" times these four at the first use. "liger" and "sonicmoe" are other packages', by name only: an error
+            says what they cannot do.
+        gpu_decode: the experts on a GPU for a few assignments without gradients: "triton" (kernels of their own) or
+            "torch" (as `gpu` says); "auto" times both at the first use.
         gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" times both at the first use.
         gpu_attention: Transformer-XL's attention on a GPU: the same choice.
         gpu_mixing: the mixers on a GPU: the same choice.
@@ -63,6 +67,7 @@ class Kernels:
     row_bf16: str = "dots"
     batched_bf16: str = "small"
     gpu: str = "auto"
+    gpu_decode: str = "auto"
     gpu_router: str = "auto"
     gpu_attention: str = "auto"
     gpu_mixing: str = "auto"
@@ -101,7 +106,7 @@ class Kernels:
         return cls(**_FIRST | known)  # where there was no choice, what there was
 
 
-_FIRST = {"gpu": "grouped_mm", "gpu_router": "torch", "gpu_attention": "torch", "gpu_mixing": "torch"}
+_FIRST = {"gpu": "grouped_mm", **dict.fromkeys(("gpu_decode", "gpu_router", "gpu_attention", "gpu_mixing"), "torch")}
 PLAIN = Kernels("plain", "blas", **_FIRST)
 """The reference path: what deterministic runs take."""
 

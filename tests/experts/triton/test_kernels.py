@@ -18,16 +18,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def _undefined_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write is NaN, or a number far outside."""
-    plain_empty, plain_like = Tensor.new_empty, torch.empty_like
-
-    def spoiled(tensor: Tensor) -> Tensor:
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**20))
-
-    monkeypatch.setattr(Tensor, "new_empty", lambda *given, **named: spoiled(plain_empty(*given, **named)))
-    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: spoiled(plain_like(*given, **named)))
+pytestmark = pytest.mark.usefixtures("undefined_memory")
 
 
 def plain_sort(expert: Tensor, num_experts: int) -> Sorted:
@@ -112,7 +103,7 @@ def test_products(tokens: int, inner: int, columns: int, favourite: bool, gather
     product = gemm.times(left, turned, where, given)
     assert product[kept:].isnan().all(), "not written"
     outer = gemm.outer(left, other, where, left_k=given)
-    other_way = gemm.outer(other, left, where, right_k=given)
+    other_way, sums = gemm.outer_and_sums(other, left, where, right_k=given)
     for expert in range(experts):
         part = slice(starts[expert], starts[expert + 1])
         exact = rows[part].double() @ turned[expert].double()
@@ -120,6 +111,9 @@ def test_products(tokens: int, inner: int, columns: int, favourite: bool, gather
         exact = rows[part].double().t() @ other[part].double()
         for found in (outer[expert], other_way[expert].t()):
             torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype])
+        torch.testing.assert_close(
+            sums[expert].double(), other[part].double().sum(0), rtol=TOLERANCE[dtype], atol=10 * TOLERANCE[dtype]
+        )
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])

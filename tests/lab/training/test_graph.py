@@ -383,13 +383,13 @@ def test_batches_norm_clipping_and_adam_are_in_the_graph(
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_triton_kernels_on_the_tape runs it")
-@pytest.mark.parametrize("router", ["hyperrouter", "xmoe+similarity"])
+@pytest.mark.parametrize(("router", "way"), [("hyperrouter", "fused"), ("xmoe+similarity", "triton")])
 def test_a_step_of_triton_kernels(
-    settings: Settings, corpus: Corpus, router: str, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, corpus: Corpus, router: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts, routers, attention and mixers through our kernels: graphed steps equal eager ones bit for bit."""
     monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    monkeypatch.setattr(experts_on_gpu, "_way", lambda *_: "triton")
+    monkeypatch.setattr(experts_on_gpu, "_way", lambda *_: way)
     for module in (attention_on_gpu, routers_on_gpu, mutual_on_gpu):
         monkeypatch.setattr(module, "wanted", lambda _: True)
     small = {"batch_size": 2, "segment_length": 6, "memory_length": 6, "model.num_layers": 1, "model.dim": 16}

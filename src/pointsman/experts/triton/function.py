@@ -1,7 +1,8 @@
 """All experts at once on Triton kernels, forward and backward, as two custom operators.
 
 The mathematics is that of `cpu/sparse.py`. Forward keeps u (and g) alone; backward draws masks and computes hidden
-units again. Matrix products are `F.grouped_mm`'s on gathered rows, or our own, which gather on the way (`products`).
+units again. Matrix products are `F.grouped_mm`'s on gathered rows, or our own, which gather on the way; in our own the
+passes over hidden units can be parts of the products (`products`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from pointsman.experts.grouped_mm import check_experts, grouped_mm, output_bias_shares, zeros_without_rows
 from pointsman.experts.reference import ExpertParameters
-from pointsman.experts.triton import gemm, units
+from pointsman.experts.triton import fused, gemm, units
 from pointsman.experts.triton.rows import combine, gather
 from pointsman.experts.triton.sort import Sorted, sort
 from pointsman.ops.linear import refuse_second_derivatives
 
-GEMM, GROUPED_MM = "triton", "mixed"
-"""Whose matrix products: ours, or `F.grouped_mm`'s between our other kernels."""
+FUSED, GEMM, GROUPED_MM = "fused", "triton", "mixed"
+"""The products: ours with the units' work at their ends, ours without, or `F.grouped_mm`'s between our kernels."""
 
 
 def apply(
@@ -36,7 +37,7 @@ def apply(
     Args:
         hidden: [tokens, dim].
         weight, expert: [tokens, k]; an expert of -1 is none.
-        products: `GEMM` or `GROUPED_MM`; the latter wants widths of whole 16 bytes.
+        products: `FUSED`, `GEMM` or `GROUPED_MM`; the last wants widths of whole 16 bytes.
     """
     p = parameters
     tokens, experts = len(hidden), len(p.w_in)
@@ -76,16 +77,20 @@ def forward(
     with torch.cuda.device_of(hidden):  # where Triton launches
         hidden, weight, k = hidden.contiguous(), weight.contiguous(), expert.shape[1]
         where = sort(expert.contiguous(), len(w_in))
-        ours = products == GEMM
-        rows = hidden if ours else gather(hidden, where, k)
+        setting = units.Setting(activation, dropout, seed, b_in, b_gate)
+        if products == FUSED:
+            up, gate, each = fused.up(hidden, w_in, w_gate, where, k, setting)
+        else:
+            ours = products == GEMM
+            rows = hidden if ours else gather(hidden, where, k)
 
-        def inward(weights: Tensor, rows: Tensor = rows) -> Tensor:
-            turned = weights.transpose(1, 2)
-            return gemm.times(rows, turned, where, k) if ours else grouped_mm(rows, turned, where.ends)
+            def inward(weights: Tensor, rows: Tensor = rows) -> Tensor:
+                turned = weights.transpose(1, 2)
+                return gemm.times(rows, turned, where, k) if ours else grouped_mm(rows, turned, where.ends)
 
-        up = inward(w_in)
-        gate = None if w_gate is None else inward(w_gate)
-        each = units.units(up, gate, where, units.Setting(activation, dropout, seed, b_in, b_gate))
+            up = inward(w_in)
+            gate = None if w_gate is None else inward(w_gate)
+            each = units.units(up, gate, where, setting)
         output = combine(
             _times(each, w_out.transpose(1, 2), where, products), where, len(hidden), hidden.shape[1], weight
         )
@@ -126,34 +131,44 @@ def backward(
     """Gradients of hidden, weight, w_in, w_out and, where there are such, of b_in, w_gate, b_gate."""
     with torch.cuda.device_of(hidden):
         hidden, weight, gradient = hidden.contiguous(), weight.contiguous(), gradient.contiguous()
-        where, k, ours = Sorted(order, row, row_expert, ends), weight.shape[1], products == GEMM
+        where, k, ours = Sorted(order, row, row_expert, ends), weight.shape[1], products != GROUPED_MM
         gated = gate if w_gate is not None else None
         upper = gradient if ours else gather(gradient, where, k)
-        inner = gemm.times(upper, w_out, where, k) if ours else grouped_mm(upper, w_out, ends)
         setting = units.Setting(activation, dropout, seed, b_in, b_gate)
-        d_up, d_gate, weighted, d_weight = units.units_backward(inner, up, gated, weight, where, setting)
-        del inner
-
-        def outer(left: Tensor, right: Tensor, left_k: int = 0, right_k: int = 0) -> Tensor:
-            if ours:
-                return gemm.outer(left, right, where, left_k, right_k)
-            return zeros_without_rows(grouped_mm(left.t(), right, ends), ends)
-
-        d_w_out = outer(upper, weighted, left_k=k)
+        if products == FUSED:
+            d_up, d_gate, weighted, d_weight = fused.inner(gradient, w_out, up, gated, weight, where, setting)
+        else:
+            inner = gemm.times(upper, w_out, where, k) if ours else grouped_mm(upper, w_out, ends)
+            d_up, d_gate, weighted, d_weight = units.units_backward(inner, up, gated, weight, where, setting)
+            del inner
+        d_w_out = _outer(upper, weighted, where, products, left_k=k)
         del upper, weighted
         rows = hidden if ours else gather(hidden, where, k)
-        d_w_in = outer(d_up, rows, right_k=k)
-        through = _times(d_up, w_in, where, products)
-        gradients = [d_weight, d_w_in, d_w_out]
-        if b_in is not None:
-            gradients.append(units.sums(d_up, where))
-        if d_gate is not None:
-            assert w_gate is not None
-            gradients.append(outer(d_gate, rows, right_k=k))
-            through = through.add_(_times(d_gate, w_gate, where, products))
-            if b_gate is not None:
-                gradients.append(units.sums(d_gate, where))
+        gradients = [d_weight, *_of_weights(d_up, rows, where, products, k, b_in is not None)]
+        gradients.insert(2, d_w_out)
+        if d_gate is None or w_gate is None:
+            through = _times(d_up, w_in, where, products)
+        else:
+            gradients += _of_weights(d_gate, rows, where, products, k, b_gate is not None)
+            if ours:
+                through = gemm.times(d_up, w_in, where, second=(d_gate, w_gate))
+            else:
+                through = grouped_mm(d_up, w_in, ends).add_(grouped_mm(d_gate, w_gate, ends))
         return [combine(through, where, len(hidden), hidden.shape[1]), *gradients]
+
+
+def _outer(left: Tensor, right: Tensor, where: Sorted, products: str, left_k: int = 0, right_k: int = 0) -> Tensor:
+    if products != GROUPED_MM:
+        return gemm.outer(left, right, where, left_k, right_k)
+    return zeros_without_rows(grouped_mm(left.t(), right, where.ends), where.ends)
+
+
+def _of_weights(left: Tensor, rows: Tensor, where: Sorted, products: str, k: int, bias: bool) -> list[Tensor]:
+    """The gradients of a weight [E, H, D] and of its bias, from those of its products [S, H]."""
+    if bias and products == FUSED:
+        return list(gemm.outer_and_sums(left, rows, where, k))
+    weight = _outer(left, rows, where, products, right_k=k)
+    return [weight, units.sums(left, where)] if bias else [weight]
 
 
 @backward.register_fake

@@ -1,7 +1,7 @@
 """The tiles of grouped products: those that `python benchmarks/gpu tune` measured on a device of this name, else
 estimates.
 
-The table `tiles.json` maps a device's name, then a product ("times" or "outer", dtype, rows an expert, columns, the
+The table `tiles.json` maps a device's name, then a product (one of the names below, dtype, rows an expert, columns, the
 last two as the nearest powers of 2), to a tile. It is empty until somebody has tuned.
 """
 
@@ -20,15 +20,7 @@ from pointsman.ops.triton.language import major_capability
 
 FILE = Path(__file__).with_name("tiles.json")
 TIMES, OUTER = "times", "outer"
-CANDIDATES = tuple(
-    (rows, columns, inner, warps, stages)
-    for rows in (16, 64, 128)
-    for columns in (64, 128, 256)
-    for inner in (32, 64)
-    for warps in (4, 8)
-    for stages in (3, 4)
-)
-"""What tuning tries."""
+UP, GATED_UP, INNER, GATED_INNER = "up", "gated up", "inner", "gated inner"  # of `fused.py`
 
 
 class Tile(NamedTuple):
@@ -39,6 +31,15 @@ class Tile(NamedTuple):
     inner: int
     warps: int
     stages: int
+
+
+CANDIDATES = tuple(
+    Tile(rows, columns, 64, 8 if rows * columns > 64 * 128 else 4, stages)
+    for rows in (64, 128)
+    for columns in (64, 128, 256)
+    for stages in (3, 4)
+)
+"""What tuning tries."""
 
 
 def tile(rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
@@ -61,6 +62,25 @@ def outer_tile(dtype: torch.dtype, capability: int) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 3)
     return Tile(128, 128, 64, 8, 3) if capability >= 9 else Tile(64, 128, 32, 4, 4)
+
+
+def fused_tile(product: str, rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
+    """The tile of a product with the units' work at its end, which wants registers of its own."""
+    plain = tile(rows_each, dtype, capability)
+    if capability == 0 or plain.rows <= 16:
+        return plain
+    if dtype == torch.float32:
+        return plain._replace(columns=32)
+    if product == GATED_INNER:
+        return plain._replace(rows=64, columns=64 if capability >= 9 else 32)
+    return plain._replace(columns=plain.columns if product == UP else 64)
+
+
+def estimate(product: str, rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
+    """The tile of a product that nobody has measured."""
+    if product == OUTER:
+        return outer_tile(dtype, capability)
+    return tile(rows_each, dtype, capability) if product == TIMES else fused_tile(product, rows_each, dtype, capability)
 
 
 def key(product: str, dtype: torch.dtype, rows_each: int, columns: int) -> str:
@@ -89,5 +109,4 @@ def chosen(product: str, dtype: torch.dtype, rows_each: int, columns: int, devic
     """The tile of a product: measured, or estimated."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     measured = table().get(name, {}).get(key(product, dtype, rows_each, columns))
-    capability = major_capability(device)
-    return measured or (tile(rows_each, dtype, capability) if product == TIMES else outer_tile(dtype, capability))
+    return measured or estimate(product, rows_each, dtype, major_capability(device))

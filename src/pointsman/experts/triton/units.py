@@ -21,7 +21,7 @@ ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2}
 
 
 @triton.jit
-def _act(x, ACT: tl.constexpr):
+def act(x, ACT: tl.constexpr):
     if ACT == 0:
         return tl.maximum(x, 0.0)
     if ACT == 1:
@@ -30,7 +30,7 @@ def _act(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _derivative(x, ACT: tl.constexpr):
+def derivative(x, ACT: tl.constexpr):
     if ACT == 0:
         return tl.where(x > 0, 1.0, 0.0)
     if ACT == 1:
@@ -40,7 +40,26 @@ def _derivative(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _kept(seed_ptr, slot, first, rate, scale, BR: tl.constexpr, BH: tl.constexpr):
+def hidden(up, gate, ACT: tl.constexpr, GATED: tl.constexpr):
+    """Hidden units before dropout."""
+    if GATED:
+        return act(gate, ACT) * up
+    return act(up, ACT)
+
+
+@triton.jit
+def through(inner, up, gate, ACT: tl.constexpr, GATED: tl.constexpr):
+    """Hidden units before dropout, and the gradients of u and g (that of u again where there is no gate)."""
+    if GATED:
+        activated = act(gate, ACT)
+        d_up = inner * activated
+        return activated * up, d_up, inner * up * derivative(gate, ACT)
+    d_up = inner * derivative(up, ACT)
+    return act(up, ACT), d_up, d_up
+
+
+@triton.jit
+def kept(seed_ptr, slot, first, rate, scale, BR: tl.constexpr, BH: tl.constexpr):
     """scale where a unit is kept, 0 where it is dropped: [BR, BH], units from `first` on, four to a random draw."""
     group = first // 4 + tl.arange(0, BH // 4)
     slots = tl.broadcast_to(slot[:, None], (BR, BH // 4))
@@ -68,16 +87,15 @@ def units_kernel(
     of_expert = expert[:, None].to(tl.int64) * H + unit[None, :]
     if BIAS:
         up += tl.load(up_bias_ptr + of_expert, mask=mask, other=0.0).to(tl.float32)
+    gate = up
     if GATED:
         gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             gate += tl.load(gate_bias_ptr + of_expert, mask=mask, other=0.0).to(tl.float32)
-        value = _act(gate, ACT) * up
-    else:
-        value = _act(up, ACT)
+    value = hidden(up, gate, ACT, GATED)
     if DROP:
         slot = tl.load(order_ptr + row, mask=inside, other=0)
-        value = value * _kept(seed_ptr, slot, first, rate, scale, BR, BH)
+        value = value * kept(seed_ptr, slot, first, rate, scale, BR, BH)
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -106,24 +124,20 @@ def units_backward_kernel(
         if BIAS:
             up += tl.load(up_bias_ptr + of_expert, mask=mask, other=0.0).to(tl.float32)
         if DROP:
-            inner = inner * _kept(seed_ptr, slot, first, rate, scale, BR, BH)
+            inner = inner * kept(seed_ptr, slot, first, rate, scale, BR, BH)
+        gate = up
         if GATED:
             gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
             if BIAS:
                 gate += tl.load(gate_bias_ptr + of_expert, mask=mask, other=0.0).to(tl.float32)
-            activated = _act(gate, ACT)
-            units = activated * up
-            d_gate = inner * up * _derivative(gate, ACT) * weight
-            tl.store(d_gate_ptr + at, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)
-            d_up = inner * activated * weight
-        else:
-            units = _act(up, ACT)
-            d_up = inner * _derivative(up, ACT) * weight
+        units, d_up, d_gate = through(inner, up, gate, ACT, GATED)
+        if GATED:
+            tl.store(d_gate_ptr + at, (d_gate * weight).to(d_gate_ptr.dtype.element_ty), mask=mask)
         total += tl.sum(units * inner, 1)
-        tl.store(d_up_ptr + at, d_up.to(d_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(d_up_ptr + at, (d_up * weight).to(d_up_ptr.dtype.element_ty), mask=mask)
         weighted = units * weight
         if DROP:  # the same draw again: in registers it would cost more
-            weighted = weighted * _kept(seed_ptr, slot, first, rate, scale, BR, BH)
+            weighted = weighted * kept(seed_ptr, slot, first, rate, scale, BR, BH)
         tl.store(units_ptr + at, weighted.to(units_ptr.dtype.element_ty), mask=mask)
     tl.store(d_weight_ptr + slot, total.to(d_weight_ptr.dtype.element_ty), mask=inside)
 

@@ -22,6 +22,7 @@ from pointsman.routers.mutual import on_gpu as mixing_on_gpu
 
 ON_GPU = {
     "gpu": experts_on_gpu.measured,
+    "gpu_decode": experts_on_gpu.measured_few,
     "gpu_router": routers_on_gpu.measured,
     "gpu_attention": attention_on_gpu.measured,
     "gpu_mixing": mixing_on_gpu.measured,
