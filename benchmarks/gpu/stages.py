@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pointsman.experts import on_gpu
 from pointsman.lab.benchmark.cases import Case
-from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS
+from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, Implementation
 from pointsman.ops.kernels import Kernels, using
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +26,13 @@ WARM, ROUNDS = 0.5, 20
 SHAPES = (  # tokens, dim, hidden_dim, experts, k
     (4096, 1024, 2048, 16, 2), (11264, 256, 512, 16, 2), (11264, 256, 512, 16, 16), (32768, 1024, 2048, 16, 2),
     (32768, 1024, 512, 64, 8), (32768, 2048, 768, 128, 8), (32768, 2048, 4096, 64, 2), (65536, 1024, 4096, 32, 1),
-    (1, 1024, 2048, 64, 8), (32, 1024, 2048, 64, 8),
 )  # fmt: skip
+DECODING = (1, 1024, 2048, 64, 8), (8, 1024, 2048, 64, 8), (1, 2048, 768, 128, 8), (64, 1024, 2048, 64, 8)
+"""Without gradients; as GB/s of the chosen experts' weights."""
 TINY = ((24, 16, 32, 4, 2),)
-PEERS = ("transformers grouped_mm", "transformers eager", "scattermoe", "liger")
-"""Liger's experts are gated, and have two thirds of the hidden units: the same number of operations."""
+TINY_DECODING = ((2, 16, 32, 4, 2),)
+PEERS = ("transformers grouped_mm", "transformers eager", "scattermoe", "liger", "sonicmoe")
+"""Experts of the last two are gated, and have two thirds of the hidden units: the same number of operations."""
 
 
 class Record:
@@ -52,9 +54,9 @@ class Record:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
+    def milliseconds(self, call: Callable[[], object], warm: float = WARM) -> float:
         """The median of calls, after a warm-up; on a GPU by its own clock."""
-        rounds, end = (1, 0.0) if self.tiny else (ROUNDS, time.monotonic() + WARM)
+        rounds, end = (1, 0.0) if self.tiny else (ROUNDS, time.monotonic() + warm)
         call()
         while time.monotonic() < end:
             call()
@@ -101,7 +103,7 @@ def tests(record: Record) -> None:
     record["output"] = ended.stdout[-20000:]
     record["code"] = ended.returncode
     went = "collected" if record.tiny else "passed"
-    record["summary"] = went if ended.returncode == 0 else f"pytest ended with {ended.returncode}"
+    record["summary"] = went if ended.returncode == 0 else f"failed: pytest ended with {ended.returncode}"
 
 
 def micro(record: Record) -> None:
@@ -131,52 +133,73 @@ def micro(record: Record) -> None:
 
 
 def ways() -> list[str]:
-    return ["grouped_mm"] if on_gpu.without_triton(None) else ["triton", "mixed", "grouped_mm"]
+    return ["grouped_mm"] if on_gpu.without_triton(None) else ["fused", "triton", "mixed", "grouped_mm"]
 
 
 def layer(record: Record) -> None:
-    """The experts and a router, forward and backward: our kernels, peers, and the dense limit."""
-    best = []
-    for shape in TINY if record.tiny else SHAPES:
-        case = Case("x".join(map(str, shape)), *shape, str(record.dtype)[6:], device=str(record.device))
-        times: dict[str, Any] = {}
-        for name in (*ways(), *PEERS, "limit"):
-            key = "pointsman" if name in ways() else name
-            if not IMPLEMENTATIONS[key].installed:
-                times[name] = {"error": "not installed"}
-                continue
-            if not IMPLEMENTATIONS[key].suits(case):
-                times[name] = {"error": "does not take this case"}
-                continue
-            try:
-                times[name] = one_layer(record, case, key, name)
-            except (RuntimeError, NotImplementedError) as error:
-                times[name] = {"error": str(error).partition("\n")[0]}
-        record[case.name] = times
-        ours = [each["ms"] for name, each in times.items() if name in ways() and "ms" in each]
-        theirs = [each["ms"] for name, each in times.items() if name in PEERS and "ms" in each]
-        best += [min(theirs) / min(ours)] if ours and theirs else []
-    record["summary"] = f"best peer over ours, median: {statistics.median(best):.2f}" if best else "no peer ran"
+    """The experts and a router, forward and backward, and decoding: our kernels, peers, and the dense limit."""
+    best = {True: [], False: []}
+    dtype, device = str(record.dtype)[6:], str(record.device)
+    for train, shapes in (
+        (True, TINY if record.tiny else SHAPES),
+        (False, TINY_DECODING if record.tiny else DECODING),
+    ):
+        for shape in shapes:
+            case = Case("x".join(map(str, shape)), *shape, dtype, train=train, device=device)
+            own = [*ways(), *(["decode"] if not train and "fused" in ways() else [])]
+            limit = "limit" if train else "limit (reading weights)"
+            times = {name: timed(record, case, name) for name in (*own, *PEERS, limit)}
+            record[case.name] = times
+            ours = [times[name]["ms"] for name in own if "ms" in times[name]]
+            theirs = [times[name]["ms"] for name in PEERS if "ms" in times[name]]
+            best[train] += [min(theirs) / min(ours)] if ours and theirs else []
+    said = [f"{statistics.median(found):.2f}" if found else "no peer ran" for found in best.values()]
+    record["summary"] = f"best peer over ours, median: {said[0]}; decoding: {said[1]}"
 
 
-def one_layer(record: Record, case: Case, key: str, name: str) -> dict[str, float]:
-    function, module = IMPLEMENTATIONS[key].build(case)
-    module.to(record.device, record.dtype)
+def timed(record: Record, case: Case, name: str) -> dict[str, Any]:
+    """The figures of one implementation, or why there are none."""
+    own = name in (*ways(), "decode")
+    implementation = IMPLEMENTATIONS["pointsman" if own else name]
+    if not implementation.installed:
+        return {"error": "not installed"}
+    if not implementation.suits(case):
+        return {"error": "does not take this case"}
+    kernels = Kernels(gpu="grouped_mm", gpu_decode="torch")
+    if own:
+        kernels = Kernels(
+            gpu="auto" if name == "decode" else name, gpu_decode="triton" if name == "decode" else "torch"
+        )
+    try:
+        return one_layer(record, case, implementation, kernels)
+    except Exception as error:  # another package's, whatever it is, does not end the stage
+        return {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def one_layer(record: Record, case: Case, implementation: Implementation, kernels: Kernels) -> dict[str, float]:
+    function, module = implementation.build(case)
+    module.to(record.device, record.dtype).train(case.train)
     leaves = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def call() -> None:
-        hidden = record.randn(case.tokens, case.dim).requires_grad_()
-        output = function(hidden)
-        torch.autograd.grad(output, [hidden, *leaves], output, allow_unused=True)
+        hidden = record.randn(case.tokens, case.dim).requires_grad_(case.train)
+        with torch.set_grad_enabled(case.train):
+            output = function(hidden)
+        if case.train:
+            torch.autograd.grad(output, [hidden, *leaves], output, allow_unused=True)
 
     cuda = record.device.type == "cuda"
-    with using(Kernels(gpu=name if name in ways() else "grouped_mm")):
+    with using(kernels):
         call()
         if cuda:
             torch.cuda.reset_peak_memory_stats(record.device)
         time_ = record.milliseconds(call)
     memory = torch.cuda.max_memory_allocated(record.device) / 1e9 if cuda else 0.0
-    return {"ms": time_, "TFLOP_per_s": case.operations / 1e9 / time_, "memory_GB": memory}
+    found = {"ms": time_, "TFLOP_per_s": case.operations / 1e9 / time_, "memory_GB": memory}
+    if not case.train:
+        used = case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)  # of uniform routing
+        found["GB_per_s"] = used * 2 * case.dim * case.hidden_dim * record.dtype.itemsize / 1e6 / time_
+    return found
 
 
 def steps(record: Record) -> None:
@@ -196,39 +219,62 @@ def steps(record: Record) -> None:
 
 def tune(record: Record) -> None:
     """Tiles of our grouped products: the fastest for each class of sizes, into DIR/tiles.json and, if it is no dry run,
-    into the table that the library reads."""
+    into the table that the library reads. What DIR/tiles.json holds is not measured again: a run that was stopped at
+    its limit goes on."""
     if (missing := on_gpu.without_triton(None)) or (
         record.device.type != "cuda" and not os.environ.get("TRITON_INTERPRET")
     ):
         record["summary"] = missing or "needs a GPU"
         return
-    from pointsman.experts.triton import gemm, sort, tiles
+    from pointsman.experts.triton import fused, gemm, tiles
 
-    candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else [tiles.Tile(*each) for each in tiles.CANDIDATES]
+    candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else tiles.CANDIDATES
     name = torch.cuda.get_device_name(record.device) if record.device.type == "cuda" else record.device.type
-    plain, best = gemm.chosen, {}
-    for tokens, dim, hidden, experts, k in TINY if record.tiny else SHAPES:
-        expert = torch.rand(tokens, experts, device=record.device).topk(k, -1).indices
-        where, left, inner = sort.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
-        weight, each = record.randn(experts, hidden, dim).mT, tokens * k // experts
-        for product, columns, call in (
-            (tiles.TIMES, hidden, lambda a=left, w=weight, s=where, k=k: gemm.times(a, w, s, k)),
-            (tiles.OUTER, dim, lambda a=inner, b=left, s=where, k=k: gemm.outer(a, b, s, right_k=k)),
-        ):
+    plain, own, best = gemm.chosen, record.file.with_name("tiles.json"), {}
+    done = json.loads(own.read_text()).get(name, {}) if own.exists() else {}
+    for shape in TINY if record.tiny else SHAPES:
+        for key, call in products(record, shape):
+            if key in done or key in best:
+                continue
             times = {}
             for tile in candidates:
-                gemm.chosen = lambda *_, tile=tile: tile
+                gemm.chosen = fused.chosen = lambda *_, tile=tile: tile
                 try:
-                    times[tile] = record.milliseconds(call)
+                    times[tile] = record.milliseconds(call, warm=0.02)
                 except Exception as error:  # too much shared memory, for instance
                     print(tile, str(error).partition("\n")[0])
-            gemm.chosen = plain
-            key = tiles.key(product, record.dtype, each, columns)
+            gemm.chosen = fused.chosen = plain
+            if not times:
+                continue
             best[key] = min(times, key=times.__getitem__)
             record[key] = {"best": best[key], "ms": {str(tuple(tile)): value for tile, value in times.items()}}
-            for file in [record.file.with_name("tiles.json"), *([] if record.tiny else [tiles.FILE])]:
+            for file in [own, *([] if record.tiny else [tiles.FILE])]:
                 tiles.write(file, name, best)
-    record["summary"] = f"{len(best)} tiles of {name}"
+            record["summary"] = f"{len(best)} tiles of {name}, {len(done)} from before"
+
+
+def products(record: Record, shape: tuple[int, int, int, int, int]) -> list[tuple[str, Callable[[], object]]]:
+    """The grouped products of a layer of this shape, by their names in the table of tiles."""
+    from pointsman.experts.triton import fused, gemm, sort, tiles, units
+
+    tokens, dim, hidden, experts, k = shape
+    weights, expert = torch.rand(tokens, experts, device=record.device).topk(k, -1)
+    where, left, inner = sort.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
+    w_in, w_out = record.randn(experts, hidden, dim), record.randn(experts, dim, hidden)
+    seed = torch.zeros(1, dtype=torch.int64, device=record.device)
+    relu, silu = (units.Setting(act, 0.0, seed, None, None) for act in ("relu", "silu"))
+    calls = (
+        (tiles.TIMES, hidden, lambda: gemm.times(left, w_in.mT, where, k)),
+        (tiles.TIMES, dim, lambda: gemm.times(inner, w_out.mT, where)),
+        (tiles.OUTER, dim, lambda: gemm.outer(inner, left, where, right_k=k)),
+        (tiles.OUTER, hidden, lambda: gemm.outer(left, inner, where, left_k=k)),
+        (tiles.UP, hidden, lambda: fused.up(left, w_in, None, where, k, relu)),
+        (tiles.GATED_UP, hidden, lambda: fused.up(left, w_in, w_in, where, k, silu)),
+        (tiles.INNER, hidden, lambda: fused.inner(left, w_out, inner, None, weights, where, relu)),
+        (tiles.GATED_INNER, hidden, lambda: fused.inner(left, w_out, inner, inner, weights, where, silu)),
+    )
+    each = tokens * k // experts
+    return [(tiles.key(product, record.dtype, each, columns), call) for product, columns, call in calls]
 
 
 def run(record: Record) -> None:
@@ -241,8 +287,8 @@ def run(record: Record) -> None:
     out = str(record.file.with_suffix(""))
     command = [sys.executable, "-m", "pointsman", "compare", *sizes, "--device", str(record.device), "--out", out]
     record["command"] = command
-    record["code"] = subprocess.run(command, cwd=ROOT, check=False).returncode
-    record["summary"] = f"see {out}"
+    record["code"] = code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    record["summary"] = f"see {out}" if code == 0 else f"failed: the comparison ended with {code}: see {out}.log"
 
 
 STAGES = {stage.__name__: stage for stage in (facts, tests, micro, layer, steps, tune, run)}

@@ -201,6 +201,29 @@ def liger(case: Case) -> tuple[Layer, nn.Module]:
     return _with_router(case, experts, apply)
 
 
+def sonicmoe(case: Case) -> tuple[Layer, nn.Module]:
+    """SonicMoE's experts, which are gated: of two thirds of the width, in multiples of 64."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_general_routing_inputs
+
+    width = max(64, round(case.hidden_dim * 2 / 3 / 64) * 64)
+    experts = nn.Module()
+    both = experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
+    down = experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
+
+    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        tokens, k = chosen.shape
+        token = torch.arange(tokens, dtype=torch.int32, device=hidden.device).repeat_interleave(k)
+        output: Tensor = moe_general_routing_inputs(
+            hidden, weights.reshape(-1).float(), token, chosen.reshape(-1).to(torch.int32),
+            both.permute(1, 2, 0), None, down.permute(1, 2, 0), None, case.num_experts,
+            torch.cuda.current_stream(hidden.device).cuda_stream, ActivationType.SWIGLU, not case.train,
+        )[0]  # fmt: skip
+        return output
+
+    return _with_router(case, experts, apply)
+
+
 def _with_router(
     case: Case, experts: nn.Module, apply: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> tuple[Layer, nn.Module]:
@@ -239,6 +262,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
     "liger": Implementation(liger, "liger_kernel", _on_gpu),
+    "sonicmoe": Implementation(sonicmoe, "sonicmoe", lambda case: case.device != "cpu" and case.dtype == "bfloat16"),
     "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
     "limit": Implementation(limit, suits=lambda case: case.train),
     "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
