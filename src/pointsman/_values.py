@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -88,6 +89,12 @@ def finite(value: Any) -> float | None:
     except OverflowError:  # a whole number beyond the largest float
         return None
     return number if math.isfinite(number) else None
+
+
+def mean_of(values: Iterable[Any]) -> float | None:
+    """The mean of those values that are finite numbers; None where none is."""
+    found = [number for value in values if (number := finite(value)) is not None]
+    return statistics.fmean(found) if found else None
 
 
 def is_utf8(text: str) -> bool:

@@ -148,6 +148,7 @@ def languages(values: argparse.Namespace, device: str, changes: Mapping[str, Any
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
     from pointsman.lab.report.results import experts_per_token
+    from pointsman.lab.runs.evaluation import over_layers
 
     each = [experts_per_token(dict(result)) for result in results]
     varies = any(
@@ -156,8 +157,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
     rows = [titles + ["experts/token"] * varies]
     for result, mean in zip(results, each, strict=True):
-        entropies = [layer["entropy"] for layer in result.get("routers", {}).values() if layer["entropy"] is not None]
-        entropy = f"{sum(entropies) / len(entropies):.3f}" if entropies else "-"
+        mean_entropy = over_layers(result, "entropy")
+        entropy = "-" if mean_entropy is None else f"{mean_entropy:.3f}"
         value = "-" if result["value"] is None else f"{result['value']:.4f}"
         rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
         if varies:

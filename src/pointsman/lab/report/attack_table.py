@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman.lab.report.forms import Forms, joined
+from pointsman.lab.report.forms import Forms, captioned, joined
 from pointsman.lab.report.tables import Cell, ComparisonTable
 from pointsman.lab.report.task_table import consistency, finetunings, is_of, variants
 from pointsman.lab.runs.comparison import Comparison
@@ -120,14 +120,12 @@ class AttackTable(Forms):
     def text(self) -> str:
         """A table for each condition, then the change of the routing."""
         conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
-        further = [block for grid in self.further() for block in (grid.caption, grid.text())]
-        return joined(self.protocol, *conditions, *further)
+        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.text))
 
     def markdown(self) -> str:
         """The same in Markdown."""
         conditions = [f"## {one.words}\n\n{one.table.markdown()}".rstrip("\n") for one in self.conditions]
-        further = [block for grid in self.further() for block in (grid.caption, grid.markdown())]
-        return joined(self.protocol, *conditions, *further)
+        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.markdown))
 
     def csv(self) -> str:
         """Comma-separated, the condition first."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pointsman._values import finite
+from pointsman._values import finite, mean_of
 from pointsman.lab.report.measures import squared_variation
 from pointsman.lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman.lab.report.settings import deviations, named
@@ -120,9 +120,8 @@ def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
         return finite(run.results().get(top_k or 0, {}).get("value"))
     for file in sorted(run.path.glob(f"robust-{shift}*.json")):
         rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
-        values = [value for row in rows if (value := finite(row.get("value"))) is not None]
-        if values:
-            return math.fsum(values) / len(values)
+        if (mean := mean_of(row.get("value") for row in rows)) is not None:
+            return mean
     return None
 
 

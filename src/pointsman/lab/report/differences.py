@@ -47,9 +47,8 @@ class Differences(Forms):
             rows.append([router, *cells])
         return Grid(["router", *self.table.titles], rows, told, self.caption)
 
-    def text(self) -> str:
-        """Plain aligned text."""
-        return joined(self.caption, self.grid().text())
+    def shown_grids(self) -> list[Grid]:
+        return [self.grid()]
 
     def csv(self) -> str:
         """One line a router and k, full precision."""

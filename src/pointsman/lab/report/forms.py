@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pointsman._files import write_whole
-from pointsman._grid import wrapped
+from pointsman._grid import Grid, wrapped
 
 
 class Forms(ABC):
-    """A table in four forms."""
+    """A table in four forms: by default its grids, each below its caption."""
 
     @property
     @abstractmethod
@@ -18,20 +19,29 @@ class Forms(ABC):
         """The name of its files, without ending."""
 
     @abstractmethod
-    def text(self) -> str:
-        """Plain aligned text."""
-
-    @abstractmethod
     def csv(self) -> str:
         """Comma-separated, full precision; '-' where a figure does not exist."""
 
-    @abstractmethod
+    @property
+    def head(self) -> str:
+        """What stands above the grids in the plain text."""
+        return ""
+
+    def shown_grids(self) -> Sequence[Grid]:
+        """The grids in order; those after the first are left out where they have no rows."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """Plain aligned text."""
+        return joined(self.head, *captioned(self.shown_grids(), Grid.text))
+
     def markdown(self) -> str:
         """Markdown; the best of each column in bold."""
+        return joined(*captioned(self.shown_grids(), Grid.markdown))
 
-    @abstractmethod
     def latex(self) -> str:
-        """LaTeX for the booktabs package; the best of each column in bold."""
+        """LaTeX for the booktabs package, of the first grid; the best of each column in bold."""
+        return self.shown_grids()[0].latex()
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""
@@ -42,3 +52,8 @@ class Forms(ABC):
 def joined(*blocks: str) -> str:
     """Blocks of text with an empty line between them; empty blocks are left out."""
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def captioned(grids: Sequence[Grid], form: Callable[[Grid], str]) -> list[str]:
+    """Caption and table of each grid; those after the first only where they have rows."""
+    return [block for place, grid in enumerate(grids) if grid.rows or not place for block in (grid.caption, form(grid))]

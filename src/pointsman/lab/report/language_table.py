@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman._grid import NONE, Grid
-from pointsman._values import finite
-from pointsman.lab.report.forms import Forms, joined
+from pointsman._values import finite, mean_of
+from pointsman.lab.report.forms import Forms
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.report.tables import Cell
 from pointsman.lab.runs.record import RunRecord
@@ -89,9 +89,8 @@ class LanguageTable(Forms):
         errors = {}
         for column in (*languages, "mean"):
             found = [result["languages"][column] if column in languages else result for _, _, result in rows]
-            values = [value for one in found if (value := finite(one.get("error"))) is not None]
-            if values:
-                errors[column] = statistics.fmean(values)
+            if (error := mean_of(one.get("error") for one in found)) is not None:
+                errors[column] = error
         return cls(name, metric(str(first["metric"])), note, list(columns), lines, floors, errors)
 
     @property
@@ -152,11 +151,13 @@ class LanguageTable(Forms):
             )
         return words
 
-    def text(self) -> str:
-        """The table, paired differences below."""
-        differences = self.difference_grid()
-        paired = [differences.caption, differences.text()] if differences.rows else []
-        return joined(f"{self.name}: {self.note}" if self.note else "", self.caption, self.grid().text(), *paired)
+    @property
+    def head(self) -> str:
+        return f"{self.name}: {self.note}" if self.note else ""
+
+    def shown_grids(self) -> list[Grid]:
+        """The table, then the paired differences."""
+        return [self.grid(), self.difference_grid()]
 
     def csv(self) -> str:
         """One line a router, k and column, in full precision."""
@@ -168,15 +169,6 @@ class LanguageTable(Forms):
         ]  # fmt: skip
         header = ["router", "k", "language", "mean", "std", "seeds", "floor", "standard error over items"]
         return Grid(header, rows).csv()
-
-    def markdown(self) -> str:
-        """A Markdown table."""
-        grids = [self.grid(), *([self.difference_grid()] if len({line.router for line in self.lines}) > 1 else [])]
-        return joined(*(block for grid in grids for block in (grid.caption, grid.markdown())))
-
-    def latex(self) -> str:
-        """A LaTeX table for the booktabs package."""
-        return self.grid().latex()
 
 
 def _of_language(language: str) -> Figure:

@@ -66,17 +66,14 @@ class LoadTable(Forms):
         grid = Grid(["router", *(f"k={k}" for k in ks), "share"], rows, caption=NOTE)
         return grid if exact else grid.without_empty_columns()
 
-    def text(self) -> str:
-        return joined(NOTE, self._grid().text())
+    def shown_grids(self) -> list[Grid]:
+        return [self._grid()]
 
     def csv(self) -> str:
         return self._grid(exact=True).csv()
 
     def markdown(self) -> str:
         return joined(self._grid().markdown(), NOTE)
-
-    def latex(self) -> str:
-        return self._grid().latex()
 
 
 def imbalance(result: Mapping[str, Any]) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman._grid import NONE, Grid
-from pointsman._values import finite
+from pointsman._values import finite, mean_of
 from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.tables import Cell, told_apart
 from pointsman.lab.robustness.image_scores import ALEXNET, corruption_error, relative_corruption_error
@@ -147,20 +147,14 @@ def _layers(name: str, part: str) -> Figure:
     """A figure of the routing, mean over layers, and over the conditions of the record."""
 
     def mean(record: Record, k: int) -> float | None:
-        found = [
-            value
-            for row in record.get(part) or ()
-            for layer in row.get("layers", {}).values()
-            if (value := finite(layer.get(name))) is not None
-        ]
-        return statistics.fmean(found) if found else None
+        rows = record.get(part) or ()
+        return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
 
     return mean
 
 
 def _mean(record: Record, k: int) -> float | None:
-    rows = _at(record, k)
-    return statistics.fmean(row["value"] for row in rows) if rows else None
+    return mean_of(row["value"] for row in _at(record, k))
 
 
 def errors(record: Record, k: int) -> dict[str, list[float]]:

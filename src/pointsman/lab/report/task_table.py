@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pointsman._grid import NONE, Grid
-from pointsman._values import finite
-from pointsman.lab.report.forms import Forms, joined
+from pointsman._values import mean_of
+from pointsman.lab.report.forms import Forms, captioned, joined
 from pointsman.lab.report.published import papers
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read_comparison
@@ -146,13 +145,13 @@ class TaskTable(Forms):
 
     def text(self) -> str:
         """Ours, paired differences, routing, then the published figures, labelled."""
-        parts = [block for grid in self.further() for block in (grid.caption, grid.text())]
+        parts = captioned(self.further(), Grid.text)
         return joined(f"{self.name}: {self.note}", self.table.text().rstrip("\n"), *parts)
 
     def markdown(self) -> str:
         """The same in Markdown."""
         grids = [grid for grid in (self.table.difference_grid(), *self.further()) if grid.rows]
-        parts = [block for grid in grids for block in (grid.caption, grid.markdown())]
+        parts = captioned(grids, Grid.markdown)
         return joined(f"**{self.name}**: {self.note}", self.table.markdown().rstrip("\n"), *parts)
 
     def csv(self) -> str:
@@ -194,15 +193,11 @@ def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
         {"top1", "sets": share of tokens whose first expert, or set of experts, differs from the pre-trained model's,
         mean over layers and runs; "consistency": `consistency` of the runs}; None where it does not exist.
     """
-    changes: dict[str, list[float]] = {"top1": [], "sets": []}
-    for run in runs:
-        for layer in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values():
-            for key, values in changes.items():
-                if (value := finite(layer.get(key))) is not None:
-                    values.append(value)
-    agreed = consistency([(run.path, run.evaluation) for run in runs if run.done])
-    found = {key: statistics.fmean(values) if values else None for key, values in changes.items()}
-    return {**found, "consistency": agreed}
+    layers = [
+        one for run in runs for one in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values()
+    ]
+    found = {key: mean_of(layer.get(key) for layer in layers) for key in ("top1", "sets")}
+    return {**found, "consistency": consistency([(run.path, run.evaluation) for run in runs if run.done])}
 
 
 def consistency(
@@ -228,11 +223,7 @@ def consistency(
         return None
     from pointsman.diagnostics.consistency import inter_run_consistency
 
-    found = [
-        inter_run_consistency(loads)["without_diagonal"] for layers in groups.values() for loads in layers.values()
-    ]
-    values = [value for value in found if value is not None]
-    return statistics.fmean(values) if values else None
+    return mean_of(inter_run_consistency(loads)["without_diagonal"] for loads in every)
 
 
 def pretrained_of(path: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pointsman._grid import Grid
 from pointsman._values import finite
-from pointsman.lab.report.forms import Forms, joined
+from pointsman.lab.report.forms import Forms
 from pointsman.lab.report.tables import Cell
 from pointsman.lab.report.task_table import finetunings, variants
 from pointsman.lab.runs.comparison import Comparison
@@ -131,12 +131,13 @@ class XtremeTable(Forms):
         caption = f"Paired differences to {first}, seed by seed: mean ± sample standard deviation."
         return Grid(["router", *COLUMNS, AVERAGE], rows, caption=caption)
 
-    def _grids(self) -> list[Grid]:
-        return [grid for grid in (self.grid(), self.difference_grid()) if grid.rows]
+    @property
+    def head(self) -> str:
+        return self.file
 
-    def text(self) -> str:
-        """The table, paired differences below."""
-        return joined(self.file, *(block for grid in self._grids() for block in (grid.caption, grid.text())))
+    def shown_grids(self) -> list[Grid]:
+        """The table, then the paired differences."""
+        return [self.grid(), self.difference_grid()]
 
     def csv(self) -> str:
         """One line a router, k and column, as shares in full precision."""
@@ -146,11 +147,3 @@ class XtremeTable(Forms):
             for column, cell in cells.items()
         ]
         return Grid(["router", "k", "column", "mean", "std", "seeds"], rows).csv()
-
-    def markdown(self) -> str:
-        """Markdown tables."""
-        return joined(*(block for grid in self._grids() for block in (grid.caption, grid.markdown())))
-
-    def latex(self) -> str:
-        """A LaTeX table for the booktabs package."""
-        return self.grid().latex()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pointsman._values import finite
+from pointsman._values import finite, mean_of
 
 
 def evaluation_record(
@@ -56,8 +56,7 @@ def is_current(
 def over_layers(result: Mapping[str, Any], name: str) -> float | None:
     """A figure of the routers ("entropy", "experts_per_token"), mean over layers; None where there is none."""
     layers = (result.get("routers") or {}).values()
-    values = [value for layer in layers if (value := finite(layer.get(name))) is not None]
-    return statistics.fmean(values) if values else None
+    return mean_of(layer.get(name) for layer in layers)
 
 
 def clean_results(record: Mapping[str, Any], split: str = "test") -> dict[int, Mapping[str, Any]]:
