@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,27 +27,72 @@ from pointsman.lab.training.objectives import Objective, Outcome, objective_of
 from pointsman.lab.training.task import Batches, Task
 
 
-class Classification(Task):
-    """Learns to classify texts, from pre-trained weights.
+class FineTuning(Task):
+    """A task that is learned from pre-trained weights.
 
     Args:
-        data: the labelled texts.
+        data: what is learned.
         settings: of the fine-tuning.
         vocabulary: of the pre-trained run.
         weights: of the pre-trained model; None = fresh ones.
     """
 
-    vocabulary: Vocabulary
     may_choose = True
 
-    def __init__(
-        self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
-    ) -> None:
+    def __init__(self, data: Any, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None) -> None:
         self.data = data
         self.settings = settings
         self.vocabulary = vocabulary
         self.weights = weights
         self.fingerprint = f"{data.fingerprint}-{vocabulary.digest}"
+
+    @abstractmethod
+    def truncated(self, config: RunConfig) -> dict[str, int]:
+        """Part -> how many texts were cut."""
+
+    @abstractmethod
+    def read_again(self, config: RunConfig) -> Encoded:
+        """The texts on which the routing is compared with the pre-trained model's."""
+
+    def check(self, config: RunConfig) -> None:
+        self.batches(config, torch.device("cpu"))
+
+    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
+        """How far the routing moved from the pre-trained model's."""
+        if self.weights is None or not any(True for _ in named_routers(model)):
+            return {}
+        change = {"change_from_pretrained": change_from(self.weights, model, self.read_again(config))}
+        return change | unchanged(model, self.settings, self.weights)
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        """How the figures came about, for the tables."""
+        settings, data = self.settings, self.data
+        return {
+            "task": data.description,
+            "fingerprint": data.fingerprint,
+            "split": self.reported_split(config),
+            "length": config.segment_length,
+            "truncated": self.truncated(config),
+            "pooling": settings.pooled,
+            "trained_with_k": config.train_top_k,
+            "frozen": list(settings.freeze),
+            "balance": settings.balance,
+            "from_scratch": settings.from_scratch,
+            "steps": config.steps,
+            "checkpoint_rule": checkpoint_rule(config),
+        }
+
+
+class Classification(FineTuning):
+    """Learns to classify texts."""
+
+    data: LabelledTexts
+    vocabulary: Vocabulary
+
+    def __init__(
+        self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
+    ) -> None:
+        super().__init__(data, settings, vocabulary, weights)
         self._encoded: dict[tuple[str, int], Encoded] = {}
 
     def encoded(self, split: str, length: int) -> Encoded:
@@ -70,9 +116,6 @@ class Classification(Task):
         if scored := self.protocol(config).get("scored"):
             found.append(f"{data.name} {data.reported}: accuracy is that of {scored}")
         return found
-
-    def check(self, config: RunConfig) -> None:
-        self.batches(config, torch.device("cpu"))
 
     def build_model(self, config: RunConfig) -> Classifier:
         """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
@@ -106,38 +149,21 @@ class Classification(Task):
             how=context,
         )  # fmt: skip
 
-    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
-        """How far the routing moved from the pre-trained model's."""
-        if self.weights is None or not any(True for _ in named_routers(model)):
-            return {}
-        encoded = self.encoded(self.data.reported, config.segment_length)
-        change = {"change_from_pretrained": change_from(self.weights, model, encoded)}
-        return change | unchanged(model, self.settings, self.weights)
+    def truncated(self, config: RunConfig) -> dict[str, int]:
+        parts = ("train", self.data.reported)
+        return {split: self.encoded(split, config.segment_length).truncated for split in parts}
+
+    def read_again(self, config: RunConfig) -> Encoded:
+        return self.encoded(self.data.reported, config.segment_length)
 
     def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
         scored = (record or {}).get("protocol", {}).get("scored")
         return super().is_current(record, config) and scored == self.protocol(config).get("scored")
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
-        """How the figures came about, for the tables."""
-        settings, data = self.settings, self.data
-        cut = {split: self.encoded(split, config.segment_length).truncated for split in ("train", data.reported)}
-        read, every = len(self.scored(data.reported, config)), len(data.splits[data.reported])
-        return {
-            "task": data.description,
-            "fingerprint": data.fingerprint,
-            "split": data.reported,
-            "length": config.segment_length,
-            "truncated": cut,
-            "pooling": settings.pooled,
-            "trained_with_k": config.train_top_k,
-            "frozen": list(settings.freeze),
-            "balance": settings.balance,
-            "from_scratch": settings.from_scratch,
-            "steps": config.steps,
-            "checkpoint_rule": checkpoint_rule(config),
-            **({} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}),
-        }
+        read, every = len(self.scored(self.data.reported, config)), len(self.data.splits[self.data.reported])
+        scored = {} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}
+        return {**super().protocol(config), **scored}
 
 
 def checkpoint_rule(config: RunConfig) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman._errors import RunError, Stopped
+from pointsman._errors import Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.progress import Progress, Stop
-from pointsman.lab.runs.comparison import read_plan, saved_runs
+from pointsman.lab.runs.comparison import required_plan, saved_runs
 from pointsman.lab.runs.paths import COMPARISON, run_path
 from pointsman.lab.training.compare import Watcher
 from pointsman.lab.training.kernels import recorded_kernels
@@ -49,9 +49,7 @@ def compare_tasks(
         RunError: no comparison, another process works in it, or what `finetune` raises.
         Stopped: `stop` was set; everything is saved.
     """
-    plan = read_plan(out)
-    if plan is None:
-        raise RunError(f"{out} holds no comparison: train its routers first")
+    plan = required_plan(out)
     kernels = recorded_kernels(plan["kernels"], out / COMPARISON) if plan.get("kernels") else None
     loaded = {settings.task: open_task(settings.task) for settings in tasks}  # before anything is trained
     runs = saved_runs(out, plan, progress.note, routers)

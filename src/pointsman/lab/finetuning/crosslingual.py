@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import Batch
 from pointsman.lab.data.multilingual.blocks import IGNORE
 from pointsman.lab.data.multilingual.features import Answer, Features, features, probabilities
@@ -20,13 +19,12 @@ from pointsman.lab.data.multilingual.formats import Question, Tagged
 from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.splits import XtremeData, groups_of
 from pointsman.lab.data.multilingual.xtreme import Item
-from pointsman.lab.data.task_streams import TaskStream, eval_batches
+from pointsman.lab.data.task_streams import Encoded, TaskStream, eval_batches
 from pointsman.lab.evaluation.crosslingual import TestPart, evaluate_languages
 from pointsman.lab.evaluation.floors import floors
 from pointsman.lab.evaluation.passes import EvaluationContext
 from pointsman.lab.evaluation.scores import Prediction, best_floor
-from pointsman.lab.finetuning.classification import checkpoint_rule, from_pretrained, unchanged
-from pointsman.lab.finetuning.routing import change_from
+from pointsman.lab.finetuning.classification import FineTuning, from_pretrained
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.models.classifier import Classifier, Pooling
 from pointsman.lab.models.memory import Memory
@@ -34,36 +32,26 @@ from pointsman.lab.models.token_classifier import TokenClassifier
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.objectives import Objective, Outcome, objective_of
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.task import Batches, Observed, Task
+from pointsman.lab.training.task import Batches, Observed
 
 
-class CrossLingual(Task):
-    """Learns a task from its English rows, from pre-trained weights.
-
-    Args:
-        data: the rows.
-        settings: of the fine-tuning.
-        vocabulary: of the pre-trained run.
-        weights: of the pre-trained model; None = fresh ones.
+class CrossLingual(FineTuning):
+    """Learns a task from its English rows.
 
     Raises:
         RunError: a run whose tokens are no pieces.
     """
 
+    data: XtremeData
     vocabulary: Pieces
-    may_choose = True
 
     def __init__(
         self, data: XtremeData, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
     ) -> None:
         if not isinstance(vocabulary, Pieces):
             raise RunError(f"the task {data.name} is for encoders, which read pieces: pre-train one with tiny-mlm")
-        self.data = data
+        super().__init__(data, settings, vocabulary, weights)
         self.name = data.name
-        self.settings = settings
-        self.vocabulary = vocabulary
-        self.weights = weights
-        self.fingerprint = f"{data.fingerprint}-{vocabulary.digest}"
         self._classes = {label: place for place, label in enumerate(data.classes)}
         self._rows: dict[tuple[str, int], Features] = {}
         self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
@@ -106,9 +94,6 @@ class CrossLingual(Task):
         cut = self.rows("train", config.segment_length).encoded.truncated
         what = {"pairs": "pairs cut", "tags": "words cut", "questions": "passages in several windows"}[self.data.kind]
         return [self.data.description] + ([f"{self.name} train: {cut:,} {what}"] if cut else [])
-
-    def check(self, config: RunConfig) -> None:
-        self.batches(config, torch.device("cpu"))
 
     def build_model(self, config: RunConfig) -> nn.Module:
         """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
@@ -190,32 +175,16 @@ class CrossLingual(Task):
             for language, given in self._kept[own].items()
         }
 
-    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
-        """How far the routing moved from the pre-trained model's, on the first language."""
-        if self.weights is None or not any(True for _ in named_routers(model)):
-            return {}
-        first = next(iter(self.parts(config, "test").values()))
-        change = {"change_from_pretrained": change_from(self.weights, model, first.rows.encoded)}
-        return change | unchanged(model, self.settings, self.weights)
+    def truncated(self, config: RunConfig) -> dict[str, int]:
+        return {"train": self.rows("train", config.segment_length).encoded.truncated}
+
+    def read_again(self, config: RunConfig) -> Encoded:
+        """Of the first language."""
+        return next(iter(self.parts(config, "test").values())).rows.encoded
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
-        """How the figures came about, for the tables."""
-        settings = self.settings
-        return {
-            "task": self.data.description,
-            "fingerprint": self.data.fingerprint,
-            "split": "test",
-            "length": config.segment_length,
-            "truncated": {"train": self.rows("train", config.segment_length).encoded.truncated},
-            "pooling": settings.pooled if self.data.kind == "pairs" else "none",
-            "trained_with_k": config.train_top_k,
-            "frozen": list(settings.freeze),
-            "balance": settings.balance,
-            "from_scratch": settings.from_scratch,
-            "steps": config.steps,
-            "checkpoint_rule": checkpoint_rule(config),
-            "eval_tokens": config.eval_tokens,
-        }
+        pooling = {} if self.data.kind == "pairs" else {"pooling": "none"}
+        return {**super().protocol(config), **pooling, "eval_tokens": config.eval_tokens}
 
 
 class _TagStream(TaskStream):

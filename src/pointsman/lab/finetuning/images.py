@@ -11,14 +11,14 @@ from torch import nn
 
 from pointsman._errors import RunError
 from pointsman._files import within
+from pointsman.lab.finetuning.run import identity
 from pointsman.lab.progress import Progress, Quiet, Stop
-from pointsman.lab.runs.checkpoints import checksums
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import slug
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.image_classification import ImageClassification, open_images
 from pointsman.lab.training.progress import Monitor
-from pointsman.lab.training.run import Run, load_run
+from pointsman.lab.training.run import load_run
 from pointsman.lab.training.trainer import TrainResult, train
 
 START = "start.json"
@@ -77,7 +77,7 @@ def finetune_images(
     task.check(config)
     name = f"{slug(images.name)}-{images.side}"
     directory = RunDirectory(out or within(Path(run), "further", name, f"seed-{seed}"))
-    start = {"run": trained.path.name, **_identity(trained)}
+    start = {"run": trained.path.name, **identity(trained)}
     before = directory.read_json(START)
     if before is not None and before != start:
         raise RunError(
@@ -106,9 +106,3 @@ def _config(trained: RunConfig, data: str, seed: int, settings: Mapping[str, Any
     if changed := {key for key in settings if key.startswith("model.") and "dropout" not in key}:
         raise RunError(f"{min(changed)} cannot be set: the model is that of the trained run")
     return base.with_overrides(settings)
-
-
-def _identity(run: Run) -> dict[str, str]:
-    """Which weights: the checkpoint and its checksum."""
-    folder = RunDirectory(run.path).checkpoints / f"step-{run.step}"
-    return {"checkpoint": folder.name, "sha256": checksums(folder)["model.safetensors"]}

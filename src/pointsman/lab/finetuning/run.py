@@ -114,7 +114,7 @@ def finetune(
         **settings.to_dict(),
         "classes": list(data.classes),
         "fingerprint": data.fingerprint,
-        "pretrained": None if settings.from_scratch else _identity(pretrained.path, pretrained.step),
+        "pretrained": None if settings.from_scratch else identity(pretrained),
     }
     _check_same(directory, about)
     begun = directory.exists
@@ -203,9 +203,9 @@ def is_finetuned(path: Path | str) -> bool:
     return (Path(path) / FINETUNE).is_file()
 
 
-def _identity(run: Path, step: int) -> dict[str, Any]:
+def identity(run: Run) -> dict[str, str]:
     """Which weights: the checkpoint and its checksum."""
-    folder = RunDirectory(run).checkpoints / f"step-{step}"
+    folder = RunDirectory(run.path).checkpoints / f"step-{run.step}"
     return {"checkpoint": folder.name, "sha256": checksums(folder)["model.safetensors"]}
 
 

@@ -14,7 +14,7 @@ from pointsman.lab.finetuning.run import load_finetuned
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
-from pointsman.lab.runs.comparison import read_plan, saved_runs
+from pointsman.lab.runs.comparison import required_plan, saved_runs
 from pointsman.lab.runs.paths import FINETUNE, finetuned_runs, run_path, slug
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.run import load_run
@@ -49,9 +49,7 @@ def comparison_under_attack(
     Raises:
         RunError: no comparison, no run with a checkpoint, or nothing fine-tuned on this task.
     """
-    plan = read_plan(out)
-    if plan is None:
-        raise RunError(f"{out} holds no comparison")
+    plan = required_plan(out)
     if not attacks or len({attack.kind for attack in attacks}) > 1:
         raise RunError("attacks of one kind are needed, at one rate or several")
     paths = [run_path(out, router, seed) for router, seed in saved_runs(out, plan, progress.note)]

@@ -18,7 +18,7 @@ from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.robustness.image_attacks import ATTACKS, under_gradient_attack
 from pointsman.lab.robustness.image_sources import Corrupted, check_corruptions, chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
-from pointsman.lab.runs.comparison import read_plan, saved_runs
+from pointsman.lab.runs.comparison import required_plan, saved_runs
 from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.image_classification import open_images
 from pointsman.lab.training.run import Run, load_run
@@ -177,10 +177,7 @@ def comparison_robustness(
         RunError: no comparison, no run with a checkpoint, or what `robustness` raises.
     """
     progress = progress or Quiet()
-    plan = read_plan(out)
-    if plan is None:
-        raise RunError(f"{out} holds no comparison")
-    paths = [run_path(out, router, seed) for router, seed in saved_runs(out, plan, progress.note)]
+    paths = [run_path(out, router, seed) for router, seed in saved_runs(out, required_plan(out), progress.note)]
     for place, path in enumerate(paths, 1):
         progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
         save_robustness(load_run(path, device=device, note=progress.note), asked, progress=progress, stop=stop)

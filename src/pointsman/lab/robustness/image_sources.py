@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, user_cache_folder
+from pointsman._files import replacing, user_cache_folder
 from pointsman.lab.data.images.image_set import ImagePart, ImageSet
 from pointsman.lab.data.images.layouts import Pixels
 from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
@@ -95,11 +94,8 @@ class Corrupted:
         made = np.concatenate(
             [corrupt(self.clean.images[at : at + 1], corruption, severity, row) for at, row in enumerate(self.rows)]
         )
-        with disk_errors(file.parent, "the corrupted images were not cached"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_name(f".tmp-{os.getpid()}-{file.name}")
-            np.save(aside, made)
-            aside.replace(file)
+        with replacing(file) as aside, aside.open("wb") as opened:
+            np.save(opened, made)
         return made
 
 

@@ -55,6 +55,14 @@ def read_plan(out: Path) -> Mapping[str, Any] | None:
     return values
 
 
+def required_plan(out: Path) -> Mapping[str, Any]:
+    """`read_plan`; RunError also where there is no comparison."""
+    plan = read_plan(out)
+    if plan is None:
+        raise RunError(f"{out} holds no comparison: train its routers first")
+    return plan
+
+
 def saved_runs(
     out: Path, plan: Mapping[str, Any], note: Callable[[str], None], routers: Sequence[str] | None = None
 ) -> list[tuple[str, int]]:
