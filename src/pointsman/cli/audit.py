@@ -10,7 +10,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._files import parse_json
-from pointsman.cli.options import Parser, choose_device, k_list, refuse_runs, token_budget, whole
+from pointsman.cli.options import Parser, choose_device, refuse_runs, whole
 
 EPILOG = """examples:
   pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
@@ -26,17 +26,13 @@ PIECE = 1 << 16
 def parser() -> Parser:
     flags = Parser("audit", "Routing statistics and loss at every k of a Hugging Face MoE.", EPILOG)
     flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
-    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH", help="default: stdlib")
+    flags.add_argument("--data", default="stdlib", help="default: stdlib")
     flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
-    flags.add_argument(
-        "--top-k", type=k_list, metavar="K,K", help="default: 1, 2, 4, … up to four times the model's k, and its k"
-    )
-    flags.add_argument(
-        "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
-    )
+    flags.add_argument("--top-k", help="default: 1, 2, 4, … up to four times the model's k, and its k")
+    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
     flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
     flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
-    flags.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: as saved")
+    flags.add_argument("--dtype")
     flags.common("where the results go (default: audit-NAME)", settings="")
     return flags
 

@@ -42,7 +42,7 @@ TRAINING_FLAGS = (
 def parser() -> Parser:
     flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
-    flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
+    flags.add_argument("--seeds")
     told = "runs at a time, one thread each (default: as many as cores where the model is small)"
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     add_run_flags(flags)

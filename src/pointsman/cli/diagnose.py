@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pointsman.cli.options import Parser, choose_device, k_list, overrides, token_budget
+from pointsman.cli.options import Parser, choose_device, overrides
 
 EPILOG = """examples:
   pointsman diagnose runs/hyper
@@ -22,22 +22,15 @@ The figures and their conventions: docs/diagnostics.md.
 def parser() -> Parser:
     flags = Parser("diagnose", "Routing diagnostics of a run or a model.", EPILOG)
     flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
-    flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument(
         "--split", choices=("train", "valid", "test"), help="default: the one that the run reports, mostly test"
     )
     flags.add_argument(
         "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
     )
-    flags.add_argument(
-        "--top-k",
-        type=k_list,
-        metavar="K,K",
-        help="k values to compare with its own (default: a run's; of a model none)",
-    )
-    flags.add_argument(
-        "--eval-tokens", type=token_budget, default=50_000, metavar="N|all", help="tokens to read (default: 50000)"
-    )
+    flags.add_argument("--top-k", help="k values to compare with its own (default: a run's; of a model none)")
+    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
     flags.common(
         "where diagnostics.json goes (default: the run)",
         settings="settings of a run: eval_batch_size, eval_segment_length, eval_memory_length",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
-from pointsman.cli.options import Parser, aligned, choose_device, k_list, overrides, token_budget
+from pointsman.cli.options import Parser, aligned, choose_device, overrides
 from pointsman.cli.progress import Display, stop_on_signals
 from pointsman.cli.robust import run_robust
 
@@ -37,12 +37,10 @@ SETTINGS = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "pre
 def parser() -> Parser:
     flags = Parser("evaluate", "Evaluate a run at any k, on its own or other data.", EPILOG)
     flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
-    flags.add_argument("--data", metavar="NAME|PATH", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
     flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
-    flags.add_argument("--top-k", type=k_list, metavar="K,K", help="default: those of the run")
-    flags.add_argument(
-        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens to score (default: as the run's settings say)"
-    )
+    flags.add_argument("--top-k", help="default: those of the run")
+    flags.add_argument("--eval-tokens", help="tokens to score (default: as the run's settings say)")
     add_attack_flags(flags)
     flags.add_argument(
         "--robust",

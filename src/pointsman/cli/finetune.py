@@ -12,7 +12,7 @@ from pointsman._errors import RunError, Stopped
 from pointsman._files import within
 from pointsman._grid import NONE
 from pointsman.cli import options
-from pointsman.cli.options import Parser, choose_device, k_list, number_from, token_budget, whole, words
+from pointsman.cli.options import Parser, choose_device, number_from, whole, words
 from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 
 if TYPE_CHECKING:
@@ -38,17 +38,13 @@ def parser() -> Parser:
     flags = Parser("finetune", "Fine-tune a pre-trained run on a classification task.", EPILOG)
     flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
     flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
-    flags.add_argument("--steps", type=whole(1), metavar="N", help="optimizer steps")
+    flags.add_argument("--steps", help="optimizer steps")
     flags.add_argument(
         "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training split"
     )
-    flags.add_argument("--seeds", type=whole(1, "seeds"), default=1, metavar="S", help="how many seeds (default: 1)")
-    flags.add_argument(
-        "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: the run's)"
-    )
-    flags.add_argument(
-        "--eval-tokens", type=token_budget, metavar="N|all", help="tokens of the test split to score, in whole texts"
-    )
+    flags.add_argument("--seeds")
+    flags.add_argument("--top-k", help="the k values of the evaluation (default: the run's)")
+    flags.add_argument("--eval-tokens", help="tokens of the test split to score, in whole texts")
     add_task_settings(flags)
     flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
     return flags

@@ -27,6 +27,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """argparse's, with the type and the metavar that a flag of this name has in every command (`USUAL`)."""
+        return super().add_argument(*names, **{**USUAL.get(names[0], {}), **how})
+
     def error(self, message: str) -> NoReturn:
         raise RunError(f"{self.prog}: {message}")
 
@@ -42,21 +46,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
         self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
         self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
-        self.add_argument(
-            "--import",
-            action="append",
-            default=[],
-            dest="imports",
-            metavar="MODULE|FILE.py",
-            help="import routers of your own; a run records it (may be repeated)",
-        )
-        self.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help=settings or "this command has nothing to set",
-        )
+        told = "import routers of your own; a run records it (may be repeated)"
+        many: Any = {"action": "append", "default": []}
+        self.add_argument("--import", dest="imports", metavar="MODULE|FILE.py", help=told, **many)
+        self.add_argument("--set", metavar="KEY=VALUE", help=settings or "this command has nothing to set", **many)
         self.has_settings = bool(settings)
         self.out_is_folder = folder
 
@@ -200,6 +193,19 @@ def words(text: str) -> list[str]:
 def token_budget(text: str) -> int | str:
     """`all` or a number of tokens."""
     return text if text == "all" else whole(1)(text)
+
+
+USUAL: dict[str, dict[str, Any]] = {
+    "--data": {"metavar": "NAME|PATH"},
+    "--top-k": {"type": k_list, "metavar": "K,K"},
+    "--eval-tokens": {"type": token_budget, "metavar": "N|all"},
+    "--steps": {"type": whole(1), "metavar": "N"},
+    "--seeds": {"type": whole(1, "seeds"), "default": 1, "metavar": "S", "help": "how many seeds (default: 1)"},
+    "--preset": {"metavar": "NAME"},
+    "--router": {"metavar": "SPEC"},
+    "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "default: as saved"},
+}
+"""What flags of these names have in every command; a command may have another."""
 
 
 def overrides(pairs: Sequence[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ EPILOG = """examples:
 def parser() -> Parser:
     flags = Parser("plan", "Estimate what training a mixture of experts on several GPUs will take.", EPILOG)
     flags.add_argument("--model", metavar="NAME", help="a published model, e.g. olmoe")
-    flags.add_argument("--preset", metavar="NAME", help="a model of pointsman's, instead of --model")
+    flags.add_argument("--preset", help="a model of pointsman's, instead of --model")
     flags.add_argument("--machine", default="h100", metavar="NAME", help="h100, gb200 or gb300 (default: h100)")
     flags.add_argument("--gpus", type=k_list, default=(8,), metavar="N,N,…", help="numbers of GPUs (default: 8)")
     flags.add_argument(

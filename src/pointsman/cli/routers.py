@@ -25,9 +25,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--vocabulary", type=whole(1), metavar="V", help="tokens, with --cost (default: the shape's own, or 204)"
     )
-    flags.add_argument(
-        "--preset", default="small", metavar="NAME", help="the model's shape, with --cost (default: small)"
-    )
+    flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
     flags.common(
         "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pointsman.cli.options import Parser, k_list, overrides, token_budget, whole, words
+from pointsman.cli.options import Parser, overrides, words
 
 if TYPE_CHECKING:
     from pointsman.lab.training.config import RunConfig
@@ -19,7 +19,6 @@ def add_run_flags(flags: Parser) -> None:
     """--data, --preset, --steps, --train-top-k, --k-schedule, --top-k, --eval-tokens."""
     flags.add_argument(
         "--data",
-        metavar="NAME|PATH",
         help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
         "multilingual:PATH, for images cifar10-10k (default: the preset's)",
     )
@@ -28,23 +27,12 @@ def add_run_flags(flags: Parser) -> None:
         metavar="pieces:V|PATH",
         help="subwords: V pieces learned on the data, or a Hugging Face tokenizer (default: the data's own unit)",
     )
-    flags.add_argument(
-        "--preset", metavar="NAME", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …"
-    )
-    flags.add_argument(
-        "--steps", type=whole(1), metavar="N", help="optimizer steps (default: the preset's; tiny: 1600)"
-    )
+    flags.add_argument("--preset", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
+    flags.add_argument("--steps", help="optimizer steps (default: the preset's; tiny: 1600)")
     flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
     flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
-    flags.add_argument(
-        "--top-k", type=k_list, metavar="K,K", help="the k values of the evaluation (default: 1, 2, 4, … N)"
-    )
-    flags.add_argument(
-        "--eval-tokens",
-        type=token_budget,
-        metavar="N|all",
-        help="tokens of the test split to score (default: the preset's; tiny: 200000)",
-    )
+    flags.add_argument("--top-k", help="the k values of the evaluation (default: 1, 2, 4, … N)")
+    flags.add_argument("--eval-tokens", help="tokens of the test split to score (default: the preset's; tiny: 200000)")
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
     flags.add_argument("--track", type=words, metavar="NAME,…", help="send the metrics to wandb, trackio or both")
 

@@ -31,7 +31,7 @@ EPILOG = """examples:
 def parser() -> Parser:
     flags = Parser("train", "Train one model.", EPILOG)
     flags.add_argument("recipe", nargs="?", metavar="RECIPE", help="a paper's settings, e.g. hyperrouter-enwik8-small")
-    flags.add_argument("--router", metavar="SPEC", help="router spec (default: smoe, the recipe's, or the folder's)")
+    flags.add_argument("--router", help="router spec (default: smoe, the recipe's, or the folder's)")
     flags.add_argument(
         "--from",
         dest="start_from",
