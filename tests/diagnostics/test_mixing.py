@@ -62,6 +62,21 @@ def test_the_same_tokens_inform_each_other_evenly():
     assert found["effective_mean"] == pytest.approx(8, rel=1e-5)
 
 
+def test_tokens_that_mixing_moves():
+    """All tokens get the mean scores: those with another set of the two largest are moved. Padding does not count."""
+    layer = MoE(6, 8, 4, top_k=2, router="smoe+uniform").eval()
+    hidden, mask = torch.randn(1, 12, 6), torch.arange(12)[None] < 10
+    diagnostics = Diagnostics("mixing")
+    with torch.no_grad(), diagnostics.observe(layer):
+        layer(hidden, RoutingContext(causal=False, padding_mask=mask))
+    scorer = layer.router.score
+    probs = (hidden[0, :10] @ scorer.weight.T + scorer.bias).softmax(-1)
+    together = set(probs.mean(0).topk(2).indices.tolist())
+    moved = [set(row.topk(2).indices.tolist()) != together for row in probs]
+    assert 0 < sum(moved) < 10
+    assert diagnostics.result()[""]["mixing"]["changed"] == pytest.approx(sum(moved) / 10)
+
+
 def test_without_a_mixer_there_is_none():
     diagnostics = Diagnostics()
     layer = MoE(6, 8, 4).eval()

@@ -105,6 +105,9 @@ class Diagnostics:
             ids = ids.reshape(-1) if ids is not None and ids.numel() == len(hidden) else None
             experts = layers[name].experts if name in layers else None
             self.update(name, routing, self.masks[name], hidden=hidden, token_ids=ids, experts=experts)
+            mixing = self.layers.get(name, {}).get("mixing")  # of a router with a mixer, which has just mixed
+            if isinstance(mixing, Mixing):
+                mixing.update_choice(routing, self.masks[name])
 
         def on_mixing(name: str, own: Tensor, effective: Tensor, context: RoutingContext) -> None:
             mixing = self.layers.setdefault(name, {}).setdefault("mixing", Mixing())

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, Moments
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, members, unmixed
+from pointsman.routing import Routing
 
 
 class Mixing(Diagnostic):
@@ -14,17 +15,25 @@ class Mixing(Diagnostic):
 
     `own_mean`: the mean of S[i, i]; at 1 the mixer has no effect (as similarity with tau 1 on layer-normed inputs).
     `effective_mean`: the mean of exp(H(S[i, :])), the effective number of tokens that token i is mixed with, from 1;
-    tokens of earlier segments count. Standard deviations are population ones, over tokens.
+    tokens of earlier segments count. Standard deviations are population ones, over tokens. `changed`: the share of
+    tokens whose set of experts is not that of the k largest scores before mixing, of those with k experts.
     """
 
     def __init__(self) -> None:
-        self.own, self.effective = Moments(), Moments()
+        self.own, self.effective, self.changed = Moments(), Moments(), Moments()
 
     def update(self, own: Tensor, effective: Tensor, mask: Tensor | None = None) -> None:
         """Adds one forward: S[i, i] and the effective number, both [B, T]; `mask` [B, T], True for a real token."""
         mask = None if mask is None else mask.reshape(-1)
         self.own.add(own.reshape(-1), mask)
         self.effective.add(effective.reshape(-1), mask)
+
+    def update_choice(self, routing: Routing, mask: Tensor | None = None) -> None:
+        """Adds whether mixing changed the experts of each token; `mask` [tokens], True for a real token."""
+        experts = chosen(routing, mask)
+        alone = unmixed(routing).topk(experts.shape[-1], dim=-1).indices
+        one, two = (members(each, routing.num_experts) for each in (experts, alone))
+        self.changed.add((one != two).any(-1), (experts >= 0).all(-1))
 
     def result(self) -> dict[str, Any]:
         return {
@@ -33,4 +42,5 @@ class Mixing(Diagnostic):
             "own_std": self.own.std,
             "effective_mean": self.effective.mean,
             "effective_std": self.effective.std,
+            "changed": self.changed.mean,
         }

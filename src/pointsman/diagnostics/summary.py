@@ -37,6 +37,7 @@ COLUMNS: Sequence[tuple[str, Callable[[Found], str]]] = (
     ("mixed", lambda f: _at(f, "entropy", "mixed_mean", 3) if "mixing" in f else NONE),
     ("S[i,i]", lambda f: _at(f, "mixing", "own_mean", 3)),
     ("neighbours", lambda f: _at(f, "mixing", "effective_mean", 1)),
+    ("mixing moves", lambda f: _at(f, "mixing", "changed", 3)),
     ("margin", lambda f: _at(f, "margin", "mean", 4)),
     ("experts used", lambda f: f"{_at(f, 'load', 'effective', 1)}/{f['num_experts']}"),
     ("experts/token", lambda f: _experts_per_token(f)),
