@@ -59,6 +59,8 @@ def test_presets_are_whole_settings():
     assert preset_config("small", 204, num_experts=8).num_experts == 8
     assert preset_config("mutual-glam", 204).layout.sparse == {0, 2, 4}
     assert preset_config("tiny-glam", 204).layout.sparse == {0, 2}
+    code = preset_config("mutual-glam-code", 204)  # MoE, FFN, none, none, twice
+    assert (code.num_layers, code.layout.sparse, code.attention_only) == (8, {0, 4}, (2, 3, 6, 7))
 
 
 def test_unknown_presets_and_settings_get_the_nearest_name():
