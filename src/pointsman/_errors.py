@@ -1,6 +1,7 @@
 """Errors that the command line prints as one line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -10,6 +11,15 @@ class RunError(ValueError):
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
     """Work stopped on request, after saving. The message says how to continue."""
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Around the import of an optional package: a missing one is a RunError, "WHAT: pip install 'pointsman[EXTRA]'"."""
+    try:
+        yield
+    except ImportError:
+        raise RunError(f"{what}: pip install 'pointsman[{extra}]'") from None
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

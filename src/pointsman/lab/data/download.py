@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman._files import is_abandoned, owner
 from pointsman.lab.data.catalog import CORPORA
 from pointsman.lab.data.reading import BLOCK, check_md5
@@ -150,10 +150,8 @@ def on_hub(name: str, ask: Callable[[Any], Any]) -> Any:
     Raises:
         RunError: no network, or the library is not installed.
     """
-    try:
+    with needing(f"{name} {NOT_HERE}, and the hub needs", "hf"):
         import datasets
-    except ImportError:
-        raise RunError(f"{name} {NOT_HERE}, and the hub needs: pip install 'pointsman[hf]'") from None
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman._files import read_text
 from pointsman.lab.data.multilingual.pieces import sentencepiece_library, train_model
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary
@@ -214,14 +214,12 @@ def _read(path: Path) -> str:
 
 
 def _library() -> Any:
-    try:
+    with needing("subwords need tokenizers", "hf"):
         import tokenizers
         import tokenizers.decoders
         import tokenizers.models
         import tokenizers.normalizers
         import tokenizers.pre_tokenizers
-    except ImportError:
-        raise RunError("subwords need tokenizers: pip install 'pointsman[hf]'") from None
     return tokenizers
 
 

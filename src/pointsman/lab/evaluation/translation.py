@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pointsman._errors import RunError
+from pointsman._errors import needing
 from pointsman.lab.data.multilingual.pieces import END, START, Pieces
 from pointsman.lab.data.parallel import Pairs, ids_of
 from pointsman.lab.data.task_streams import PADDING
@@ -154,9 +154,7 @@ def evaluate_translation(
 
 
 def _metrics() -> tuple[Any, Any]:
-    try:
+    with needing("BLEU needs sacrebleu", "translate"):
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
-    except ImportError:
-        raise RunError("BLEU needs sacrebleu: pip install 'pointsman[translate]'") from None
     return BLEU(), CHRF()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError, did_you_mean, needing
 from pointsman._files import replacing, within
 from pointsman.lab.report import series
 from pointsman.lab.report.inside import entropy_by_layer, layer_names, load_heat, rows_by_layer
@@ -62,10 +62,8 @@ def check_formats(formats: Sequence[str]) -> None:
     for name in formats:
         if name not in FORMATS:
             raise RunError(f"figure format {name!r}: {did_you_mean(name, FORMATS)}")
-    try:
+    with needing("figures need matplotlib", "report"):
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise RunError("figures need matplotlib: pip install 'pointsman[report]'") from None
 
 
 def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError
+from pointsman._errors import needing
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report import protocol, sections, series
@@ -105,11 +105,9 @@ def render_paper(tables: PaperTables) -> str:
 
 def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
     """A template of the page, filled; style sheet, scripts and data are inserted unescaped."""
-    try:
+    with needing("the report page needs jinja2", "report"):
         import jinja2
-    except ModuleNotFoundError:
-        raise RunError("the report page needs jinja2: pip install 'pointsman[report]'") from None
-    from markupsafe import Markup
+        from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.trim_blocks = environment.lstrip_blocks = True

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman._files import within
 from pointsman.diagnostics.monitor import scalars
 from pointsman.lab.runs.paths import TENSORBOARD
@@ -30,10 +30,8 @@ class TensorBoard:
     """Event files in the run directory; what an interrupted run wrote beyond `step` is dropped by the viewer."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        try:
+        with needing("tensorboard is not installed", "track"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise RunError("tensorboard is not installed: pip install 'pointsman[track]'") from None
         self._writer = SummaryWriter(str(within(folder, TENSORBOARD)), purge_step=step + 1 if step else None)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -83,10 +81,8 @@ class Library:
 
 def find_library(name: str) -> Any:
     """wandb or trackio; RunError where it is not installed."""
-    try:
+    with needing(f"{name} is not installed", "track"):
         return importlib.import_module(name)
-    except ImportError:
-        raise RunError(f"{name} is not installed: pip install 'pointsman[track]'") from None
 
 
 def begin_trackers(

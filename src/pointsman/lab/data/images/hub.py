@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman.lab.data.images.layouts import LabelledImages, Layout, Pixels, image_pixels
 
 PARTS = {"train": "train", "validation": "valid", "valid": "valid", "val": "valid", "test": "test"}
@@ -37,10 +37,8 @@ def open_hub(name: str) -> Layout:
 
 
 def _library(name: str) -> Any:
-    try:
+    with needing(f"{name} needs datasets", "hf"):
         import datasets
-    except ImportError:
-        raise RunError(f"{name} needs datasets: pip install 'pointsman[hf]'") from None
     return datasets
 
 

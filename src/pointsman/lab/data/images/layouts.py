@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 from pointsman.lab.data.reading import reading
 
 Pixels = NDArray[np.uint8]
@@ -274,10 +274,8 @@ def _chosen(every: LabelledImages, indices: Sequence[int], labels: Sequence[int]
 
 def image_pixels(content: bytes, name: str) -> Pixels:
     """The pixels of an image file; an error names it."""
-    try:
+    with needing("images need Pillow", "vision"):
         from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise RunError("images need Pillow: pip install 'pointsman[vision]'") from None
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.asarray(image.convert("RGB"))

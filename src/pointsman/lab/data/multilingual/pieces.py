@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pointsman._errors import RunError
+from pointsman._errors import RunError, needing
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
 MASK = "<mask>"
@@ -171,8 +171,6 @@ def train_model(sentences: Iterable[str], size: int, *, coverage: float, **optio
 
 def sentencepiece_library() -> Any:
     """The module `sentencepiece`; RunError if it is not installed."""
-    try:
+    with needing("pieces need sentencepiece", "text"):
         import sentencepiece
-    except ImportError:
-        raise RunError("pieces need sentencepiece: pip install 'pointsman[text]'") from None
     return sentencepiece
