@@ -353,7 +353,7 @@ def _own(stage: Stage) -> list[Tensor]:
     """What a `step_end` may change."""
     if type(stage).step_end is Stage.step_end:
         return []
-    return [*stage.parameters(), *stage.buffers()]
+    return [*(parameter for parameter in stage.parameters() if parameter.requires_grad), *stage.buffers()]
 
 
 def _in_training(part: Stage, flag: str) -> bool:

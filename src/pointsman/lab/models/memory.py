@@ -121,7 +121,7 @@ def appended(before: Tensor, new: Tensor) -> Tensor:
 
 def newest(tensor: Tensor, count: int) -> Tensor:
     """The last `count` positions of [B, S, ...], as a tensor that does not keep the others alive."""
-    return tensor[:, max(0, tensor.shape[1] - count) :].contiguous().clone()
+    return tensor[:, max(0, tensor.shape[1] - count) :].clone(memory_format=torch.contiguous_format)
 
 
 def mask_of_keys(memory: Memory, padding_mask: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -186,10 +186,12 @@ class Stack(nn.Module, Generic[Config]):
                 hidden, new, handed, seen = layer(*arguments)
             if before is not None:
                 if new is None:
-                    joined = before[:, :0]
+                    kept.append(before[:, :0])
+                elif not self.joins_memory and new.shape[1] >= memory_length:  # nothing is left of the memory before
+                    kept.append(newest(new.detach(), memory_length))
                 else:
                     joined = new if self.joins_memory else torch.cat([before, new.detach()], 1)
-                kept.append(joined if joined.shape[1] <= memory_length else newest(joined, memory_length))
+                    kept.append(joined if joined.shape[1] <= memory_length else newest(joined, memory_length))
             context = keep(name, handed)
             if inserted is not None:
                 hidden, handed = inserted.mix(hidden, context, seen, past("inserted"))
