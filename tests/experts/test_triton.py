@@ -63,12 +63,12 @@ MUTATIONS = {
     "dropped rows in combine": ("rows.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
     "the weight of units": ("units.py", "weighted = units * weight", "weighted = units"),
     "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
-    "the mask in backward": ("units.py", "inner = inner * _kept", "_kept"),
+    "the mask in backward": ("units.py", "inner = inner * kept", "kept"),
     "the bias inside the product": (
         "fused.py",
         "up += tl.load(up_bias_ptr + of_expert, mask=n < H, other=0.0)"
         ".to(tl.float32)[None, :]\n    if GATED:\n        gate = gate.to",
-        "if GATED:\n        gate = gate.to",
+        "up += 0.0\n    if GATED:\n        gate = gate.to",
     ),
     "the token of a row": ("fused.py", "x_ptrs = x_ptr + (slot // K)", "x_ptrs = x_ptr + row"),
     "the parts of the combine weight's gradient": (
