@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
+from pointsman.lab.robustness.corruptions import CORRUPTIONS, _disk, _streaked, corrupt
 from pointsman.lab.robustness.severities import PARAMETERS, SIDES
 
 pytest.importorskip("PIL")
@@ -70,6 +70,31 @@ def test_blurs_keep_a_uniform_picture() -> None:
     grey = np.full((1, 32, 32, 3), 100, dtype=np.uint8)
     for name in ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "pixelate", "elastic_transform"):
         assert np.abs(corrupt(grey, name, 5).astype(int) - 100).max() <= 1, name
+
+
+def test_motion_is_a_streak_to_one_side() -> None:
+    image = np.zeros((9, 9, 1))
+    image[4, 6] = 1
+    weights = np.exp(-(np.arange(5) ** 2) / 8)
+    expected = np.zeros((9, 9))
+    expected[4, 6:1:-1] = weights / weights.sum()
+    assert np.allclose(_streaked(image, 2, 2.0, 0.0)[..., 0], expected)
+    assert np.allclose(_streaked(image.swapaxes(0, 1), 2, 2.0, 90.0)[..., 0], expected.T)
+
+
+@pytest.mark.parametrize(("radius", "sigma", "reach", "half"), [(3, 0.1, 8, 1), (10, 0.5, 10, 2)])
+def test_the_kernel_of_defocus_blur(radius: int, sigma: float, reach: int, half: int) -> None:
+    """A disk of sum 1, smoothed with reflected borders, and not normalised again."""
+    rows = range(-reach, reach + 1)
+    disk = np.array([[float(i * i + j * j <= radius * radius) for i in rows] for j in rows])
+    wide = np.pad(disk / disk.sum(), half, mode="reflect")
+    window = np.array([[np.exp(-(i * i + j * j) / (2 * sigma**2)) for i in range(-half, half + 1)]
+                       for j in range(-half, half + 1)])  # fmt: skip
+    size = len(disk)
+    expected = sum(
+        weight * wide[i : i + size, j : j + size] for (i, j), weight in np.ndenumerate(window / window.sum())
+    )
+    assert np.allclose(_disk(radius, sigma), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Common corruptions of images in the style of ImageNet-C (Hendrycks and Dietterich 2019): 15 kinds, five severities.
 
-Parameters are those of the published scripts for 32, 64 and 224 pixels. Three things differ, so that results are
-"C-style" and not the published sets: motion blur uses a line kernel (theirs: ImageMagick), frost is a generated fractal
-layer (theirs: six photographs), and every image draws from a generator of its own, seeded by (corruption, severity,
-number of the image). Files of the published sets are read as they are (`lab.data.images`).
+Parameters are those of the published scripts for 32, 64 and 224 pixels. Two things differ, so that results are
+"C-style" and not the published sets: frost is a generated fractal layer (theirs: six photographs), and every image
+draws from a generator of its own, seeded by (corruption, severity, number of the image). Files of the published sets
+are read as they are (`lab.data.images`).
 
 Shapes: an image is float64 [side, side, 3] in [0, 1]; what is stored is uint8.
 """
@@ -79,12 +79,13 @@ def _disk(radius: float, sigma: float) -> Image:
     reach = 8 if radius <= 8 else int(radius)
     grid = np.arange(-reach, reach + 1)
     disk = (grid[:, None] ** 2 + grid**2 <= radius**2).astype(np.float64)
+    disk /= disk.sum()  # before smoothing, as published: at the largest radius the sum is then not 1
     half = 1 if radius <= 8 else 2  # a window of 3 or of 5 smooths the edge
     weights = np.exp(-(np.arange(-half, half + 1) ** 2) / (2 * sigma**2))
     weights /= weights.sum()
     for axis in (0, 1):
         disk = ndimage.correlate1d(disk, weights, axis=axis, mode="mirror")
-    return disk / disk.sum()
+    return disk
 
 
 def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> Image:
@@ -94,8 +95,8 @@ def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> 
     side = len(pixels)
     for _ in range(rounds):
         shifts = draw.integers(-reach, reach, size=(side, side, 2))
-        for row in range(side - reach - 1, reach, -1):
-            for column in range(side - reach - 1, reach, -1):
+        for row in range(side - reach, reach, -1):
+            for column in range(side - reach, reach, -1):
                 down, right = shifts[row, column]
                 here, there = (row, column), (row + down, column + right)
                 pixels[here], pixels[there] = pixels[there].copy(), pixels[here].copy()
@@ -103,7 +104,7 @@ def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> 
 
 
 def motion_blur(image: Image, parameters: tuple[int, float], draw: Draw) -> Image:
-    return _filtered(image, _line(*parameters, draw.uniform(-45, 45)))
+    return _streaked(image, *parameters, draw.uniform(-45, 45))
 
 
 def zoom_blur(image: Image, parameters: tuple[float, float], draw: Draw) -> Image:
@@ -116,7 +117,7 @@ def snow(image: Image, parameters: tuple[float, ...], draw: Draw) -> Image:
     mean, std, zoom, threshold, radius, sigma, mix = parameters
     flakes = _zoomed(draw.normal(mean, std, (*image.shape[:2], 1)), zoom)
     flakes = np.clip(np.where(flakes < threshold, 0, flakes), 0, 1)
-    flakes = _filtered(flakes, _line(int(radius), sigma, draw.uniform(-135, -45)))
+    flakes = _streaked(flakes, int(radius), sigma, draw.uniform(-135, -45))
     grey = image @ np.array([0.299, 0.587, 0.114])
     whitened = mix * image + (1 - mix) * np.maximum(image, grey[..., None] * 1.5 + 0.5)
     return whitened + flakes + np.rot90(flakes, 2)
@@ -215,15 +216,19 @@ def _filtered(image: Image, kernel: Image) -> Image:
     return ndimage.correlate(image, kernel[..., None], mode="mirror")
 
 
-def _line(radius: int, sigma: float, angle: float) -> Image:
-    """A line through the middle of [2 radius + 1, 2 radius + 1] at this angle in degrees, with Gaussian weights."""
-    kernel = np.zeros((2 * radius + 1, 2 * radius + 1))
-    places = np.linspace(-radius, radius, 8 * radius + 1)
-    weights = np.exp(-(places**2) / (2 * sigma**2))
-    rows = np.rint(radius + places * np.sin(np.deg2rad(angle))).astype(int)
-    columns = np.rint(radius + places * np.cos(np.deg2rad(angle))).astype(int)
-    np.add.at(kernel, (rows, columns), weights)
-    return kernel / kernel.sum()
+def _streaked(image: Image, radius: int, sigma: float, angle: float) -> Image:
+    """Each pixel is a mean over 2 radius + 1 pixels along the angle (degrees), with the weights of half a Gaussian.
+
+    This is ImageMagick's motion blur. Beyond the border the outermost pixels go on.
+    """
+    steps = np.arange(2 * radius + 1)
+    weights = np.exp(-(steps**2) / (2 * sigma**2))
+    down, right = (np.ceil(steps * part(np.deg2rad(angle)) - 0.5).astype(int) for part in (np.sin, np.cos))
+    margin, (height, width) = 2 * radius + 1, image.shape[:2]
+    wide = np.pad(image, ((margin, margin), (margin, margin), (0, 0)), mode="edge")
+    tops, lefts = margin + down, margin + right
+    moved = (wide[top : top + height, left : left + width] for top, left in zip(tops, lefts, strict=True))
+    return sum(weight * one for weight, one in zip(weights / weights.sum(), moved, strict=True))
 
 
 def _zoomed(image: Image, zoom: float) -> Image:

@@ -18,7 +18,7 @@ from pointsman.lab.data.images.layouts import Pixels
 from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
 from pointsman.lab.training.image_classification import open_images
 
-VERSION = 1  # of the corruptions: a change of a picture needs a new one
+VERSION = 2  # of the corruptions: a change of a picture needs a new one
 SEVERITIES = range(1, 6)
 
 
