@@ -45,6 +45,10 @@ PAGE = """
 command = "pointsman compare --data stdlib"
 after = ["pointsman evaluate GRID --robust c"]
 
+[grids.more]
+command = "pointsman compare --data images"
+family = "images"
+
 [grids.none]
 command = "pointsman compare --data elsewhere"
 """
@@ -81,10 +85,13 @@ def test_every_verdict(folder: Path) -> None:
         "holds", "does not hold", "does not hold", "not told apart", "not run (2 of 3 seeds)", "not run", "holds",
         "not run",
     ]  # fmt: skip
-    assert page.comparisons == {"tiny": 6}, "five of three seeds, and one control; no other grid has any"
+    assert page.comparisons == {"language": 6}, "five of three seeds, and one control"
     assert page.tested[6].against_control.endswith("below `behind`")
     shown = page.write(folder).read_text()
     assert "| it scales | Table 2 | `pointsman compare` | - | - | - | **not run** |" in shown
+    (folder / "tiny").rename(folder / "more")
+    (folder / CLAIMS).write_text(PAGE + claim("ahead", grid="more") + claim("behind", grid="more"))
+    assert Page.read(folder).comparisons == {"images": 2}, "a family of its own"
     assert "--out docs/results/tiny\npointsman evaluate docs/results/tiny --robust c\n" in shown
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
 

@@ -5,6 +5,7 @@
     [grids.enwik8-tiny]
     command = "pointsman compare --data enwik8 --preset tiny"
     after = ["pointsman evaluate GRID --attack word"]     # optional: what else its claims need, with GRID as its folder
+    family = "language"        # the default; intervals are corrected for the comparisons of all grids of a family
 
     [[claims]]
     aspect = "quality at small k"
@@ -107,7 +108,7 @@ class Page:
 
     Attributes:
         commands: grid -> the commands that make it, the first without rows and seeds.
-        comparisons: grid -> intervals that the page shows of it: each has the level 1 - 0.05 / comparisons.
+        comparisons: family of grids -> intervals that the page shows: each has the level 1 - 0.05 / comparisons.
     """
 
     tested: Sequence[Tested]
@@ -121,26 +122,27 @@ class Page:
         Raises:
             RunError: a claim that names no known measure, row or grid; a damaged grid.
         """
-        commands, claims = read_claims(folder / CLAIMS)
+        commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
         count: Counter[str] = Counter()
         for one, pair in zip(claims, pairs, strict=True):
-            count[one.grid] += sum(len(of) >= LEAST_SEEDS for of in pair)
+            count[families.get(one.grid, "")] += sum(len(of) >= LEAST_SEEDS for of in pair)
+        beside = [max(1, count[families.get(one.grid, "")]) for one in claims]
         tested = [
             Tested(
                 one,
-                Paired(base, max(1, count[one.grid])),
-                Paired(control, max(1, count[one.grid])) if one.control else None,
+                Paired(base, n),
+                Paired(control, n) if one.control else None,
                 one.measured.unit(grids.get(one.grid)) if one.measure else "",
             )
-            for one, (base, control) in zip(claims, pairs, strict=True)
+            for one, (base, control), n in zip(claims, pairs, beside, strict=True)
         ]
         return cls(tested, commands, +count)
 
     def markdown(self) -> str:
         """The page."""
-        told = ", ".join(f"`{grid}` {n}" for grid, n in self.comparisons.items()) or "no grid has any"
+        told = ", ".join(f"{family} {n}" for family, n in self.comparisons.items()) or "there are none"
         lines = [
             "# Claims",
             "",
@@ -148,8 +150,8 @@ class Page:
             "",
             "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
             "the router. Difference: first row minus second, mean ± half of its confidence interval (Student's t).",
-            "Intervals are corrected for the n comparisons of their grid on this page (Bonferroni: the level is 1 -",
-            f"{1 - LEVEL:.2f} / n; {told}); in brackets half of the {LEVEL:.0%} interval.",
+            "Intervals are corrected for the n comparisons of their family on this page (Bonferroni: the level is",
+            f"1 - {1 - LEVEL:.2f} / n; {told}); in brackets half of the {LEVEL:.0%} interval.",
             f"A verdict needs {LEAST_SEEDS} seeds, and an interval on one side of 0. With few seeds the corrected",
             "intervals are wide, and most claims stay undecided. The models are tiny: verdicts are about this size.",
             "",
@@ -196,8 +198,8 @@ class Page:
         return write_whole(folder / "claims.md", self.markdown())
 
 
-def read_claims(file: Path) -> tuple[dict[str, list[str]], list[Claim]]:
-    """(grid -> its commands, claims) of claims.toml.
+def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, str], list[Claim]]:
+    """(grid -> its commands, grid -> its family, claims) of claims.toml.
 
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
@@ -206,7 +208,8 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], list[Claim]]:
         values = tomllib.loads(read_text(file))
     except tomllib.TOMLDecodeError as error:
         raise RunError(f"{file}: not TOML: {error}") from None
-    commands = {name: [grid["command"], *grid.get("after", ())] for name, grid in values.get("grids", {}).items()}
+    grids = values.get("grids", {})
+    commands = {name: [grid["command"], *grid.get("after", ())] for name, grid in grids.items()}
     known = set(Claim.__dataclass_fields__)
     claims = []
     for number, one in enumerate(values.get("claims", []), 1):
@@ -220,7 +223,7 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], list[Claim]]:
         if claim.measure and claim.grid not in commands:
             raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
         claims.append(claim)
-    return commands, claims
+    return commands, {name: grid.get("family", "language") for name, grid in grids.items()}, claims
 
 
 def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
