@@ -42,7 +42,7 @@ def test_a_saved_data_set_and_the_hub_give_the_same(tmp_path: Path, monkeypatch:
 
 def test_mistakes_name_the_row_or_the_columns(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows(4), "test": rows(2, spoilt=True)}).save_to_disk(tmp_path / "broken")
-    with pytest.raises(RunError, match="broken, test, row 0: not a whole image"):
+    with pytest.raises(RunError, match="broken, test, row 0: not an image that Pillow can read"):
         load_images(str(tmp_path / "broken"), cache_dir=tmp_path / "cache")
     datasets.DatasetDict({"train": rows(4).remove_columns("label")}).save_to_disk(tmp_path / "bare")
     with pytest.raises(RunError, match="one column of images and one of class labels; it has: img"):
