@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pointsman._files import parse_json, within
 from pointsman.lab.runs.checkpoints import FORMAT, Checkpoint, CheckpointError, write_folder
@@ -148,3 +148,32 @@ def _packed(tensors: Mapping[str, Tensor]) -> bytes:
         storages.add(pointer)
     metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
     return safetensors.torch.save(kept, metadata=metadata)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:
+    """Puts a checkpoint's weights, those of one of its files, into a model of the same settings.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    try:
+        model.load_state_dict(checkpoint_tensors(checkpoint, file))
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2]
+        told = first[0].strip() if first else str(error)
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: its weights do not fit: {told}") from None
+
+
+def misfit(model: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
+    """Why weights cannot be a model's; None if they can."""
+    own = model.state_dict()
+    if missing := sorted(own.keys() - weights.keys()):
+        return f"its weights belong to another model: {missing[0]} is missing"
+    if strange := sorted(weights.keys() - own.keys()):
+        return f"its weights belong to another model: this one has no {strange[0]}"
+    for name, tensor in own.items():
+        if not tensor.numel() or tensor.numel() == weights[name].numel() == 1:
+            continue  # an empty buffer takes what it finds; [] of one process is [1] of many
+        if tensor.shape != weights[name].shape:
+            return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
+    return None

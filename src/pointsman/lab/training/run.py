@@ -21,11 +21,11 @@ from pointsman.lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_ch
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import VOCABULARY
 from pointsman.lab.training import best
+from pointsman.lab.training.checkpoint import load_weights
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.kernels import saved_kernels
 from pointsman.lab.training.language_modelling import eval_protocol
 from pointsman.lab.training.precision import autocast
-from pointsman.lab.training.state import load_weights
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.tasks import pretraining_task
 from pointsman.ops.kernels import Kernels, using

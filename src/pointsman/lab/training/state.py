@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
@@ -19,7 +19,7 @@ from pointsman.lab.models.capture import Recorder
 from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.progress import Stop
 from pointsman.lab.runs.checkpoints import Checkpoint, CheckpointError
-from pointsman.lab.training.checkpoint import checkpoint_tensors
+from pointsman.lab.training.checkpoint import checkpoint_tensors, load_weights
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.failures import first_bad_gradient, first_bad_layer
 from pointsman.lab.training.finite import Finite
@@ -301,20 +301,6 @@ class TrainingState:
             rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
         return {"model": self.model.state_dict(), "trainer": rest}
 
-    def misfit(self, weights: Mapping[str, Tensor]) -> str | None:
-        """Why weights cannot be this model's; None if they can."""
-        own = self.model.state_dict()
-        if missing := sorted(own.keys() - weights.keys()):
-            return f"its weights belong to another model: {missing[0]} is missing"
-        if strange := sorted(weights.keys() - own.keys()):
-            return f"its weights belong to another model: this one has no {strange[0]}"
-        for name, tensor in own.items():
-            if not tensor.numel() or tensor.numel() == weights[name].numel() == 1:
-                continue  # an empty buffer takes what it finds; [] of one process is [1] of many
-            if tensor.shape != weights[name].shape:
-                return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
-        return None
-
     def restore(self, checkpoint: Checkpoint, monitor: Monitor | None = None) -> None:
         """Continues from a checkpoint of the same run.
 
@@ -338,20 +324,6 @@ class TrainingState:
         if monitor and watched:
             monitor.load_state_dict(watched)
         self.step = checkpoint.step
-
-
-def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:
-    """Puts a checkpoint's weights, those of one of its files, into a model of the same settings.
-
-    Raises:
-        CheckpointError: they belong to another model.
-    """
-    try:
-        model.load_state_dict(checkpoint_tensors(checkpoint, file))
-    except RuntimeError as error:
-        first = str(error).splitlines()[1:2]
-        told = first[0].strip() if first else str(error)
-        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: its weights do not fit: {told}") from None
 
 
 def seed_step(seed: int, step: int) -> None:

@@ -19,7 +19,7 @@ from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.environment import differing_bits, environment
 from pointsman.lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman.lab.training.best import Best
-from pointsman.lab.training.checkpoint import stored_tensors
+from pointsman.lab.training.checkpoint import misfit, stored_tensors
 from pointsman.lab.training.config import RunConfig, flat
 from pointsman.lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
 from pointsman.lab.training.language_modelling import LanguageModelling
@@ -185,7 +185,7 @@ def _restored(
     def foreign(checkpoint: Checkpoint) -> str | None:
         if checkpoint.state.get("data") != state.task.fingerprint:
             return "it was trained on other data (the files have changed)"
-        return state.misfit(stored_tensors(checkpoint, "model"))
+        return misfit(state.model, stored_tensors(checkpoint, "model"))
 
     def find() -> Checkpoint | None:
         remove_leftovers(directory.checkpoints)
