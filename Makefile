@@ -29,7 +29,7 @@ $(DEV): $(RUN)
 	@touch $@
 
 quickstart: $(RUN)
-	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --steps 1000 --out runs/quickstart
+	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --steps 700 --eval-tokens 100000 --out runs/quickstart
 
 test: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
