@@ -12,7 +12,7 @@ from pointsman import RoutingContext, build_router
 from pointsman.ops.selection import top_k
 from pointsman.ops.triton.route import Setting, route
 from pointsman.routers import on_gpu
-from pointsman.routers.select import TINY
+from pointsman.routers.stages import TINY
 
 CASES: list[tuple[int, int, int, int]] = [(37, 24, 5, 2), (3, 17, 3, 3), (18, 33, 20, 8), (1, 7, 1, 1)]
 """Tokens, width, experts, k."""
