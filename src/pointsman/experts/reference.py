@@ -28,7 +28,7 @@ class ExpertParameters(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertParameters:
         """`function` of each tensor; None stays."""
-        return ExpertParameters(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+        return ExpertParameters(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
 
 
 def experts(parameters: ExpertParameters) -> list[ExpertParameters]:

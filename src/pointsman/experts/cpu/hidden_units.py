@@ -42,7 +42,7 @@ def empty_gradients(
 
 def one(parameters: ExpertParameters, index: int) -> ExpertParameters:
     """The parameters of one expert: views without the leading dimension (outside autograd)."""
-    return parameters.map(lambda tensor: tensor[index])
+    return ExpertParameters(*[None if tensor is None else tensor[index] for tensor in parameters])  # type: ignore[arg-type]
 
 
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
