@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.lab.report.fixtures import dump, write_comparison
 
+from pointsman.lab.report.measures import Measure
 from pointsman.lab.report.paper import paper_tables
 from pointsman.lab.report.published import open_paper
 from pointsman.lab.report.xtreme_table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
@@ -138,3 +139,16 @@ def test_translation_is_taken_by_language_and_at_the_k_of_training(tmp_path: Pat
     assert (2, 9) not in cells
     seventh = next(one for one in open_paper("x-moe").tables if one.number == "Table 7")
     assert seventh.trained_k
+
+
+def test_claims_measure_nats_and_transfer(comparison: Path) -> None:
+    for path in (comparison / "runs").rglob("evaluation.json"):
+        record = json.loads(path.read_text())
+        for row in record["results"]:
+            row |= {"nats": 6.0, "transfer": row["value"] / 2}
+        dump(path, record)
+    read = read_comparison(comparison)
+    assert Measure("nats", 1).of(read, "xmoe") == {0: 6.0, 1: 6.0}
+    whole, away = (Measure(name, 1, task="panx").of(read, "xmoe") for name in ("accuracy", "transfer"))
+    assert whole.keys() == {0, 1}
+    assert away == pytest.approx({seed: value / 2 for seed, value in whole.items()})

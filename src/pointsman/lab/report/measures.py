@@ -11,15 +11,15 @@ from pointsman._values import finite
 from pointsman.lab.report.attack_table import attack_tables
 from pointsman.lab.report.robust_table import figure_of
 from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.report.task_table import TaskTable
+from pointsman.lab.report.task_table import TaskTable, finetunings
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.record import RunRecord, read_object
 
 UNITS = {
-    "quality": "", "entropy": "nats", "mixed entropy": "nats", "imbalance": "squared coefficient of variation",
-    "attack": "loss from clean", "accuracy": "points", "collapse": "RC", "fluctuation": "share of tokens",
-    "set fluctuation": "share of tokens", "neighbours": "tokens", "own weight": "share",
-    "drop": "points", "outliers": "points", "moved": "share of patches",
+    "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",
+    "imbalance": "squared coefficient of variation", "attack": "loss from clean", "accuracy": "points",
+    "transfer": "points", "collapse": "RC", "fluctuation": "share of tokens", "set fluctuation": "share of tokens",
+    "neighbours": "tokens", "own weight": "share", "drop": "points", "outliers": "points", "moved": "share of patches",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
@@ -31,12 +31,14 @@ class Measure:
     Attributes:
         name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads): means over
             layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
-            accuracy: of a fine-tuning. The others come from `pointsman diagnose RUN` and are means over layers:
-            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before; set
-            fluctuation: whose set of experts),
-            neighbours (their effective number) and own weight (S[i, i]). Of image runs (`evaluate RUN --robust KIND`):
-            drop (accuracy on clean images minus that on shifted ones), outliers (their AUPR) and moved (the share of
-            patches whose set of experts, under attack whose first expert, differs between the two).
+            nats: of masked language modelling, the mean over masked pieces, of languages weighted by their sampling
+            shares. accuracy: of a fine-tuning, the mean over languages where there are several. transfer: of one on
+            English, the mean over the other languages. The others come from `pointsman diagnose RUN` and are means over
+            layers: collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before;
+            set fluctuation: whose set of experts), neighbours (their effective number) and own weight (S[i, i]). Of
+            image runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on shifted ones),
+            outliers (their AUPR) and moved (the share of patches whose set of experts, under attack whose first expert,
+            differs between the two).
         k: experts a token.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
@@ -58,11 +60,16 @@ class Measure:
                 return {}
             last, first = cells[-1], cells[0]
             return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+        if self.name in ("nats", "transfer"):
+            runs = finetunings(comparison, self.task) if self.name == "transfer" else comparison.runs.values()
+            found = {run.seed: finite(self._result(run).get(self.name)) for run in runs if run.router == router}
+            scale = 100.0 if self.name == "transfer" else 1.0
+            return {seed: scale * value for seed, value in found.items() if value is not None}
         if self.name in SHIFTED:
             shifted = {run.seed: self._of_shifted(run) for run in comparison.of(router)}
             return {seed: value for seed, value in shifted.items() if value is not None}
-        found = {run.seed: self._of_layers(run) for run in comparison.of(router)}
-        return {seed: statistics.fmean(values) for seed, values in found.items() if values}
+        layers = {run.seed: self._of_layers(run) for run in comparison.of(router)}
+        return {seed: statistics.fmean(values) for seed, values in layers.items() if values}
 
     def unit(self, comparison: Comparison | None) -> str:
         """The unit of the figures."""
@@ -75,6 +82,7 @@ class Measure:
     def text(self) -> str:
         """What is measured, in words."""
         special = {"attack": f"{self.rate:.3g} of the words attacked", "accuracy": self.task}
+        special["transfer"] = f"{self.task} without English"
         special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
 
@@ -82,10 +90,13 @@ class Measure:
         if self.name in DIAGNOSED:
             values = DIAGNOSED[self.name](run.diagnostics)
         else:
-            results = run.results()
-            result = results.get(self.k) or (results[max(results)] if results and not self.k else {})
-            values = [self._of_layer(layer) for layer in (result.get("routers") or {}).values()]
+            values = [self._of_layer(layer) for layer in (self._result(run).get("routers") or {}).values()]
         return [value for value in values if value is not None]
+
+    def _result(self, run: RunRecord) -> Mapping[str, Any]:
+        """What was evaluated at k; at the largest k where k is 0."""
+        results = run.results()
+        return results.get(self.k) or (results[max(results)] if results and not self.k else {})
 
     def _of_shifted(self, run: RunRecord) -> float | None:
         default, columns, scale = SHIFTED[self.name]
