@@ -35,7 +35,7 @@ After an interruption the same command continues. The table is also written as C
 
 TRAINING_FLAGS = (
     "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
-    "--track", "--set", "--jobs", "--processes", *RANK_FLAGS,
+    "--track", "--set", "--processes", *RANK_FLAGS,
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def parser() -> Parser:
     flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
     flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
     flags.add_argument("--seeds")
-    told = "runs at a time, one thread each (default: as many as cores where the model is small)"
+    told = "runs or fine-tunings at a time, one thread each (default: as many as cores where the model is small)"
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)

@@ -94,6 +94,7 @@ def add_compare_flags(flags: Parser) -> None:
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman.lab.finetuning import compare_tasks
+    from pointsman.lab.finetuning.compare import jobs_of
     from pointsman.lab.report.language_table import LanguageTable
     from pointsman.lab.report.task_table import TaskTable, finetunings
     from pointsman.lab.report.xtreme_table import XtremeTable
@@ -121,7 +122,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
         watcher = TableUpdates(write_tables)
         compare_tasks(
             out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
-            progress=display, watcher=watcher, stop=stop,
+            jobs=values.jobs or jobs_of(out, device), progress=display, watcher=watcher, stop=stop,
         )  # fmt: skip
     tables = write_tables()
     write_record(out)

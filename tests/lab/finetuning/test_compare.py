@@ -17,12 +17,13 @@ from pointsman.lab.report.task_table import published_for
 class Watch:
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
+        self.over: list[tuple[str, int]] = []
 
     def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
         self.begun.append((router, seed))
 
     def ended(self, router: str, seed: int) -> None:
-        return
+        self.over.append((router, seed))
 
 
 class StopAtOnce:
@@ -65,6 +66,23 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     again = Watch()
     compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=again)
     assert TaskTable.read(own, name).csv() == table.csv()
+
+
+def test_any_number_of_jobs_gives_the_same_bits(own: Path, task: str, tmp_path: Path) -> None:
+    settings = Finetuning(task, steps=2, settings={"batch_size": 8})
+    other = shutil.copytree(own, tmp_path / "other")
+    for out, jobs in ((own, 1), (other, 2)):
+        watch = Watch()
+        compare_tasks(out, [settings], jobs=jobs, progress=Quiet(), watcher=watch)
+        assert sorted(watch.begun) == [(f"{router} on {settings.variant}", 0) for router in ("dense", "smoe", "xmoe")]
+        assert sorted(watch.over) == [("dense", 0), ("smoe", 0), ("xmoe", 0)]
+    for router in ("smoe", "xmoe", "dense"):
+        path = Path("runs", router, "seed-0/finetune", settings.variant, "seed-0/evaluation.json")
+        one, two = (json.loads((out / path).read_text())["results"] for out in (own, other))
+        assert one == two
+    watch = Watch()
+    compare_tasks(own, [settings], progress=Quiet(), watcher=watch)
+    assert not watch.over  # nothing was new
 
 
 def test_rows_of_one_seed_see_the_same_batches(own: Path, task: str) -> None:

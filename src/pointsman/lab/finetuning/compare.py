@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from pointsman._errors import Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.finetuning.run import finetune, finetuned_path, open_task
+from pointsman.lab.finetuning.run import Data, finetune, finetuned_path, open_task
 from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import required_plan, saved_runs
-from pointsman.lab.runs.paths import COMPARISON, run_path
-from pointsman.lab.training.compare import Watcher
+from pointsman.lab.runs.directory import RunDirectory
+from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
+from pointsman.lab.training.compare import Watcher, default_jobs, one_thread
+from pointsman.lab.training.config import RunConfig
+from pointsman.lab.training.jobs import Work, side_by_side
 from pointsman.lab.training.kernels import recorded_kernels
 from pointsman.lab.training.progress import Interrupted
+from pointsman.ops.kernels import Kernels
 
 REPEAT = 1000
 """The fine-tuning seed of repeat j from pre-training seed s is s + 1000 j."""
@@ -28,6 +33,7 @@ def compare_tasks(
     routers: Sequence[str] | None = None,
     repeats: int = 1,
     device: str = "cpu",
+    jobs: int | None = None,
     progress: Progress,
     watcher: Watcher | None = None,
     stop: Stop | None = None,
@@ -42,6 +48,7 @@ def compare_tasks(
         tasks: tasks with their settings.
         routers: only these rows; default: all that have saved weights.
         repeats: fine-tunings of each pre-trained run.
+        jobs: how many fine-tunings go on at a time, as of `training.compare.compare`.
         watcher: told when a run begins, and when it has its evaluation.
         stop: asks to save and end.
 
@@ -61,26 +68,56 @@ def compare_tasks(
         for router, own in runs
         if own == seed
     ]
-    with alone(out):
-        for place, (settings, router, seed, own_seed) in enumerate(todo, 1):
-            if watcher:
-                watcher.begins(place, len(todo), f"{router} on {settings.variant}", own_seed, progress)
-            try:
-                result = finetune(
-                    run_path(out, router, seed),
-                    settings.for_router(router),
-                    seed=own_seed,
-                    out=finetuned_path(run_path(out, router, seed), settings, own_seed),
-                    data=loaded[settings.task],
-                    device=device,
-                    kernels=kernels,
-                    progress=progress,
-                    monitor=RoutingMonitor,
-                    stop=stop,
-                )
-            except Interrupted as saved:
-                raise Stopped(
-                    f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on"
-                ) from None
-            if watcher and not result.already_finished:
-                watcher.ended(router, own_seed)
+    finished: set[int] = set()
+
+    def begins(place: int, line: Progress) -> None:
+        settings, router, seed, own_seed = todo[place]
+        if (finetuned_path(run_path(out, router, seed), settings, own_seed) / EVALUATION).exists():
+            finished.add(place)
+        if watcher:
+            watcher.begins(place + 1, len(todo), f"{router} on {settings.variant}", own_seed, line)
+
+    def ended(place: int) -> None:
+        _, router, _, own_seed = todo[place]
+        if watcher and place not in finished:
+            watcher.ended(router, own_seed)
+
+    with alone(out), one_thread(jobs):
+        if jobs is not None and min(jobs, len(todo)) > 1:
+            setup = partial(_tuner, out, kernels, device)
+            side_by_side(todo, setup, min(jobs, len(todo)), progress=progress, begins=begins, ended=ended, stop=stop)
+            return
+        work = _tuner(out, kernels, device, loaded)
+        for place, one in enumerate(todo):
+            begins(place, progress)
+            work(one, progress, stop)
+            ended(place)
+
+
+def jobs_of(out: Path, device: str) -> int | None:
+    """`default_jobs` for the models of a comparison."""
+    plan = required_plan(out)
+    runs = [run_path(out, router, seed) for seed in plan["seeds"] for router in plan["routers"]]
+    first = next((run for run in map(RunDirectory, runs) if run.exists), None)
+    return None if first is None else default_jobs(first.config(RunConfig), device)
+
+
+def _tuner(out: Path, kernels: Kernels | None, device: str, loaded: Mapping[str, Data] | None = None) -> Work:
+    """Fine-tunes a row, or continues; a worker, without `loaded`, reads each task's data itself."""
+    read = dict(loaded or {})
+
+    def work(one: tuple[Finetuning, str, int, int], progress: Progress, stop: Stop | None) -> None:
+        settings, router, seed, own_seed = one
+        if settings.task not in read:
+            read[settings.task] = open_task(settings.task)
+        run = run_path(out, router, seed)
+        try:
+            finetune(
+                run, settings.for_router(router), seed=own_seed, out=finetuned_path(run, settings, own_seed),
+                data=read[settings.task], device=device, kernels=kernels, progress=progress, monitor=RoutingMonitor,
+                stop=stop,
+            )  # fmt: skip
+        except Interrupted as saved:
+            raise Stopped(f"stopped in {saved.out} after step {saved.step}; saved: the same command goes on") from None
+
+    return work

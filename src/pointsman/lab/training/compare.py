@@ -181,7 +181,7 @@ def compare(
         record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
         return task.is_current(record, plan.config(router, seed))
 
-    with ExitStack() as held, _threads(jobs):
+    with ExitStack() as held, one_thread(jobs):
 
         def begin() -> tuple[Kernels, list[tuple[int, str, int]]]:
             held.enter_context(alone(out))
@@ -251,8 +251,8 @@ def _trainer(
 
 
 @contextmanager
-def _threads(jobs: int | None) -> Iterator[None]:
-    """One thread inside, whatever the number of jobs; all of them without one."""
+def one_thread(jobs: int | None) -> Iterator[None]:
+    """One thread inside, whatever the number of jobs; all of them where `jobs` is None."""
     before = torch.get_num_threads()
     if jobs is not None:
         torch.set_num_threads(1)
