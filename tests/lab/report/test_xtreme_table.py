@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.report.fixtures import dump, write_comparison
+from tests.lab.report.fixtures import dump, write_comparison, write_run
 
 from pointsman.lab.report.measures import Measure
 from pointsman.lab.report.paper import paper_tables
@@ -152,3 +152,16 @@ def test_claims_measure_nats_and_transfer(comparison: Path) -> None:
     whole, away = (Measure(name, 1, task="panx").of(read, "xmoe") for name in ("accuracy", "transfer"))
     assert whole.keys() == {0, 1}
     assert away == pytest.approx({seed: value / 2 for seed, value in whole.items()})
+
+
+def test_a_model_without_routers_has_one_figure_for_every_k(comparison: Path) -> None:
+    plan = json.loads((comparison / "comparison.json").read_text())
+    dump(comparison / "comparison.json", plan | {"routers": [*plan["routers"], "plain"]})
+    run = comparison / "runs/plain/seed-0"
+    write_run(run, "plain", 0, top_k=(8,), values={8: 3.0})
+    record = json.loads((run / "evaluation.json").read_text())
+    record["results"] = [row | {"nats": 2.5, "routers": {}} for row in record["results"]]
+    dump(run / "evaluation.json", record | {"router_parameters": None})
+    read = read_comparison(comparison)
+    assert (Measure("nats", 1).of(read, "plain"), Measure("quality", 1).of(read, "plain")) == ({0: 2.5}, {0: 3.0})
+    assert Measure("quality", 3).of(read, "xmoe") == {}

@@ -94,9 +94,10 @@ class Measure:
         return [value for value in values if value is not None]
 
     def _result(self, run: RunRecord) -> Mapping[str, Any]:
-        """What was evaluated at k; at the largest k where k is 0."""
+        """What was evaluated at k; at the largest k where k is 0, and of a model without routers."""
         results = run.results()
-        return results.get(self.k) or (results[max(results)] if results and not self.k else {})
+        largest = results[max(results)] if results else {}
+        return results.get(self.k) or (largest if not (self.k and largest.get("routers")) else {})
 
     def _of_shifted(self, run: RunRecord) -> float | None:
         default, columns, scale = SHIFTED[self.name]
@@ -124,7 +125,10 @@ class Measure:
     def _cell(self, table: ComparisonTable, router: str) -> dict[int, float]:
         for row in table.rows:
             if row.router == router:
-                return {seed: value * table.metric.scale for seed, value in table.quality(row, self.k).values.items()}
+                cell = table.quality(row, self.k)
+                if row.router_parameters is None and not cell.values:  # a model without routers has one figure
+                    cell = next(iter(row.quality.values()), cell)
+                return {seed: value * table.metric.scale for seed, value in cell.values.items()}
         return {}
 
 
