@@ -14,16 +14,13 @@ from pointsman.lab.finetuning.settings import Finetuning
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import required_plan, saved_runs
 from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
+from pointsman.lab.runs.paths import COMPARISON, EVALUATION, REPEAT, run_path
 from pointsman.lab.training.compare import Watcher, default_jobs, one_thread
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.jobs import Work, side_by_side
 from pointsman.lab.training.kernels import recorded_kernels
 from pointsman.lab.training.progress import Interrupted
 from pointsman.ops.kernels import Kernels
-
-REPEAT = 1000
-"""The fine-tuning seed of repeat j from pre-training seed s is s + 1000 j."""
 
 
 def compare_tasks(

@@ -19,7 +19,6 @@ from pointsman.lab.report.xtreme_table import TASKS as XTREME_TASKS
 from pointsman.lab.report.xtreme_table import average
 from pointsman.lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_object, read_run
-from pointsman.routers.registry import has_one_k
 
 COUNTED_SETTING = "counted from the model"
 
@@ -107,6 +106,8 @@ def _k_of(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> 
     told = str(run.config.get("train_top_k", ""))
     if not table.trained_k or not told.isdecimal():
         return wanted
+    from pointsman.routers.registry import has_one_k  # torch, which few tables need
+
     if has_one_k(run.router):
         return None
     return -1 if wanted and wanted != int(told) else int(told)

@@ -27,6 +27,7 @@ from pointsman.lab.models.translation import Translator
 from pointsman.lab.report import pictures
 from pointsman.lab.report.embedding import available, embed
 from pointsman.lab.report.inside import readable
+from pointsman.lab.report.picture_samples import collect_pictures
 from pointsman.lab.runs.checkpoints import steps_of
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.paths import CHECKPOINTS, EXPLORER
@@ -96,7 +97,7 @@ def collect_samples(
 
 def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
     """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date; for
-    runs on images `pictures.collect_pictures`.
+    runs on images `picture_samples.collect_pictures`.
 
     Out of date: of another checkpoint than the evaluation, or with another kind of map. A run that cannot be sampled
     (no checkpoint, no data) is skipped; `note` is told why.
@@ -115,7 +116,7 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
             if note:
                 note(f"sampling the routing of {router}")
             if images:
-                pictures.collect_pictures(run.path)
+                collect_pictures(run.path)
             else:
                 collect_samples(run.path, method=method)
         except RunError as error:

@@ -14,7 +14,7 @@ from pointsman.lab.report.forms import Forms, captioned, joined
 from pointsman.lab.report.published import papers
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.comparison import Comparison, read_comparison
-from pointsman.lab.runs.paths import finetuned_runs
+from pointsman.lab.runs.paths import REPEAT, finetuned_runs
 from pointsman.lab.runs.record import RunRecord, read_run
 
 FROM_SCRATCH = ",from-scratch"
@@ -63,8 +63,6 @@ def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
 
     With several pre-training seeds s: only those that `compare --task` makes, whose own seeds are s + 1000 j.
     """
-    from pointsman.lab.finetuning.compare import REPEAT  # torch is imported only where something was fine-tuned
-
     several = len(comparison.seeds) > 1
     return [
         tuned

@@ -4,9 +4,17 @@
 `text_attack` runs the recipes of the package TextAttack.
 """
 
-from pointsman.lab.robustness.compare import comparison_under_attack
-from pointsman.lab.robustness.runs import finetuned_under_attack, run_under_attack
-from pointsman.lab.robustness.text_attack import recipe_attack
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "comparison_under_attack": "compare",
+    "finetuned_under_attack": "runs",
+    "recipe_attack": "text_attack",
+    "run_under_attack": "runs",
+}
+"""Name -> its module, imported when it is asked for: reports read `image_scores` without torch."""
 
 __all__ = [
     "comparison_under_attack",
@@ -14,3 +22,9 @@ __all__ = [
     "recipe_attack",
     "run_under_attack",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -14,6 +14,8 @@ FINETUNE, DIAGNOSTICS, EXPLORER, AUDIT = "finetune.json", "diagnostics.json", "e
 PICTURES = "pictures.json"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 COMPARISON = "comparison.json"
+REPEAT = 1000
+"""The fine-tuning seed of repeat j from pre-training seed s is s + 1000 j."""
 
 
 def slug(spec: str) -> str:

@@ -1,0 +1,11 @@
+"""Tables and pages of what is measured need no torch: `pointsman report` starts in a fraction of a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_reports_are_read_without_torch() -> None:
+    code = "import sys, pointsman.lab.report; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
