@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +234,18 @@ def test_the_papers_preset_freezes_and_has_the_scripts_rates(run: Path, data: Pa
 def test_what_is_refused(data: Path, spec: str, words: str) -> None:
     with pytest.raises(RunError, match=words):
         load_xtreme(spec, data)
+
+
+def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "tydiqa").symlink_to(data / "tydiqa")
+    (tmp_path / "mlqa").mkdir()
+    with pytest.raises(RunError, match=r"mlqa has no test part in any language"):
+        load_xtreme("mlqa", tmp_path)
+    shutil.copytree(data / "panx", tmp_path / "panx")
+    (tmp_path / "panx/dev-sw.tsv").write_text("\n")
+    with pytest.raises(RunError, match=r"test part in 'sw' is empty in .*panx"):
+        load_xtreme("panx", tmp_path)
+    assert list(load_xtreme("panx:languages=en", tmp_path).tests) == ["en"]
 
 
 def test_a_language_model_is_no_encoder(data: Path, run: Path) -> None:

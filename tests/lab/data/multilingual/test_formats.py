@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -64,25 +65,48 @@ def test_questions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("a\tb\n", "line 1 has no label"), ("a\n", "1 columns"), ("a\tb\tneutrl\n", "did you mean 'neutral'")],
+    [
+        ("a\tb\tneutral\na\tb\n", "line 2 has no label"),
+        ("a\n", "1 columns"),
+        ("a\tb\tneutrl\n", "did you mean 'neutral'"),
+        ("", "has no row"),
+    ],
 )
 def test_pairs_refuse_with_file_and_line(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "dev-en.tsv"
     file.write_text(content)
-    with pytest.raises(RunError, match=f"dev-en.tsv: .*{words}"):
+    with pytest.raises(RunError, match=f"dev-en.tsv.*{words}"):
         read_pairs(file, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("dev-de.tsv", "Jane\tB-PER\nat\tB-PRE\n", "line 2: unknown tag 'B-PRE': did you mean 'B-PER'"),
+        ("test-de.tsv", "Jane\n", "line 1 has 1 columns; 2 are expected"),
+        ("de.conllu", "# text = a\n1\ta\n", "line 2 has 2 columns; 10 are expected"),
+    ],
+)
+def test_tags_refuse_with_file_and_line(tmp_path: Path, name: str, content: str, words: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(RunError, match=f"{name}.*{words}"):
+        read_tagged(file, PANX_TAGS)
 
 
 @pytest.mark.parametrize(
     ("item", "words"),
     [
         (question(3), "'q1' does not stand at character 3"),
+        (question(-8), "'q1' does not stand at character -8"),
         (question(0, ""), "'q1' has an empty answer"),
-        ({}, "no 'answers'"),
+        ({"id": "q1", "question": "Who?"}, r"question 'q1' is not in SQuAD's form \(no 'answers'\)"),
+        ({**question(), "answers": [{"text": "cat", "answer_start": math.inf}]}, "question 'q1' is not in SQuAD's"),
+        ({}, "no 'id'"),
     ],
 )
 def test_questions_refuse_with_their_id(tmp_path: Path, item: dict[str, object], words: str) -> None:
-    with pytest.raises(RunError, match=words):
+    with pytest.raises(RunError, match=f"a.json.*{words}"):
         read_questions(write_questions(tmp_path / "a.json", item))
 
 
@@ -112,6 +136,10 @@ def test_multilingual_folders(tmp_path: Path) -> None:
         read_text(f"multilingual:{tmp_path}:languages=fr")
     (tmp_path / "sw.txt").write_text("\n")
     with pytest.raises(RunError, match="'sw' has no text"):
+        read_text(f"multilingual:{tmp_path}")
+    (tmp_path / "sw.txt").unlink()
+    (tmp_path / "de" / "valid.txt").write_text("\n")
+    with pytest.raises(RunError, match="'de' has no text for validation"):
         read_text(f"multilingual:{tmp_path}")
 
 

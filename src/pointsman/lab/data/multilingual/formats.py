@@ -73,7 +73,7 @@ def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
     """Rows `sentence<TAB>sentence<TAB>label`, without a header and without quoting (XTREME's XNLI and PAWS-X).
 
     Raises:
-        RunError: a row of another width, or a label that is not one of `labels`.
+        RunError: a row of another width, a label that is not one of `labels`, or no row.
     """
     pairs = []
     for number, line in read_lines(file):
@@ -85,6 +85,7 @@ def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
         if row[2] not in labels:
             raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
         pairs.append(Pair(*row))
+    _check_some(pairs, file, "row")
     return pairs
 
 
@@ -131,13 +132,14 @@ def read_questions(file: Path) -> list[Question]:
     """Questions in SQuAD's form (XQuAD, MLQA, TyDiQA-GoldP).
 
     Raises:
-        RunError: other JSON; an answer that is empty, or does not stand where its offset says: named by its id.
+        RunError: other JSON, or no question; an answer that is empty, or does not stand where its offset says: named
+            by its id.
     """
     with reading(file):
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
         data = json.loads(raw)
-        return [
+        questions = [
             _question(file, paragraph["context"], item)
             for article in data["data"]
             for paragraph in article["paragraphs"]
@@ -146,19 +148,32 @@ def read_questions(file: Path) -> list[Question]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, RunError):
             raise
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise RunError(f"{file}: not in SQuAD's form ({reason})") from None
+        raise RunError(f"{file}: not in SQuAD's form ({_reason(error)})") from None
+    _check_some(questions, file, "question")
+    return questions
+
+
+def _check_some(items: Sequence[object], file: Path, what: str) -> None:
+    if not items:
+        raise RunError(f"{file} has no {what}")
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _question(file: Path, context: str, item: Mapping[str, Any]) -> Question:
-    answers = []
-    for answer in item["answers"]:
-        text, start = str(answer["text"]), int(answer["answer_start"])
+    name = item["id"]
+    try:
+        question = str(item["question"])
+        answers = tuple((str(answer["text"]), int(answer["answer_start"])) for answer in item["answers"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise RunError(f"{file}: question {name!r} is not in SQuAD's form ({_reason(error)})") from None
+    for text, start in answers:
         if not text:
-            raise RunError(f"{file}: question {item['id']!r} has an empty answer: it cannot be evaluated")
-        if context[start : start + len(text)] != text:
-            raise RunError(f"{file}: the answer of question {item['id']!r} does not stand at character {start}")
-        answers.append((text, start))
+            raise RunError(f"{file}: question {name!r} has an empty answer: it cannot be evaluated")
+        if start < 0 or context[start : start + len(text)] != text:
+            raise RunError(f"{file}: the answer of question {name!r} does not stand at character {start}")
     if not answers:
-        raise RunError(f"{file}: question {item['id']!r} has no answer")
-    return Question(str(item["id"]), context, str(item["question"]), tuple(answers))
+        raise RunError(f"{file}: question {name!r} has no answer")
+    return Question(str(name), context, question, answers)

@@ -82,11 +82,15 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
         if task_folder(one, data_dir) is None:
             fetch_task(one, data_dir / XTREME[one].folder)
     rows = load_task(trained_on, data_dir, "train").get(ENGLISH, [])
-    tests = {language: items for language, items in load_task(name, data_dir, "test").items() if items}
+    tests = load_task(name, data_dir, "test")
+    if not any(tests.values()):
+        raise RunError(f"the task {name}: {task_folder(name, data_dir)} has no test part in any language")
     chosen = wanted.split("+") if wanted else sorted(tests, key=lambda language: (language != ENGLISH, language))
     for language in chosen:
         if language not in tests:
             raise RunError(f"task {spec!r}: no test part in {language!r}: {did_you_mean(language, tests)}")
+        if not tests[language]:
+            raise RunError(f"the task {name}: the test part in {language!r} is empty in {task_folder(name, data_dir)}")
     groups = groups_of(rows)
     held = [hashed(f"valid {group}") % VALIDATION == 0 for group in groups]
     splits = {
