@@ -226,3 +226,7 @@ def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None
     file.write_text("\n" + "".join(file.read_text().splitlines(keepends=True)[:7]))
     with pytest.raises(RunError, match=r"val.de: line 1 is empty"):
         load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+    for name in ("train.de", "train.en"):
+        (tmp_path / "odd" / name).write_text("")
+    with pytest.raises(RunError, match=r"train.de has no text"):
+        load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)

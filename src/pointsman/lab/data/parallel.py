@@ -77,7 +77,8 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
     """Reads `multi30k[:from=de+fr][:to=en]` or `parallel:PATH:from=de:to=en`.
 
     Raises:
-        RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty sentence.
+        RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty file or
+            sentence.
     """
     name, *options = spec.split(":")
     if name == "parallel" and options and "=" not in options[0]:
@@ -127,6 +128,8 @@ def _pairs(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
     (one, ours), (other, theirs) = lines
     if len(ours) != len(theirs):
         raise RunError(f"{one} has {len(ours)} lines, and {other} {len(theirs)}: they are no pairs")
+    if not ours:
+        raise RunError(f"{one} has no text")
     for number, (left, right) in enumerate(zip(ours, theirs, strict=True), 1):
         if not left or not right:
             raise RunError(f"{one if not left else other}: line {number} is empty")

@@ -59,6 +59,9 @@ def test_too_little_text_is_refused(pieces: Pieces, text: MultilingualText) -> N
     little = MultilingualText("little", {"aa": text.train["aa"][:40]}, {})
     with pytest.raises(RunError, match=r"'aa' has .* blocks"):
         pack_text(little, pieces, 32)
+    unseen = MultilingualText("unseen", {"aa": ("\u200b",)}, {"aa": text.train["aa"][:40]})  # no piece
+    with pytest.raises(RunError, match=r"unseen: 'aa' has no text in its train part"):
+        pack_text(unseen, pieces, 32)
 
 
 def test_shares_by_hand() -> None:

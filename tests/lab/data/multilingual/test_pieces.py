@@ -39,9 +39,12 @@ def test_round_trips(pieces: Pieces, text: MultilingualText) -> None:
     assert Pieces.from_json(pieces.to_json()) == pieces
 
 
-@pytest.mark.parametrize("size", [8, 20, 100_000])
-def test_impossible_sizes_are_one_line(text: MultilingualText, size: int) -> None:
-    with pytest.raises(RunError, match=str(size)) as caught:
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(8, "at least 16"), (20, r"its characters need at least \d+$"), (100_000, r"it gives at most \d+$")],
+)
+def test_impossible_sizes_are_one_line(text: MultilingualText, size: int, words: str) -> None:
+    with pytest.raises(RunError, match=f"{size} pieces.*{words}") as caught:
         train_pieces(text.train["aa"][:50], size)
     assert "\n" not in str(caught.value)
 

@@ -97,7 +97,7 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, se
     """Trains pieces on 2 million characters, drawn over the languages with this exponent.
 
     Raises:
-        RunError: as `train_pieces`.
+        RunError: as `train_pieces`, with the text's name.
     """
     characters = {language: sum(map(len, sentences)) for language, sentences in text.train.items()}
     chosen: list[str] = []
@@ -110,7 +110,10 @@ def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, se
                 break
             chosen.append(sentences[index])
             budget -= len(sentences[index])
-    return train_pieces(sorted(chosen), size)
+    try:
+        return train_pieces(sorted(chosen), size)
+    except RunError as error:
+        raise RunError(f"{text.name}: {error}") from None
 
 
 def pack(sentences: Sequence[str], pieces: Pieces, length: int) -> tuple[Blocks, int]:
@@ -144,7 +147,7 @@ def pack_text(text: MultilingualText, pieces: Pieces, length: int) -> PackedText
     """Packs every language; without a validation part it gives 1/64 of its blocks (at least 64), those of lowest hash.
 
     Raises:
-        RunError: a language with too little text for a validation part.
+        RunError: a language without text, or with too little for a validation part.
     """
     train, valid, unknown, cut = {}, {}, {}, 0
     for language, sentences in text.train.items():
@@ -165,6 +168,8 @@ def pack_text(text: MultilingualText, pieces: Pieces, length: int) -> PackedText
             order = sorted(range(len(blocks)), key=lambda row: hashlib.sha256(blocks[row].tobytes()).digest())
             valid[language] = blocks[sorted(order[:held])]
             blocks = blocks[sorted(order[held:])]
+        if not len(blocks) or not len(valid[language]):
+            raise RunError(f"{text.name}: {language!r} has no text in its {'valid' if len(blocks) else 'train'} part")
         train[language] = blocks
     return PackedText(pieces, train, valid, cut, unknown, text.name, text.note)
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -164,7 +165,13 @@ def train_model(sentences: Iterable[str], size: int, *, coverage: float, **optio
             character_coverage=coverage, num_threads=1, minloglevel=2, **options,
         )  # fmt: skip
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2].strip() or str(error)
+        told = str(error)
+        if few := re.search(r"required_chars\. \d+ vs (\d+)", told):
+            reason = f"its characters need at least {few[1]}"
+        elif many := re.search(r"too high .* value <= (\d+)", told):
+            reason = f"it gives at most {many[1]}"
+        else:
+            reason = told.rpartition("] ")[2].strip() or told
         raise RunError(f"{size} pieces cannot be trained on this text: {reason}") from None
     return model.getvalue()
 

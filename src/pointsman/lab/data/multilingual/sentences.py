@@ -93,9 +93,10 @@ def _folder(folder: Path) -> MultilingualText:
             train[entry.name.partition(".")[0]] = _sentences(entry)
     if not train:
         raise RunError(f"{folder} holds no text: LANG.txt, LANG.txt.gz or LANG/train.txt is expected")
-    for language, sentences in train.items():
-        if not any(sentences):
-            raise RunError(f"{folder}: the language {language!r} has no text")
+    for part, of in (("text", train), ("text for validation", valid)):
+        for language, sentences in of.items():
+            if not any(sentences):
+                raise RunError(f"{folder}: the language {language!r} has no {part}")
     return MultilingualText(folder.name, train, valid)
 
 
