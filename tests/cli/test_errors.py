@@ -87,6 +87,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["report", "run", "--figures", "gif"], "allowed: pdf, png, svg"),
         (["bench", "--set", "x=1"], "nothing to set"),
         (["train", "smoe"], "--router smoe"),
+        (["train", "vmoe-s32-last2"], "--preset vmoe-s32-last2"),
         (["routers", "smoe", "--vocabulary", "7"], "--vocabulary has no effect without --cost"),
         (["routers", "smoe+similarty"], "did you mean 'similarity'"),
         (["routers", "--device", "tpu9"], "cpu, cuda"),

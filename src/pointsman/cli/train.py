@@ -69,13 +69,15 @@ def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout
     if values.recipe and values.start_from:
         raise RunError("pointsman train: --from brings its own model; leave the recipe out")
     if values.recipe:
-        from pointsman.lab.recipes import recipe
+        from pointsman.lab.recipes import PRESETS, recipe
         from pointsman.routers.registry import BASELINES, list_mixers, list_routers
 
         if values.recipe in (*list_routers(), *list_mixers(), *BASELINES):
             raise RunError(f"pointsman train: {values.recipe!r} is no recipe but a router: --router {values.recipe}")
         if values.preset:
             raise RunError("pointsman train: a recipe brings its own preset; leave --preset out")
+        if values.recipe in PRESETS:
+            raise RunError(f"pointsman train: {values.recipe!r} is no recipe but a preset: --preset {values.recipe}")
         config = recipe(values.recipe, router=values.router, seed=values.seed)
         overriding = {"data": values.data, "steps": values.steps}
         config = config.with_overrides({key: value for key, value in overriding.items() if value is not None})
