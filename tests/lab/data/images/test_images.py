@@ -97,6 +97,24 @@ def test_npy(tmp_path: Path) -> None:
     assert (images.split("test").images == pixels).all()
 
 
+@pytest.mark.parametrize("spoilt", ["fog.npy", "labels.npy"])
+@pytest.mark.parametrize("content", ["", "cut", "archive", "pickle"])
+def test_a_spoilt_array_is_named(spoilt: str, content: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "fog.npy", np.stack([picture(index) for index in range(6)]))
+    np.save(tmp_path / "labels.npy", np.arange(6) % 3)
+    file = tmp_path / spoilt
+    if content == "archive":
+        with file.open("wb") as opened:
+            np.savez(opened, images=np.zeros(3))
+    elif content == "pickle":
+        np.save(file, np.array([{}, {}], dtype=object), allow_pickle=True)
+    else:
+        file.write_bytes(file.read_bytes()[: -20 if content else 0])
+    with pytest.raises(RunError, match=f"{spoilt}: not a plain .npy array") as told:
+        load(tmp_path / "fog.npy", tmp_path)
+    assert "\n" not in str(told.value)
+
+
 def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
     write_sheets(tmp_path / "set")
     before = load(tmp_path / "set", tmp_path)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,12 +178,7 @@ def _cifar_binary(folder: Path) -> Layout:
 
 def _npy(file: Path) -> Layout:
     label_file = file.with_name("labels.npy")
-    with reading(file):
-        try:
-            images = np.load(file, mmap_mode="r", allow_pickle=False)
-            labels = np.load(label_file, allow_pickle=False)
-        except ValueError as error:
-            raise RunError(f"{file}: not a plain .npy array ({error})") from None
+    images, labels = _array(file), _array(label_file)
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
         raise RunError(f"{file}: {images.dtype} {list(images.shape)}; uint8 [N, side, side, 3] is expected")
     if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or labels.min(initial=0) < 0:
@@ -191,6 +187,15 @@ def _npy(file: Path) -> Layout:
     part = LabelledImages(names, labels.tolist(), lambda index: np.asarray(images[index]))
     classes = _numbered([part])
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, {"test": part}, [file, label_file], "npy")
+
+
+def _array(file: Path) -> NDArray[Any]:
+    """A .npy file, memory-mapped; never a pickle, nor the archive that `np.load` would take."""
+    with reading(file):
+        try:
+            return np.lib.format.open_memmap(file, mode="r")
+        except ValueError as error:
+            raise RunError(f"{file}: not a plain .npy array ({error})") from None
 
 
 def _folders(folder: Path) -> Layout:
