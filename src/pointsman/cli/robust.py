@@ -49,8 +49,11 @@ def robust_table(record: Mapping[str, Any]) -> str:
     """The figures of one record at every k."""
     if record["kind"] != "c":
         names = [name for name, value in record["results"][0].items() if isinstance(value, float)]
-        rows = [["k", *(name.replace("_", " ") for name in names)]]
-        rows += [[str(row["top_k"]), *(f"{row[name]:.4f}" for name in names)] for row in record["results"]]
+        shared = [name for name in ("base_rate",) if name in record]  # what an AUPR is read against
+        rows = [["k", *(name.replace("_", " ") for name in (*names, *shared))]]
+        for row in record["results"]:
+            figures = [*(row[name] for name in names), *(record[name] for name in shared)]
+            rows.append([str(row["top_k"]), *(f"{figure:.4f}" for figure in figures)])
         return aligned(rows)
     values = [row["top_k"] for row in record["clean"]]
     rows = [["accuracy (%)", *(f"k={k}" for k in values)]]

@@ -28,7 +28,7 @@ from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
 from pointsman.lab.robustness.image_attacks import ATTACKS, attacked, under_gradient_attack
 from pointsman.lab.robustness.image_runs import Asked, robustness
 from pointsman.lab.robustness.image_sources import Corrupted, chosen_rows
-from pointsman.lab.robustness.images import Frame, on_outliers, under_corruptions
+from pointsman.lab.robustness.images import Frame, Seen, on_outliers, under_corruptions
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.training.compare import Plan, compare
 from pointsman.lab.training.config import RunConfig
@@ -236,7 +236,27 @@ def test_every_kind_has_a_record_and_a_table(
     assert record.stat().st_mtime_ns == before
     capsys.readouterr()
     assert main(["evaluate", str(run_of(comparison)), *words[2:]]) == 0
-    assert capsys.readouterr().out.startswith("k")
+    printed = capsys.readouterr().out
+    assert printed.startswith("k")
+    assert kind != "o" or "base rate" in printed.splitlines()[0]
+
+
+def test_other_classes_are_left_out_of_the_logits() -> None:
+    seen = Seen(torch.tensor([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=torch.float64), torch.tensor([1, 2]))
+    assert (seen.accuracy(), seen.accuracy([1, 2]), seen.accuracy([2])) == (0.0, 0.5, 0.5)
+    assert seen.confidence([1, 2]) == pytest.approx([1 / (1 + np.exp(-1.0))] * 2)
+
+
+def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison: Path, tmp_path: Path) -> None:
+    """As ImageNet-O has it: the folder is the class that an outlier is mistaken for."""
+    run = load_run(run_of(comparison))
+    images = open_images(run.config.data)
+    for place in range(6):
+        folder = tmp_path / "strange" / images.classes[place % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
+    found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
+    assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
 
 
 def test_corruptions_of_a_comparison(
@@ -246,6 +266,7 @@ def test_corruptions_of_a_comparison(
     assert main(["evaluate", str(comparison), "--robust", "c", "--eval-tokens", "160"]) == 0
     printed = capsys.readouterr().out
     assert "relative mCE" in printed
+    assert "Corrupted images: accuracy against severity" in (comparison / "report.html").read_text()
     [table] = [one for one in robust_tables(read_comparison(comparison)) if one.kind == "c"]
     clean = table.severities["plain"]["fog"][0].mean
     assert clean == pytest.approx(table.severities["plain"][""][5].mean)  # nothing was corrupted
