@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pointsman.control import record_routing
+from pointsman.lab.models.families import preset_config
 from pointsman.lab.models.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
 
 SHAPE = {
@@ -92,6 +93,13 @@ def test_sizes_are_those_of_v_moe(size: str, layout: str, millions: float) -> No
         )  # fmt: skip
     counted = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert counted == pytest.approx(millions, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("b16", 86.57), ("l16", 304.33), ("h14", 632.05)])
+def test_larger_sizes_are_those_of_vit(size: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = VisionTransformer(preset_config(f"vmoe-{size}-every2", 0, router="plain", representation=0))
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
 def test_it_starts_as_v_moe_does() -> None:

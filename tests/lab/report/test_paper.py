@@ -286,6 +286,14 @@ def test_routers_of_one_line_have_a_row_each(tmp_path: Path) -> None:
     assert loads[1][2:] == ["2.000", "0.000", "4.000"]
 
 
+def test_lines_of_glam_fill_at_any_size(tmp_path: Path) -> None:
+    for router, value in {"smoe": 60.0, "smoe+similarity": 50.0, "smoe+attention": 55.0}.items():
+        run = write_run(tmp_path / router, router, metric="perplexity", top_k=(2,), values={2: value})
+        dump(run / "config.json", make_preset("tiny-glam", router=router, data="wikitext-103").to_dict())
+    rows = table(sorted(tmp_path.iterdir()), "mutual-inform", "Table 1 (GLaM)").grid().rows
+    assert [row[3] for row in rows if row[1].startswith("ours: tiny-glam")] == ["60.00", "50.00", "55.00"]
+
+
 def test_counted_figures_are_those_of_the_model() -> None:
     flops = table([], "hyperrouter", "Table A3").grid().rows
     assert flops[-1][2:] == ["3.735", "4.004", "4.541", "5.614", "7.762"]

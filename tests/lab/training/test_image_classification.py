@@ -153,6 +153,10 @@ def test_rows_of_a_comparison_see_the_same_pictures(settings: Settings, tmp_path
     runs = [load_run(folder.parent, step=2) for folder in sorted((tmp_path / "comparison").rglob("config.json"))]
     assert len(runs) == 3
     starts = [ImageClassification(open_images(base.data)) for _ in runs]
+    first, *others = [
+        task.batches(run.config, torch.device("cpu")).batch(1) for task, run in zip(starts, runs, strict=True)
+    ]
+    assert all(torch.equal(one, two) for other in others for one, two in zip(first, other, strict=True))
     models = [task.build_model(task.prepared(run.config)) for task, run in zip(starts, runs, strict=True)]
     shared = dict(models[0].named_parameters())
     for model in models[1:]:

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data.images.augment import Augmentation, crop, cutout, rand_augment, to_tensor, uniforms
+from pointsman.lab.data.images.augment import (
+    Augmentation,
+    crop,
+    cutout,
+    inception_crop,
+    rand_augment,
+    to_tensor,
+    uniforms,
+)
 from pointsman.lab.data.images.image_set import ImagePart
 from pointsman.lab.data.images.stream import ImageStream, evaluation_batches
 
@@ -16,7 +24,7 @@ LABELS = torch.eye(6)
 EVERYTHING = "crop=4+flip+cutout=6+mixup=0.2"
 
 
-@pytest.mark.parametrize("text", [EVERYTHING, "randaugment=2,10"])
+@pytest.mark.parametrize("text", [EVERYTHING, "randaugment=2,10", "inception"])
 def test_a_step_always_gives_the_same_pictures(text: str) -> None:
     pytest.importorskip("PIL")
     augment = Augmentation.parse(text)
@@ -63,6 +71,16 @@ def test_rand_augment_at_magnitude_0_keeps_geometry() -> None:
     draws = np.array([[1.5 / 14, 0.0, 0.0]])  # shear
     assert (rand_augment(IMAGES[0], draws, 0.0) == IMAGES[0]).all()
     assert not (rand_augment(IMAGES[0], draws, 10.0) == IMAGES[0]).all()
+
+
+def test_an_inception_crop_is_a_window_of_the_picture() -> None:
+    pytest.importorskip("PIL")
+    whole, corner = np.array([1.0, 0.5, 0.0, 0.0]), np.array([0.0, 0.5, 0.0, 0.0])
+    assert (inception_crop(IMAGES[0], whole) == IMAGES[0]).all()
+    steps = np.repeat(np.repeat(np.array([[10, 200], [200, 200]], dtype=np.uint8), 8, 0), 8, 1)
+    found = inception_crop(np.stack([steps] * 3, -1), corner)  # 5 % of the area, in the upper left quarter
+    assert found.shape == (16, 16, 3)
+    assert (found == 10).all()
 
 
 @pytest.mark.parametrize(
