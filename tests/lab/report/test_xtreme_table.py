@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 
+from pointsman.lab.report.language_table import LanguageTable, Line
 from pointsman.lab.report.measures import Measure
+from pointsman.lab.report.metrics import metric
 from pointsman.lab.report.paper import paper_tables
 from pointsman.lab.report.published import open_paper
+from pointsman.lab.report.tables import Cell
 from pointsman.lab.report.xtreme_table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
 from pointsman.lab.runs.comparison import read_comparison
 
@@ -80,6 +83,16 @@ def test_all_tasks_and_their_average(comparison: Path) -> None:
     assert "+10.0" in files[0].read_text()
     assert f"{100 * by_hand + 1:.1f} ± 1.4" in files[2].read_text()
     assert f"switch,1,{AVERAGE},{by_hand + 0.01}"[:24] in files[1].read_text()
+
+
+def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
+    line = Line("switch", 1, {"en": Cell({0: 0.61}), "de": Cell({0: 0.57})})
+    floors = {"en": ("majority", 0.5), "de": ("majority", 0.5)}
+    table = LanguageTable("xtreme-xnli", metric("accuracy"), "", ["en", "de"], [line], floors, {"en": 0.05, "de": 0.05})
+    figures, floor, errors = table.grid().rows
+    assert [cell.endswith(" °") for cell in figures[1:]] == [False, True]
+    assert (floor[0], errors[0]) == ("floor", "standard error over items")
+    assert "not above its floor by two standard errors" in table.caption
 
 
 def test_the_papers_first_table_has_one_row_of_ours_with_its_average(comparison: Path) -> None:
