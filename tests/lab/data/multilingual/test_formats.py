@@ -162,6 +162,14 @@ def test_no_reported_sentence_is_in_the_pre_training_text(data_dir: Path) -> Non
         assert all(normal(sentence) in reported for sentence in texts(items[0]))
 
 
+def test_a_treebanks_reported_text_is_left_out_as_it_is_written(tmp_path: Path) -> None:
+    row = "1\tThanks\t_\tNOUN" + "\t_" * 6 + "\n2\t!\t_\tPUNCT" + "\t_" * 6 + "\n\n"
+    (tmp_path / "ud").mkdir()
+    for part, more in (("train", "# text = Only here.\n" + row), ("test", "")):
+        (tmp_path / f"ud/en_ewt-ud-{part}.conllu").write_text(f"# text = Thanks!\n{row}{more}")
+    assert list(filter(None, read_text("xtreme-text", tmp_path).train["en"])) == ["Only here."]
+
+
 def test_mixed_line_ends_are_named_by_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "both.tsv").write_bytes(b"a\tb\tneutral\r\nc\td\tneutral\n")
     assert [pair.second for pair in read_pairs(tmp_path / "both.tsv", ["neutral"])] == ["b", "d"]

@@ -22,7 +22,7 @@ from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.sentences import check_spec, read_text
 from pointsman.lab.data.multilingual.xtreme import XTREME
 
-FORMAT = 1
+FORMAT = 2
 
 
 def open_blocks(

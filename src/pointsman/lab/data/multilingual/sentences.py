@@ -119,8 +119,9 @@ def reported_sentences(data_dir: Path) -> set[str]:
     for file in sorted((data_dir / "multi30k").glob("*")):
         if not file.name.startswith("train."):
             found.update(normal(line) for _, line in read_lines(file))
-    for file in sorted((data_dir / "ud").glob("*-dev.conllu*")):
-        found.update(normal(text) for text in _treebank(file))
+    for file in sorted((data_dir / "ud").glob("*.conllu*")):
+        if "-train." not in file.name:  # the raw text, too: `texts` has its words with a space between
+            found.update(normal(text) for text in _treebank(file))
     return found
 
 
