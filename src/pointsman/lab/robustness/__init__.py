@@ -7,6 +7,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pointsman.lab.robustness.compare import comparison_under_attack
+    from pointsman.lab.robustness.runs import finetuned_under_attack, run_under_attack
+    from pointsman.lab.robustness.text_attack import recipe_attack
 
 _HOMES = {
     "comparison_under_attack": "compare",
