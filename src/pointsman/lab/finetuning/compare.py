@@ -15,9 +15,9 @@ from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.runs.comparison import required_plan, saved_runs
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, REPEAT, run_path
-from pointsman.lab.training.compare import Watcher, default_jobs, one_thread
+from pointsman.lab.training.compare import Watcher, default_jobs
 from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.jobs import Work, side_by_side
+from pointsman.lab.training.jobs import Work, do_all
 from pointsman.lab.training.kernels import recorded_kernels
 from pointsman.lab.training.progress import Interrupted
 from pointsman.ops.kernels import Kernels
@@ -79,16 +79,9 @@ def compare_tasks(
         if watcher and place not in finished:
             watcher.ended(router, own_seed)
 
-    with alone(out), one_thread(jobs):
-        if jobs is not None and min(jobs, len(todo)) > 1:
-            setup = partial(_tuner, out, kernels, device)
-            side_by_side(todo, setup, min(jobs, len(todo)), progress=progress, begins=begins, ended=ended, stop=stop)
-            return
-        work = _tuner(out, kernels, device, loaded)
-        for place, one in enumerate(todo):
-            begins(place, progress)
-            work(one, progress, stop)
-            ended(place)
+    setup = partial(_tuner, out, kernels, device)
+    with alone(out):
+        do_all(todo, setup, partial(setup, loaded), jobs, progress=progress, begins=begins, ended=ended, stop=stop)
 
 
 def jobs_of(out: Path, device: str) -> int | None:

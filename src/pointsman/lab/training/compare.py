@@ -8,8 +8,8 @@ trained for all routers before the next.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from pointsman.lab.runs.comparison import read_plan, write_plan
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
-from pointsman.lab.training.jobs import Work, available_cores, side_by_side
+from pointsman.lab.training.jobs import Work, available_cores, do_all, one_thread
 from pointsman.lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.state import check_ranks
@@ -181,7 +181,7 @@ def compare(
         record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
         return task.is_current(record, plan.config(router, seed))
 
-    with ExitStack() as held, one_thread(jobs):
+    with ExitStack() as held, one_thread(jobs):  # kernels are timed with the threads that use them
 
         def begin() -> tuple[Kernels, list[tuple[int, str, int]]]:
             held.enter_context(alone(out))
@@ -198,15 +198,9 @@ def compare(
             watcher.ended(*todo[place][1:])
 
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
-        if jobs is not None and min(jobs, len(runs)) > 1:
-            setup = partial(_trainer, plan.base, kernels, device)
-            side_by_side(runs, setup, min(jobs, len(runs)), progress=progress, begins=begins, ended=ended, stop=stop)
-            return whole
-        work = _trainer(plan.base, kernels, device, task, ranks, layout)
-        for place, run in enumerate(runs):
-            begins(place, progress)
-            work(run, progress, stop)
-            ended(place)
+        setup = partial(_trainer, plan.base, kernels, device)
+        here = partial(setup, task, ranks, layout)
+        do_all(runs, setup, here, jobs, progress=progress, begins=begins, ended=ended, stop=stop)
     return whole
 
 
@@ -248,18 +242,6 @@ def _trainer(
             raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
 
     return work
-
-
-@contextmanager
-def one_thread(jobs: int | None) -> Iterator[None]:
-    """One thread inside, whatever the number of jobs; all of them where `jobs` is None."""
-    before = torch.get_num_threads()
-    if jobs is not None:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def default_jobs(config: RunConfig, device: str) -> int | None:

@@ -11,8 +11,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -90,6 +90,47 @@ def side_by_side(
         raise failures[0]
     if stopping:
         raise Stopped("stopped; every run is saved: the same command goes on")
+
+
+def do_all(
+    jobs: Sequence[Any],
+    setup: Callable[[], Work],
+    here: Callable[[], Work],
+    count: int | None,
+    *,
+    progress: Progress,
+    begins: Callable[[int, Progress], None],
+    ended: Callable[[int], None],
+    stop: Stop | None = None,
+) -> None:
+    """`side_by_side` where several jobs may go on at a time; otherwise one after another in this process.
+
+    Any `count` gives the same bits: each job has one thread. None: all threads, in this process.
+
+    Args:
+        here: as `setup`, for this process, which may share with the jobs what it has read.
+    """
+    with one_thread(count):
+        if count is not None and min(count, len(jobs)) > 1:
+            side_by_side(jobs, setup, min(count, len(jobs)), progress=progress, begins=begins, ended=ended, stop=stop)
+            return
+        work = here()
+        for number, job in enumerate(jobs):
+            begins(number, progress)
+            work(job, progress, stop)
+            ended(number)
+
+
+@contextmanager
+def one_thread(count: int | None) -> Iterator[None]:
+    """One thread inside, whatever the number of jobs; all of them where `count` is None."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Worker:
