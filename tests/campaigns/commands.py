@@ -150,7 +150,7 @@ class Patched:
         def reached(*_: object, **__: object) -> None:
             raise Reached
 
-        places = [("pointsman.lab.benchmark.run", "run"), ("pointsman.lab.training.compare", "side_by_side")]
+        places = [("pointsman.lab.benchmark.run", "run"), ("pointsman.lab.training.jobs", "side_by_side")]
         modules = [(importlib.import_module(module), name) for module, name in places]
         if self.checked:
             modules.append((importlib.import_module("pointsman.lab.training.loop").TrainingLoop, "loop"))

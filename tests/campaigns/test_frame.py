@@ -70,3 +70,13 @@ def test_the_same_seed_gives_the_same_programs(tmp_path: Path, capfd: pytest.Cap
         assert frame.run(Never(), seed=seed, count=20, jobs=jobs, folder=tmp_path)
         told.append(capfd.readouterr().out.partition("(")[2])
     assert told[0] != told[2]
+
+
+def test_no_command_line_starts_a_worker(tmp_path: Path) -> None:
+    import commands
+
+    from pointsman.lab.training import jobs
+
+    with commands.Patched(checked=True), pytest.raises(commands.Reached):
+        jobs.side_by_side([1, 2], lambda: None, 2)  # type: ignore[call-arg, arg-type]
+    assert jobs.side_by_side.__module__ == jobs.__name__
