@@ -29,7 +29,7 @@ EPILOG = """examples:
 
 tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
 Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
-512. Encoders (tiny-mlm) learn XTREME's tasks: xnli, pawsx, udpos, panx, tydiqa, xquad, mlqa, each also as
+512. Encoders (tiny-mlm) learn XTREME's tasks: xnli, pawsx, pawsx-test, udpos, panx, tydiqa, xquad, mlqa, each also as
 NAME:languages=en+de, from English alone; all languages are scored. After an interruption the same command continues.
 """
 

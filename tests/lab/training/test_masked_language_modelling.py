@@ -17,7 +17,9 @@ pytest.importorskip("sentencepiece")
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.lab.data.multilingual import prepared
+from pointsman.lab.data.multilingual.blocks import Masking
 from pointsman.lab.data.multilingual.prepared import open_blocks
+from pointsman.lab.evaluation import masked_language_model
 from pointsman.lab.evaluation.masked_language_model import evaluate_masked, masked_batches
 from pointsman.lab.models.encoder import EncoderConfig
 from pointsman.lab.runs.directory import RunDirectory
@@ -147,6 +149,16 @@ def test_perplexity_is_that_of_the_logits(masked: Make) -> None:
     assert result["value"] == pytest.approx(torch.tensor(pooled).exp().item(), rel=1e-4)
     expected = pooled / sum(shares[one] * letters[one] for one in shares)
     assert result["nats_per_character"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_of_which_nothing_is_masked_has_no_figure(masked: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = masked()
+    task = pretraining_task(config)
+    assert isinstance(task, MaskedLanguageModelling)
+    model, text = task.build_model(task.prepared(config)), task.text
+    monkeypatch.setattr(masked_language_model, "SCORED", Masking(rate=0.0))
+    with pytest.raises(RunError, match="none of its tokens is masked"):
+        evaluate_masked(model, text, {"aa": 0.5, "bb": 0.5}, top_k=[2], batch_size=16)
 
 
 def test_micro_batches_count_by_their_targets(masked: Make) -> None:

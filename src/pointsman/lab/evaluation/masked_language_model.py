@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pointsman._errors import RunError
 from pointsman.lab.data.multilingual.blocks import Masking, PackedText, validation_batch
 from pointsman.lab.evaluation.over_ranks import draws
 from pointsman.lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
@@ -122,6 +123,8 @@ def _pooled(sums: Mapping[str, Tensor], shares: Mapping[str, float]) -> dict[str
     """The figures over languages, each with its share of the masked positions."""
     weighted = [(shares[language] / count, nats, letters) for language, total in sums.items()
                 for nats, letters, count in [total.tolist()] if count]  # fmt: skip
+    if not weighted:
+        raise RunError("the validation text is too short: none of its tokens is masked")
     of = sum(shares[language] for language, total in sums.items() if float(total[2]))
     nats = sum(weight * each for weight, each, _ in weighted) / of
     letters = sum(weight * each for weight, _, each in weighted) / of

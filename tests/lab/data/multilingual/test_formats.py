@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.multilingual.formats import Tagged, read_pairs, read_questions, read_tagged
+from pointsman.lab.data.multilingual.formats import Pair, Tagged, read_pairs, read_questions, read_tagged
 from pointsman.lab.data.multilingual.sentences import normal, read_text, reported_sentences
 from pointsman.lab.data.multilingual.xtreme import PANX_TAGS, UPOS, XTREME, components, load_task, texts
 
@@ -149,6 +149,14 @@ def test_xnli_is_split_by_premise(data_dir: Path) -> None:
     assert len({len(items) for items in test.values()}) == 1
     premises = [{next(texts(item)) for item in part["de"]} for part in (train, test)]
     assert not premises[0] & premises[1]
+
+
+def test_pawsx_is_also_reported_on_the_published_tests(data_dir: Path) -> None:
+    train, test = (load_task("pawsx-test", data_dir, part) for part in ("train", "test"))
+    assert {language: len(items) for language, items in train.items()} == {"en": 2000}
+    assert {language: len(items) for language, items in test.items()} == {"de": 2000, "zh": 2000}
+    shares = [sum(item.label == "0" for item in items if isinstance(item, Pair)) / 2000 for items in test.values()]
+    assert shares == [0.5525, 0.553]
 
 
 @pytest.mark.slow

@@ -93,8 +93,9 @@ def _xnli(name: str) -> Files:
 
 def _pawsx(name: str) -> Files:
     for language, config in _languages(name, "PAWS-X.").items():
-        pairs = ((row["sentence1"], row["sentence2"], row["label"]) for row in _rows(name, config, "validation"))
-        yield f"dev-{language}.tsv", _table(pairs)
+        for split, part in (("validation", "dev"), ("test", "test")):
+            pairs = ((row["sentence1"], row["sentence2"], row["label"]) for row in _rows(name, config, split))
+            yield f"{part}-{language}.tsv", _table(pairs)
 
 
 def _tagged(name: str, config: str, split: str, words: str, tags: str) -> str:
@@ -157,5 +158,6 @@ def _tydiqa(name: str) -> Files:
 
 
 _TASKS: Mapping[str, Callable[[str], Files]] = {
-    "xnli": _xnli, "pawsx": _pawsx, "panx": _panx, "udpos": _udpos, "xquad": _xquad, "mlqa": _mlqa, "tydiqa": _tydiqa,
+    "xnli": _xnli, "pawsx": _pawsx, "pawsx-test": _pawsx, "panx": _panx, "udpos": _udpos, "xquad": _xquad,
+    "mlqa": _mlqa, "tydiqa": _tydiqa,
 }  # fmt: skip

@@ -22,7 +22,7 @@ from pointsman.lab.data.multilingual.pieces import Pieces
 from pointsman.lab.data.multilingual.sentences import check_spec, read_text
 from pointsman.lab.data.multilingual.xtreme import XTREME
 
-FORMAT = 2
+FORMAT = 3
 
 
 def open_blocks(

@@ -100,6 +100,12 @@ def _pawsx(folder: Path, part: str) -> dict[str, list[Item]]:
     }
 
 
+def _pawsx_test(folder: Path, part: str) -> dict[str, list[Item]]:
+    if part == "train":
+        return {"en": list(_aligned(folder, PAWSX_LABELS)["en"])}
+    return {language: list(read_pairs(file, PAWSX_LABELS)) for language, file in languages(folder, "test").items()}
+
+
 def components(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """For each pair a name of its connected component: pairs that share a sentence, directly or not, share the name."""
     parent: dict[str, str] = {}
@@ -167,6 +173,10 @@ XTREME: Mapping[str, XtremeTask] = MappingProxyType(
         "pawsx": XtremeTask(
             "pairs", "pawsx", PAWSX_LABELS, "do both sentences say the same? 7 languages",
             "PAWS-X dev, split by connected components of shared sentences", _pawsx,
+        ),
+        "pawsx-test": XtremeTask(
+            "pairs", "pawsx", PAWSX_LABELS, "pawsx on the published test sets",
+            "English dev; published tests", _pawsx_test,
         ),
         "udpos": XtremeTask(
             "tags", "ud", UPOS, "parts of speech: English-EWT, French-Sequoia, German-PUD",
