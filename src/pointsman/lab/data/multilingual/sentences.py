@@ -147,9 +147,9 @@ def _xtreme_text(data_dir: Path) -> MultilingualText:
                     own.append("")
         own.append("")
 
-    first = {task.folder: name for name, task in reversed(XTREME.items())}  # two tasks on one folder: one text
-    for name, task in XTREME.items():
-        if first[task.folder] == name and (data_dir / task.folder).is_dir() and task.folder != "ud":
+    tasks = {task.folder: (name, task) for name, task in XTREME.items() if name != "pawsx-test"}  # a folder's text once
+    for name, task in tasks.values():
+        if (data_dir / task.folder).is_dir() and task.folder != "ud":
             for language, items in load_task(name, data_dir, "train").items():
                 once = dict.fromkeys(text for item in items for text in texts(item))
                 add(language, once, documents=task.kind == "questions")
