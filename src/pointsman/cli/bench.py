@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.cli.options import Parser, choose_device, words
+from pointsman.cli.options import Parser, choose_device, number_from, words
 
 EPILOG = """peers are measured where they are installed: pip install 'pointsman[bench]'
 
@@ -31,6 +33,12 @@ def parser() -> Parser:
     flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (below)")
     flags.add_argument(
         "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"
+    )
+    flags.add_argument(
+        "--seconds",
+        type=number_from(0.0, name="seconds"),
+        metavar="N",
+        help="begin no further measurement after N seconds; the report names what is left",
     )
     flags.common("where layer.md, layer.json and layer.svg go (default: runs/bench)", settings="")
     return flags
@@ -61,7 +69,9 @@ def run(arguments: Sequence[str]) -> int:
         raise RunError(
             f"pointsman bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick"
         )
-    benchmark = measure(device, values.quick, peers, values.case, lambda text: print(text, file=sys.stderr, flush=True))
+    announce = partial(print, file=sys.stderr, flush=True)
+    seconds = math.inf if values.seconds is None else values.seconds
+    benchmark = measure(device, values.quick, peers, values.case, announce, seconds)
     written = report.write(benchmark, values.out or Path("runs/bench"))
     print(written[0].read_text(encoding="utf-8"))
     print("written: " + ", ".join(map(str, written)), file=sys.stderr)

@@ -232,3 +232,11 @@ def test_command_line_names_the_mistake(capsys: pytest.CaptureFixture[str]) -> N
     assert "did you mean 'decode'" in capsys.readouterr().err
     assert main(["bench", "--case", "gpu,c", "--quick", "--device", "cpu"]) == 2
     assert "not measured" in capsys.readouterr().err
+
+
+def test_what_has_no_time_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--case", "c,routers", "--seconds", "0", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "No time was left for: c: 2048 tokens" in " ".join(shown.split())
+    assert "routers: " in shown
+    assert json.loads((tmp_path / "layer.json").read_text())["results"] == []

@@ -51,6 +51,8 @@ def markdown(benchmark: Benchmark) -> str:
         "kernels that libraries cache.",
         "",
     ]
+    if benchmark.left_out:
+        lines += [f"No time was left for: {'; '.join(benchmark.left_out)}.", ""]
     if benchmark.results:
         rows = []
         for result in benchmark.results:

@@ -206,11 +206,12 @@ class Point:
     ratio: float
 
 
-def run_growth(announce: Callable[[str], None]) -> dict[str, list[Point]]:
-    """Each axis alone around configuration a; half a second for a point."""
+def run_growth(begins: Callable[[str], bool]) -> dict[str, list[Point]]:
+    """Each axis alone around configuration a; half a second for a point. `begins` may leave an axis out."""
     curves: dict[str, list[Point]] = {}
     for axis, points in growth().items():
-        announce(f"growth: {axis}")
+        if not begins(f"growth: {axis}"):
+            continue
         curves[axis] = []
         for value, case in points.items():
             times = run_case(case, ("pointsman", "limit"), 0.5).times
@@ -221,12 +222,18 @@ def run_growth(announce: Callable[[str], None]) -> dict[str, list[Point]]:
 
 @dataclass
 class Benchmark:
-    """Everything one run measured; `routers`: dtype -> router -> share of configuration a."""
+    """Everything one run measured.
+
+    Attributes:
+        routers: dtype -> router -> share of configuration a.
+        left_out: measurements for which no time was left.
+    """
 
     results: list[Result]
     routers: dict[str, dict[str, float]]
     growth: dict[str, list[Point]]
     steps: list[StepResult] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def run(
@@ -235,6 +242,7 @@ def run(
     peers: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    seconds: float = math.inf,
 ) -> Benchmark:
     """Runs the whole benchmark: about a minute if `quick`, otherwise several.
 
@@ -244,19 +252,29 @@ def run(
         peers: names of peers to compare with; None: all that are installed.
         names: names of cases; None: all, and the curves of growth.
         announce: called with the name of the next measurement.
+        seconds: after so many no further measurement begins.
     """
+    end = time.monotonic() + seconds
+    benchmark = Benchmark([], {}, {})
+
+    def begins(name: str, place: str = "") -> bool:
+        if time.monotonic() >= end:
+            benchmark.left_out.append(name)
+            return False
+        announce(place + name)
+        return True
+
     chosen = cases(device, quick, names)
-    results = []
     for index, case in enumerate(chosen):
-        announce(f"{index + 1}/{len(chosen)}  {case.label}")
-        results.append(run_case(case, names_for(case, peers), SECONDS))
-    shares = {}
+        if begins(case.label, f"{index + 1}/{len(chosen)}  "):
+            benchmark.results.append(run_case(case, names_for(case, peers), SECONDS))
     for case in router_cases(device, names):
-        announce(f"routers: {case.label}")
-        shares[case.dtype] = run_routers(case, list_routers(), rounds=5 if quick else ROUTER_ROUNDS)
-    training = []
+        if begins(f"routers: {case.label}"):
+            rounds = 5 if quick else ROUTER_ROUNDS
+            benchmark.routers[case.dtype] = run_routers(case, list_routers(), rounds=rounds)
     for k in steps(device, quick, names):
-        announce(f"training steps: k {k}")
-        training.append(run_steps(k, device))
-    grows = not quick and device == "cpu" and names is None
-    return Benchmark(results, shares, run_growth(announce) if grows else {}, training)
+        if begins(f"training steps: k {k}"):
+            benchmark.steps.append(run_steps(k, device))
+    if not quick and device == "cpu" and names is None:
+        benchmark.growth = run_growth(begins)
+    return benchmark
