@@ -13,7 +13,7 @@ from tests.lab.report.fixtures import write_comparison
 from pointsman._errors import RunError
 from pointsman.lab.report.page import render
 from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.runs.compact import RECORD, packed, restore, thinned, write_record
+from pointsman.lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record
 from pointsman.lab.runs.comparison import read_comparison
 
 
@@ -76,11 +76,43 @@ def test_metrics_are_thinned_evenly_and_once() -> None:
     assert thinned(thin, 1000) == thin
 
 
+def test_columns_give_the_rows_back() -> None:
+    rows = [
+        {"kind": kind, "step": step, "layer": layer, "load": [0.5 / step, 1]} if layer else {"kind": kind, "step": step}
+        for step in range(1, 4)
+        for kind, layer in (("train", ""), ("routing", "a"), ("routing", "b"))
+    ]
+    rows.insert(4, {"kind": "valid", "step": 2, "top_k": 1, "value": None})
+    rows.insert(5, {"kind": "valid", "step": 2, "top_k": 2, "value": 1.5})
+    columns = to_columns(rows)
+    assert [group["same"] for group in columns] == [
+        {"kind": "train"}, {"kind": "routing", "layer": "a"}, {"kind": "routing", "layer": "b"}, {"kind": "valid"},
+    ]  # fmt: skip
+    again = from_columns(json.loads(json.dumps(columns)))
+    assert sorted(map(json.dumps, again)) == sorted(map(json.dumps, rows))
+    assert [row["step"] for row in again] == sorted(row["step"] for row in rows)
+    assert to_columns(again) == columns
+
+
+def test_a_record_of_rows_is_still_read(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    write_record(out)
+    content = (out / RECORD).read_bytes()
+    old = {"format": 1, "path": "runs/r0/seed-0", "files": packed(out / "runs" / "r0" / "seed-0")}
+    shutil.rmtree(out / "runs")
+    (out / RECORD).write_text(json.dumps(old) + "\n")
+    assert len(restore(out)) == 1
+    write_record(out)
+    assert (out / RECORD).read_bytes() == content
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "{",
-        '{"format": 2, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 3, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 2, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}, '
+        '"metrics.jsonl": [{"fields": ["kind", "step", "loss"], "same": {}, "each": {"step": [1, 2], "loss": [1]}}]}}',
         '{"format": 1, "path": "runs/../seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
         '{"format": 1, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}, "../x": {}}}',
         '{"format": 1, "path": "runs/a/seed-0", "files": {"config.json": {}}}',

@@ -1,10 +1,10 @@
 """record.jsonl: the finished runs of a comparison in one compact file, a JSON line a run.
 
-A line is `{"format": 1, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
+A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
 the run: settings, environment with versions, evaluation with its protocol, diagnoses, attacks and fine-tunings as they
-are, and `metrics.jsonl` as a list of rows, thinned to what a curve shows. Weights, vocabularies and samples of the data
-(explorer, pictures) are left out. `restore` makes the run directories again: tables come out identical, and `compare`
-takes the runs as finished on any machine.
+are, and `metrics.jsonl` thinned to what a curve shows, by columns (format 1, by rows, is still read). Weights,
+vocabularies and samples of the data (explorer, pictures) are left out. `restore` makes the run directories again:
+tables come out identical, and `compare` takes the runs as finished on any machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pointsman._files import disk_errors, find, parse_json, read_json, read_text
 from pointsman.lab.runs.metrics import read_metrics
 from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "record.jsonl"
 LEFT_OUT = (VOCABULARY, EXPLORER, PICTURES)
 ROWS = {"train": 160, "routing": 60}
@@ -49,10 +49,10 @@ def write_record(folder: Path) -> Path | None:
         run = config.parent
         if (run / EVALUATION).is_file():
             path = run.relative_to(folder).as_posix()
-            entries[path] = {"format": FORMAT, "path": path, "files": packed(run)}
+            entries[path] = {"path": path, "files": packed(run)}
     if not entries:
         return None
-    lines = (json.dumps(entries[path], separators=(",", ":"), ensure_ascii=False) for path in sorted(entries))
+    lines = (_line(entries[path]) for path in sorted(entries))
     return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
 
 
@@ -86,7 +86,7 @@ def restore(folder: Path) -> list[Path]:
 
 
 def read_record(folder: Path) -> Iterator[dict[str, Any]]:
-    """The entries of record.jsonl, in file order; none without the file.
+    """The entries of record.jsonl, in file order, metrics as rows; none without the file.
 
     Raises:
         RunError: a line that is no entry of this format; names file and line.
@@ -99,9 +99,18 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
             entry = parse_json(line)
         except ValueError:
             entry = None
-        if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):
-            raise RunError(f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged")
-        yield entry
+        try:
+            if not isinstance(entry, dict) or entry.get("format") not in (1, FORMAT) or not _is_whole(entry):
+                raise ValueError
+            files = {
+                name: from_columns(content) if name.endswith(METRICS) and entry["format"] == FORMAT else content
+                for name, content in entry["files"].items()
+            }
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise RunError(
+                f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged"
+            ) from None
+        yield {**entry, "files": files}
 
 
 def packed(run: Path) -> dict[str, Any]:
@@ -133,11 +142,44 @@ def thinned(rows: Iterable[Mapping[str, Any]], steps: int | None) -> list[dict[s
     ]
 
 
+def to_columns(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by kind, layer and fields: `{"fields", "same": what all of them share, "each": {field: values}}` a group."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kind"], row.get("layer"), *row), []).append(row)
+    columns = []
+    for group in groups.values():
+        first = group[0]
+        same = {key: first[key] for key in first if key != "step" and all(row[key] == first[key] for row in group)}
+        each = {key: [row[key] for row in group] for key in first if key not in same}
+        columns.append({"fields": list(first), "same": same, "each": each})
+    return columns
+
+
+def from_columns(columns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `to_columns`, by step."""
+    rows = [
+        {key: group["same"][key] if key in group["same"] else group["each"][key][row] for key in group["fields"]}
+        for group in columns
+        for row in range(len(group["each"]["step"]))
+    ]
+    return sorted(rows, key=lambda row: row["step"])
+
+
 def rounded(value: Any) -> Any:
     """Floats to six significant digits, in lists too."""
     if isinstance(value, list):
         return [rounded(one) for one in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    files = {
+        name: to_columns(content) if name.endswith(METRICS) else content for name, content in entry["files"].items()
+    }
+    return json.dumps(
+        {"format": FORMAT, "path": entry["path"], "files": files}, separators=(",", ":"), ensure_ascii=False
+    )
 
 
 def _is_whole(entry: Mapping[str, Any]) -> bool:
