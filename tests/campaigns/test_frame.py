@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_programs(tmp_path: Path, capfd: pytest.Cap
     assert told[0] != told[2]
 
 
-def test_no_command_line_starts_a_worker(tmp_path: Path) -> None:
+def test_no_command_line_starts_a_worker() -> None:
     import commands
 
     from pointsman.lab.training import jobs

@@ -37,6 +37,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--seconds",
         type=number_from(0.0, name="seconds"),
+        default=math.inf,
         metavar="N",
         help="begin no further measurement after N seconds; the report names what is left",
     )
@@ -70,8 +71,7 @@ def run(arguments: Sequence[str]) -> int:
             f"pointsman bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick"
         )
     announce = partial(print, file=sys.stderr, flush=True)
-    seconds = math.inf if values.seconds is None else values.seconds
-    benchmark = measure(device, values.quick, peers, values.case, announce, seconds)
+    benchmark = measure(device, values.quick, peers, values.case, announce, values.seconds)
     written = report.write(benchmark, values.out or Path("runs/bench"))
     print(written[0].read_text(encoding="utf-8"))
     print("written: " + ", ".join(map(str, written)), file=sys.stderr)

@@ -147,12 +147,14 @@ def _xtreme_text(data_dir: Path) -> MultilingualText:
                     own.append("")
         own.append("")
 
-    tasks = {task.folder: (name, task) for name, task in XTREME.items() if name != "pawsx-test"}  # a folder's text once
-    for name, task in tasks.values():
-        if (data_dir / task.folder).is_dir() and task.folder != "ud":
+    first: dict[str, str] = {}
+    for name, task in XTREME.items():
+        first.setdefault(task.folder, name)  # a folder's text once
+    for folder, name in first.items():
+        if (data_dir / folder).is_dir() and folder != "ud":
             for language, items in load_task(name, data_dir, "train").items():
                 once = dict.fromkeys(text for item in items for text in texts(item))
-                add(language, once, documents=task.kind == "questions")
+                add(language, once, documents=XTREME[name].kind == "questions")
     for language, stem in (("en", "en_ewt"), ("fr", "fr_sequoia")):
         if file := find_file(data_dir / "ud", f"{stem}-ud-train.conllu"):
             add(language, _treebank(file))
