@@ -1,15 +1,18 @@
-"""The pages: tutorials run, the API reference names what exists, lines are not too long."""
+"""The pages: tutorials run, the API reference names what exists, commands are taken, lines are not too long."""
 
 import importlib
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import pointsman
+from pointsman.cli.finetune import settings_of_comparison
 from pointsman.cli.main import main
+from pointsman.cli.runs import run_config
 from pointsman.routers import registry
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +86,21 @@ def test_the_navigation_has_every_page() -> None:
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in listed if page not in pages] == []
     assert [page for page in pages if page.count("/") < 2 and page not in (*listed, *linked)] == []
+
+
+def claims_commands() -> list[str]:
+    grids = tomllib.loads((ROOT / "docs" / "results" / "claims.toml").read_text(encoding="utf-8"))["grids"].values()
+    lines = [line for grid in grids for line in (f"{grid['command']} --routers smoe", *grid.get("after", ()))]
+    return sorted({command for line in lines for command in re.findall("pointsman [^;]+", line)})
+
+
+@pytest.mark.parametrize("command", claims_commands())
+def test_a_command_of_the_claims_is_taken(command: str) -> None:
+    _, name, *words = shlex.split(command)
+    values = importlib.import_module(f"pointsman.cli.{name}").parser().read(words)
+    if name == "compare" and values.task:
+        for settings in settings_of_comparison(values):
+            settings.check(run_config(values, "smoe"))
 
 
 def prose(page: Path) -> list[tuple[int, str]]:

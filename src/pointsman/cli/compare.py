@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pointsman._errors import RunError
-from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison
+from pointsman.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
 from pointsman.cli.options import Parser, choose_device, whole, words
 from pointsman.cli.progress import Display, TableUpdates, stop_on_signals
 from pointsman.cli.ranks import FLAGS as RANK_FLAGS
@@ -66,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
 
         for task in values.task:
             check_task(task)
+        for one in settings_of_comparison(values):  # a mistake is told before the training, not after it
+            one.check(run_config(values, "smoe"))
     device = choose_device(values.device)
     if not values.routers:
         fine_tune_comparison(values, values.out, device)

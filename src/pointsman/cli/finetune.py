@@ -51,8 +51,8 @@ def parser() -> Parser:
 
 
 TASK_FLAGS = (
-    "--task-routers", "--task-steps", "--task-set", "--task-seeds", "--task-top-k", "--freeze", "--balance",
-    "--pooling", "--length", "--from-scratch", "--task-preset",
+    "--task-routers", "--task-steps", "--task-epochs", "--task-set", "--task-seeds", "--task-top-k", "--freeze",
+    "--balance", "--pooling", "--length", "--from-scratch", "--task-preset",
 )  # fmt: skip
 """Flags of `compare` without effect unless `--task` is given."""
 
@@ -83,12 +83,25 @@ def add_compare_flags(flags: Parser) -> None:
     )
     flags.add_argument("--task-routers", type=words, metavar="A,B", help="fine-tune these rows only (default: all)")
     flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
+    passes = number_from(0, name="epochs")
+    flags.add_argument("--task-epochs", type=passes, metavar="N", help="the same as passes over the training split")
     flags.add_argument(
         "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
     )
     seeds = whole(1, "seeds")
     flags.add_argument("--task-seeds", type=seeds, default=1, metavar="S", help="fine-tunings of each run (default: 1)")
     add_task_settings(flags)
+
+
+def settings_of_comparison(values: argparse.Namespace) -> list[Finetuning]:
+    """The settings of `compare --task`, one for each task and balance weight."""
+    if values.task_steps and values.task_epochs:
+        raise RunError("pointsman compare: --task-steps and --task-epochs exclude each other")
+    changes: dict[str, Any] = dict(options.overrides(values.task_set))
+    if values.top_k is not None:
+        changes["eval_top_k"] = values.top_k
+    steps, epochs = values.task_steps, values.task_epochs
+    return [one for task in values.task for one in settings_of(values, task, steps, epochs, changes)]
 
 
 def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
@@ -101,10 +114,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     from pointsman.lab.runs.compact import write_record
     from pointsman.lab.runs.comparison import read_comparison
 
-    changes: dict[str, Any] = dict(options.overrides(values.task_set))
-    if values.top_k is not None:
-        changes["eval_top_k"] = values.top_k
-    variants = [one for task in values.task for one in settings_of(values, task, values.task_steps, None, changes)]
+    variants = settings_of_comparison(values)
 
     def write_tables() -> list[Forms]:
         comparison = read_comparison(out)

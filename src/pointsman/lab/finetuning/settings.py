@@ -112,12 +112,24 @@ class Finetuning:
         words += [self.preset] if self.preset else []
         return ",".join(words)
 
+    def check(self, pretrained: RunConfig) -> None:
+        """Refuses settings that no fine-tuning of such a run can have, before anything is trained or read.
+
+        Raises:
+            RunError: a setting that does not exist, is out of range, or is one of the model's.
+        """
+        changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
+        if changed and not self.from_scratch:
+            raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")
+        replace(pretrained, accumulation=1).with_overrides(self.settings)
+
     def config(self, pretrained: RunConfig, data: LabelledTexts | XtremeData, seed: int) -> RunConfig:
         """The settings of one run.
 
         Raises:
             RunError: a setting that does not exist or is out of range.
         """
+        self.check(pretrained)
         batch_size = convert(self.settings.get("batch_size", self._batch_size(data.name)), int, "setting batch_size")
         steps = self.steps
         if steps is None:
@@ -152,9 +164,6 @@ class Finetuning:
         overridden = base.with_overrides(self.settings)
         if overridden.choose != "last" and not overridden.validate_every:
             overridden = replace(overridden, validate_every=max(1, -(-steps // VALIDATIONS)))
-        changed = {key for key in self.settings if key.startswith("model.") and key not in ("model.dropout",)}
-        if changed and not self.from_scratch:
-            raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")
         return overridden
 
     def _batch_size(self, name: str) -> int:
