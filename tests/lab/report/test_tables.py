@@ -99,6 +99,16 @@ def test_baselines_have_no_router_parameters(tmp_path: Path) -> None:
     assert ComparisonTable.read(tmp_path / "r").rows[0].router_parameters is None
 
 
+def test_a_dense_baseline_is_subtracted_at_every_k(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "c", ("dense", "smoe"), (0,), missing=[("dense", 0), ("smoe", 0)])
+    for router, values in (("dense", {8: 3.0}), ("smoe", {1: 3.5, 2: 2.75})):
+        write_run(path / "runs" / router / "seed-0", router, values=values)
+    table = ComparisonTable.read(path)
+    assert {k: cell.mean for k, cell in table.differences()["smoe"].items()} == {1: 0.5, 2: -0.25, 8: None}
+    back = ComparisonTable.read(path, baseline="smoe")  # what a dense model has at k = N says nothing about less
+    assert {cell.mean for cell in back.differences()["dense"].values()} == {None}
+
+
 def test_csv_reads_back(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(ComparisonTable.read(hand_made(tmp_path / "c")).csv())))
     assert float(rows[0]["k=1 mean"]) == pytest.approx(2.1)
