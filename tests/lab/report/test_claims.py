@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_run
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 from pointsman._errors import RunError
 from pointsman.lab.report.claims import CLAIMS, Page
@@ -149,6 +149,20 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
         "own weight": {1: 0.25},
     }  # fmt: skip
     assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"
+
+
+def test_consistency_is_over_the_fine_tunings_of_one_run(folder: Path) -> None:
+    loads = {1: [[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]], 2: [[0.5, 0.3, 0.2], [0.6, 0.2, 0.2]]}  # opposite, nearly equal
+    for seed, of in loads.items():
+        for repeat, load in enumerate(of):
+            run = folder / f"tiny/runs/ahead/seed-{seed}"
+            path = write_finetuning(run, "xnli", "ahead", seed + 1000 * repeat, metric=0.5) / "evaluation.json"
+            record = json.loads(path.read_text())
+            for row in record["results"]:
+                row["routers"] = {"a": {"load": load if row["top_k"] == 1 else [0.5, 0.5, 0.0]}}
+            path.write_text(json.dumps(record))
+    found = Measure("consistency", 1, task="xnli").of(read_comparison(folder / "tiny"), "ahead")
+    assert found == {1: pytest.approx(-23 / 31), 2: pytest.approx(5 / math.sqrt(28))}
 
 
 def test_figures_of_shifted_images(folder: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pointsman._values import finite
 from pointsman.lab.report.attack_table import attack_tables
 from pointsman.lab.report.robust_table import figure_of
 from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.report.task_table import TaskTable, finetunings
+from pointsman.lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
 from pointsman.lab.runs.comparison import Comparison
 from pointsman.lab.runs.record import RunRecord, read_object
 
@@ -20,6 +21,7 @@ UNITS = {
     "imbalance": "squared coefficient of variation", "attack": "loss from clean", "accuracy": "points",
     "transfer": "points", "collapse": "RC", "fluctuation": "share of tokens", "set fluctuation": "share of tokens",
     "neighbours": "tokens", "own weight": "share", "drop": "points", "outliers": "points", "moved": "share of patches",
+    "consistency": "correlation",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
@@ -33,7 +35,8 @@ class Measure:
             layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
             nats: of masked language modelling, the mean over masked pieces, of languages weighted by their sampling
             shares. accuracy: of a fine-tuning, the mean over languages where there are several. transfer: of one on
-            English, the mean over the other languages. The others come from `pointsman diagnose RUN` and are means over
+            English, the mean over the other languages. consistency: of the loads at k of fine-tunings of one run, over
+            their pairs, a figure for each run. The others come from `pointsman diagnose RUN` and are means over
             layers: collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before;
             set fluctuation: whose set of experts), neighbours (their effective number) and own weight (S[i, i]). Of
             image runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on shifted ones),
@@ -65,6 +68,8 @@ class Measure:
             found = {run.seed: finite(self._result(run).get(self.name)) for run in runs if run.router == router}
             scale = 100.0 if self.name == "transfer" else 1.0
             return {seed: scale * value for seed, value in found.items() if value is not None}
+        if self.name == "consistency":
+            return self._consistency(comparison, router)
         if self.name in SHIFTED:
             shifted = {run.seed: self._of_shifted(run) for run in comparison.of(router)}
             return {seed: value for seed, value in shifted.items() if value is not None}
@@ -83,8 +88,21 @@ class Measure:
         """What is measured, in words."""
         special = {"attack": f"{self.rate:.3g} of the words attacked", "accuracy": self.task}
         special["transfer"] = f"{self.task} without English"
+        special["consistency"] = f"consistency of {self.task}"
         special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
+
+    def _consistency(self, comparison: Comparison, router: str) -> dict[int, float]:
+        """By the seed of pre-training, which is that of the first fine-tuning."""
+        runs: dict[Path, list[RunRecord]] = {}
+        for run in finetunings(comparison, self.task):
+            if run.router == router and run.done:
+                runs.setdefault(pretrained_of(run.path), []).append(run)
+        found = {
+            min(run.seed for run in of): consistency([(run.path, run.evaluation) for run in of], top_k=self.k)
+            for of in runs.values()
+        }
+        return {seed: value for seed, value in sorted(found.items()) if value is not None}
 
     def _of_layers(self, run: RunRecord) -> list[float]:
         if self.name in DIAGNOSED:

@@ -199,7 +199,9 @@ def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
 
 
 def consistency(
-    records: Sequence[tuple[Path, Mapping[str, Any]]], attack: Mapping[str, Any] | None = None
+    records: Sequence[tuple[Path, Mapping[str, Any]]],
+    attack: Mapping[str, Any] | None = None,
+    top_k: int = ROUTING_TOP_K,
 ) -> float | None:
     """Inter-run consistency of the expert loads between fine-tunings of one pre-trained run, mean over layers and runs.
 
@@ -208,11 +210,12 @@ def consistency(
     Args:
         records: (a fine-tuned run's directory, an evaluation of it), of one router.
         attack: of the results that count; None: the clean ones.
+        top_k: of the results that count.
     """
     groups: dict[Path, dict[str, list[list[float]]]] = {}
     for path, record in records:
         for row in () if record["protocol"].get("from_scratch") else record["results"]:
-            if row.get("top_k") == ROUTING_TOP_K and is_of(row, attack):
+            if row.get("top_k") == top_k and is_of(row, attack):
                 for layer, values in row.get("routers", {}).items():
                     loads = groups.setdefault(pretrained_of(path), {}).setdefault(layer, [])
                     loads.append([share or 0.0 for share in values["load"]])
