@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from pointsman.cli.compare import write_tables
-from pointsman.lab.report import TaskTable, attack_tables, write_report
+from pointsman.cli.finetune import write_task_tables
+from pointsman.lab.report import attack_tables, write_report
 from pointsman.lab.report.claims import Page
 from pointsman.lab.report.load_table import LoadTable, measured_shares
 from pointsman.lab.report.robust_table import robust_tables
-from pointsman.lab.report.task_table import variants
 from pointsman.lab.report.trends import Trends
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import COMPARISON
@@ -28,8 +28,7 @@ def make(folder: Path) -> None:
         write_tables(grid)
         comparison = read_comparison(grid)
         LoadTable.of(comparison, measured_shares(ROUTERS)).write(grid)
-        for table in [TaskTable.of(comparison, name) for name in variants(comparison)]:
-            table.write(grid)
+        write_task_tables(grid)
         for shifted in (*attack_tables(comparison), *robust_tables(comparison)):
             shifted.write(grid)
         print(write_report(grid, quotes=False), flush=True)

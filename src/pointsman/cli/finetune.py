@@ -108,25 +108,12 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman.lab.finetuning import compare_tasks
     from pointsman.lab.finetuning.compare import jobs_of
-    from pointsman.lab.report.language_table import LanguageTable
-    from pointsman.lab.report.task_table import TaskTable, finetunings
-    from pointsman.lab.report.xtreme_table import XtremeTable
     from pointsman.lab.runs.compact import write_record
-    from pointsman.lab.runs.comparison import read_comparison
 
     variants = settings_of_comparison(values)
 
     def write_tables() -> list[Forms]:
-        comparison = read_comparison(out)
-        tables: list[Forms] = []
-        for one in variants:
-            table = TaskTable.of(comparison, one.variant)
-            languages = LanguageTable.of(finetunings(comparison, one.variant), f"xtreme-{one.variant}", table.note)
-            tables += [table, *([languages] if languages else [])]
-        tables += XtremeTable.all(comparison)
-        for each in tables:
-            each.write(out)
-        return tables
+        return write_task_tables(out, [one.variant for one in variants])
 
     with Display() as display, stop_on_signals() as stop:
         watcher = TableUpdates(write_tables)
@@ -139,6 +126,26 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     print("\n".join(table.text() for table in tables))
     files = ", ".join(f"{table.file}.txt" for table in tables)
     print(f"saved: {files} in {out}, also .csv, .md, .tex", file=sys.stderr)
+
+
+def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> list[Forms]:
+    """Writes the tables of a comparison's fine-tunings, by default of all, one by one and beside each other."""
+    from pointsman.lab.report.language_table import LanguageTable
+    from pointsman.lab.report.task_table import TaskTable, finetunings
+    from pointsman.lab.report.task_table import variants as all_variants
+    from pointsman.lab.report.xtreme_table import XtremeTable
+    from pointsman.lab.runs.comparison import read_comparison
+
+    comparison = read_comparison(folder)
+    tables: list[Forms] = []
+    for name in all_variants(comparison) if variants is None else variants:
+        table = TaskTable.of(comparison, name)
+        languages = LanguageTable.of(finetunings(comparison, name), f"xtreme-{name}", table.note)
+        tables += [table, *([languages] if languages else [])]
+    tables += XtremeTable.all(comparison)
+    for each in tables:
+        each.write(folder)
+    return tables
 
 
 def numbers(text: str) -> tuple[float, ...]:
