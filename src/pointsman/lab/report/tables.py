@@ -17,7 +17,6 @@ from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.evaluation import over_layers
 from pointsman.lab.runs.record import RunRecord
-from pointsman.routers.registry import has_one_k, is_baseline
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,13 @@ class ComparisonTable(Forms):
     def differences(self) -> dict[str, dict[int, Cell]]:
         """Every other router -> k -> it minus the baseline, over the seeds that both have (negative: smaller).
 
-        A baseline that has one k, as a dense model, is subtracted at every k.
+        A baseline without routers has one figure, which is subtracted at every k.
         """
         base = next((row for row in self.rows if row.router == self.baseline), None)
         if base is None:
             return {}
         own = {k: self.quality(base, k) for k in self.top_k}
-        if has_one_k(base.router) and base.quality:
+        if base.router_parameters is None and len(base.quality) == 1 and not self.audit:
             own = dict.fromkeys(self.top_k, next(iter(base.quality.values())))
         others = [row for row in self.rows if row is not base]
         return {row.router: {k: self.quality(row, k).minus(own[k]) for k in self.top_k} for row in others}
@@ -286,11 +285,12 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
                 quality.setdefault(k, {})[run.seed] = value
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
     seconds = {run.seed: finite(run.evaluation.get("step_seconds")) for run in done}
+    has_router = router.split(":")[0] not in ("dense", "dense-dropout", "plain")
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},
         entropy=_at_largest_k(done, split, "entropy"),
-        router_parameters=int(parameters[0]) if parameters and not is_baseline(router) else None,
+        router_parameters=int(parameters[0]) if parameters and has_router else None,
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],
