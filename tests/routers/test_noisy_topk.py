@@ -110,7 +110,7 @@ def test_in_evaluation_it_is_a_linear_router() -> None:
     assert router.spec == "smoe:bias=false"
     after = route(router, hidden, mask)
     assert torch.equal(before.experts, after.experts)
-    assert torch.equal(before.weights, after.weights)
+    torch.testing.assert_close(after.weights, before.weights, rtol=1e-12, atol=0.0)  # another layout, another last bit
     assert not after.losses
 
 
