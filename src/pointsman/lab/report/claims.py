@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
@@ -37,6 +38,7 @@ from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.paths import COMPARISON
 
 CLAIMS = "claims.toml"
+COMPARED = ("base", "row", "control")
 HEADER = ("claim", "where", "test", "difference", "seeds", "control", "verdict")
 
 
@@ -107,7 +109,7 @@ class Page:
     """All claims, tested.
 
     Attributes:
-        commands: grid -> the commands that make it, the first without rows and seeds.
+        commands: grid -> the commands that make it, with GRID as its folder.
         comparisons: family of grids -> intervals that the page shows: each has the level 1 - 0.05 / comparisons.
     """
 
@@ -122,7 +124,7 @@ class Page:
         Raises:
             RunError: a claim that names no known measure, row or grid; a damaged grid.
         """
-        commands, families, claims = read_claims(folder / CLAIMS)
+        commands, rows, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
         count: Counter[str] = Counter()
@@ -138,6 +140,8 @@ class Page:
             )
             for one, (base, control), n in zip(claims, pairs, beside, strict=True)
         ]
+        for name, of in commands.items():
+            of[0] = f"{of[0]} \\\n    {_options(rows[name], grids.get(name))}--out GRID"
         return cls(tested, commands, +count)
 
     def markdown(self) -> str:
@@ -161,11 +165,10 @@ class Page:
             rows = [self._row(one) for one in self.tested if one.claim.aspect == aspect]
             table = Grid(HEADER, rows, code=False, labels=len(HEADER)).markdown()
             lines += [f"## {aspect[0].upper()}{aspect[1:]}", "", table, ""]
-        lines += ["## Commands", ""]
-        for name, (command, *after) in self.commands.items():
-            folder = f"docs/results/{name}"
-            shown = [f"{command} \\", f"    --routers ROWS --seeds 5 --out {folder}"]
-            lines += [f"`{name}`:", "", "```sh", *shown, *(one.replace("GRID", folder) for one in after), "```", ""]
+        lines += ["## Commands", "", "Rows that claims and trends name, with the seeds of the row that has most.", ""]
+        for name, commands in self.commands.items():
+            shown = [one.replace("GRID", f"docs/results/{name}") for one in commands]
+            lines += [f"`{name}`:", "", "```sh", *shown, "```", ""]
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
@@ -198,8 +201,8 @@ class Page:
         return write_whole(folder / "claims.md", self.markdown())
 
 
-def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, str], list[Claim]]:
-    """(grid -> its commands, grid -> its family, claims) of claims.toml.
+def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, str], list[Claim]]:
+    """(grid -> its commands, grid -> the rows that are named, grid -> its family, claims) of claims.toml.
 
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
@@ -223,7 +226,25 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, str], list[
         if claim.measure and claim.grid not in commands:
             raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
         claims.append(claim)
-    return commands, {name: grid.get("family", "language") for name, grid in grids.items()}, claims
+    rows = {name: rows_of(name, values) for name in grids}
+    return commands, rows, {name: grid.get("family", "language") for name, grid in grids.items()}, claims
+
+
+def rows_of(grid: str, values: Mapping[str, Any]) -> list[str]:
+    """The rows of a grid that claims and trends of claims.toml name."""
+    named = [one.get(part, "") for one in values.get("claims", []) if one.get("grid") == grid for part in COMPARED]
+    for one in values.get("trends", []):
+        if any(grid == of for _, of in one.get("grids", [])):
+            named += [one.get("base", ""), *one.get("rows", [])]
+        points = [row for curve in one.get("curves", {}).values() for _, of, row in curve if of == grid]
+        named += [one.get("base", ""), *points] if points else []
+    return [row for row in dict.fromkeys(named) if row]
+
+
+def _options(rows: Sequence[str], comparison: Comparison | None) -> str:
+    """Of `compare`: rows, and seeds as many as there are, at least `LEAST_SEEDS`."""
+    seeds = max([LEAST_SEEDS, *(len(comparison.of(row)) for row in rows if comparison)])
+    return f"--routers {','.join(rows)} \\\n    --seeds {seeds} " if rows else ""
 
 
 def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
