@@ -32,7 +32,7 @@ KEPT = {
     "routing": ("kind", "step", "layer", "entropy", "load", "margin", "dead"),
 }
 """Fields that are kept; of other kinds of rows all are."""
-DIGITS = 6
+DIGITS = 4
 
 
 def write_record(folder: Path) -> Path | None:
@@ -167,7 +167,7 @@ def from_columns(columns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to six significant digits, in lists too."""
+    """Floats to four significant digits, in lists too."""
     if isinstance(value, list):
         return [rounded(one) for one in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
