@@ -1,10 +1,10 @@
 """record.jsonl: the finished runs of a comparison in one compact file, a JSON line a run.
 
 A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
-the run: settings, environment with versions, evaluation with its protocol, diagnoses, attacks and fine-tunings as they
-are, and `metrics.jsonl` thinned to what a curve shows, by columns (format 1, by rows, is still read). Weights,
-vocabularies and samples of the data (explorer, pictures) are left out. `restore` makes the run directories again:
-tables come out identical, and `compare` takes the runs as finished on any machine.
+the run: settings, environment with versions, evaluation with its protocol, attacks and fine-tunings as they are,
+diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns (format 1, by rows, is still
+read). Weights, vocabularies and samples of the data (explorer, pictures) are left out. `restore` makes the run
+directories again: tables come out identical, and `compare` takes the runs as finished on any machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._files import disk_errors, find, parse_json, read_json, read_text, within, write_whole
 from pointsman.lab.runs.metrics import read_metrics
-from pointsman.lab.runs.paths import CONFIG, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
+from pointsman.lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
 
 FORMAT = 2
 RECORD = "record.jsonl"
@@ -119,7 +119,7 @@ def packed(run: Path) -> dict[str, Any]:
     for file in [*find(run, "*.json"), *find(run, "finetune/*/seed-*/*.json")]:
         name = file.relative_to(run).as_posix()
         if file.name not in LEFT_OUT and not file.name.startswith(".") and (content := read_json(file)) is not None:
-            found[name] = content
+            found[name] = rounded(content) if file.name == DIAGNOSTICS else content
     for file in [*find(run, METRICS), *find(run, f"finetune/*/seed-*/{METRICS}")]:
         config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
         found[file.relative_to(run).as_posix()] = thinned(read_metrics(file), config.get("steps"))
@@ -167,7 +167,9 @@ def from_columns(columns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to four significant digits, in lists too."""
+    """Floats to four significant digits, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):
         return [rounded(one) for one in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
