@@ -45,6 +45,7 @@ def write_run(
         "train_top_k": "N/2:N",
         "eval_top_k": list(top_k),
         "learning_rate": 1e-3,
+        "clip_norm": 1.0,
     }
     dump(path / "config.json", config)
     environment = {"python": "3.11.2", "torch": "2.13.0", "device": "cpu", "threads": 2, "kernels": {"matmul": "blas"}}

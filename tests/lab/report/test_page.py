@@ -88,7 +88,7 @@ def test_run_page(tmp_path: Path) -> None:
     assert "differences" not in found.ids
     assert "pointsman train --router hyperrouter --preset tiny --data stdlib --steps 400 --seed 0" in found.text
     assert "--set learning_rate=0.001" in found.text  # the preset has another
-    assert "--set train_top_k" not in found.text
+    assert "--set clip_norm" not in found.text
 
 
 def test_page_of_a_comparison_that_has_not_begun(tmp_path: Path) -> None:

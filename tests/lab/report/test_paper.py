@@ -287,7 +287,7 @@ def test_routers_of_one_line_have_a_row_each(tmp_path: Path) -> None:
 
 
 def test_lines_of_glam_fill_at_any_size(tmp_path: Path) -> None:
-    for router, value in {"smoe": 60.0, "smoe+similarity": 50.0, "smoe+attention": 55.0}.items():
+    for router, value in {"smoe": 60.0, "smoe+similarity": 50.0, "smoe+attention:sigma=1": 55.0}.items():
         run = write_run(tmp_path / router, router, metric="perplexity", top_k=(2,), values={2: value})
         dump(run / "config.json", make_preset("tiny-glam", router=router, data="wikitext-103").to_dict())
     rows = table(sorted(tmp_path.iterdir()), "mutual-inform", "Table 1 (GLaM)").grid().rows

@@ -347,6 +347,9 @@ def test_defaults_and_state_dict() -> None:
     assert mixer("similarity").source == "unit"
     for source, tau in (("unit", 0.1), ("input", 1.0), ("attention", 1.0)):
         assert mixer(f"similarity:source={source}").tau.item() == pytest.approx(tau)
+    for options, sigma in (("", DIM**0.5), (":sigma=1", 1.0), (":sigma=3:relative=true", 3 * DIM**0.5)):
+        mix = build_router(f"smoe+attention{options}", dim=DIM, num_experts=EXPERTS).mix
+        assert mix.sigma.item() == pytest.approx(sigma)
     router = build_router("xmoe+attention", dim=DIM, num_experts=EXPERTS)
     assert set(router.mix.state_dict()) == {"sigma", "head_entropy", "head_steps"}
     assert set(build_router("similarity:learned=true", dim=DIM, num_experts=EXPERTS).mix.state_dict()) == {

@@ -25,7 +25,7 @@ _MUTUAL = {
 
 _TINY = {
     "steps": 1600, "batch_size": 16, "segment_length": 64, "memory_length": 64, "learning_rate": 4e-3,
-    "warmup_steps": 100, "clip_norm": 1.0, "train_top_k": "N/2:N",
+    "warmup_steps": 100, "clip_norm": 1.0, "train_top_k": "2",
     "eval_batch_size": 32, "eval_segment_length": 64, "eval_memory_length": 128, "eval_tokens": 200_000,
     "valid_tokens": 20_000, "validate_every": 400, "checkpoint_every": 400,
 }  # fmt: skip

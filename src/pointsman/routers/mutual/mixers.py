@@ -209,7 +209,7 @@ def similarity(
 def attention(
     layer: LayerSpec,
     *,
-    sigma: Positive = 1.0,
+    sigma: Positive | None = None,
     relative: bool = False,
     factor: Literal["heads", "one"] = "heads",
     heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
@@ -218,14 +218,15 @@ def attention(
 ) -> Mixer:
     """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
 
-    sigma: standard deviation of the Gaussians.
-    relative: sigma counts in units of sqrt(dim), the length of a vector whose coordinates are 1.
+    sigma: standard deviation of the Gaussians (none = sqrt(dim), the length of a vector whose coordinates are 1). The
+        paper has 1, with which the Gaussians outweigh the attention and a token or two choose for all.
+    relative: sigma counts in units of sqrt(dim).
     factor: c is the number of heads, as the paper defines it (heads), or 1 (one).
     heads: the head of lowest mean attention entropy over training so far (lowest-entropy) or in this sequence, which
         looks ahead (lowest-entropy-sequence); or every head, by its posterior (all).
     strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
     neighbours: all tokens, or only those at least as sure of their experts (surer).
     """
-    if relative:
-        sigma *= math.sqrt(layer.dim)
+    width = math.sqrt(layer.dim)
+    sigma = width if sigma is None else sigma * width if relative else sigma
     return AttentionInform(sigma=sigma, heads=heads, strength=strength, neighbours=neighbours, factor=factor)
