@@ -1,61 +1,60 @@
-"""Mixers and our attention take memory linear in the number of tokens: resident pages of a process of its own."""
+"""Mixers and our attention take memory linear in the number of tokens: the bytes of all tensors, by its own count.
+
+Not the resident memory of the process: oneDNN keeps a kernel for each shape that it meets, which is no tensor of ours.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
-
-SCRIPT = """
-import ctypes, sys
 import torch
-from pointsman import AttentionTrace, RoutingContext, build_router
+from torch import Tensor
+
+from pointsman import AttentionTrace, Routing, RoutingContext, build_router
 from pointsman.ops.attention import traced_attention
 
-torch.set_num_threads(1)
-what = sys.argv[1]
-router = build_router("smoe" + what, dim=64, num_experts=8) if what else None
 
-def own_attention(tokens):
+def own_attention(tokens: int) -> Tensor:
     query = torch.randn(4, 1, tokens, 16, requires_grad=True)
     key_value, positions = torch.randn(2, 4, 1, tokens, 16), torch.randn(4, tokens, 16)
     output, _ = traced_attention(query, key_value, positions, *torch.randn(2, 4, 16), scale=0.25)
-    output.square().sum().backward()
-
-def mixed(tokens):
-    hidden, trace = torch.randn(1, tokens, 64, requires_grad=True), None
-    if what == "+attention":
-        query, key, value = torch.randn(3, 1, 4, tokens, 16)
-        trace = AttentionTrace(query, key, value, torch.randn(4, 16, 64), torch.randn(1, tokens, 64), 0.25)
-    router(hidden, RoutingContext(attention=trace)).weights.square().sum().backward()
-
-def status(name):
-    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) / 1024
-
-step = mixed if what else own_attention
-step(300)  # kernels are chosen
-ctypes.CDLL("libc.so.6").malloc_trim(0)
-open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew
-before = status("VmRSS")
-step(int(sys.argv[2]))
-print(status("VmHWM") - before)
-"""
+    return output
 
 
-def peak(what: str, tokens: int) -> float:
-    """MiB that one forward and backward add to the resident memory."""
-    command = [sys.executable, "-c", SCRIPT, what, str(tokens)]
-    few = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}  # oneDNN keeps a kernel for each shape
-    return float(subprocess.run(command, env=os.environ | few, capture_output=True, text=True, check=True).stdout)
+def mixed(mixer: str) -> Callable[[int], Tensor]:
+    router = build_router("smoe" + mixer, dim=64, num_experts=8)
+
+    def weights(tokens: int) -> Tensor:
+        hidden, trace = torch.randn(1, tokens, 64, requires_grad=True), None
+        if mixer == "+attention":
+            query, key, value = torch.randn(3, 1, 4, tokens, 16)
+            trace = AttentionTrace(query, key, value, torch.randn(4, 16, 64), torch.randn(1, tokens, 64), 0.25)
+        chosen: Routing = router(hidden, RoutingContext(attention=trace))
+        return chosen.weights
+
+    return weights
+
+
+def peak(forward: Callable[[int], Tensor], tokens: int) -> float:
+    """KiB a token that one forward and backward hold at the most."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        torch.autograd.backward(forward(tokens).square().sum())
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    held: list[int] = list(accumulate(change.nbytes() for change in changes))
+    return max(held) / 1024 / tokens
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize("what", ["+similarity", "+attention", ""])
-def test_resident_memory_grows_linearly(what: str) -> None:
-    half, whole = peak(what, 8192), peak(what, 16384)
-    assert half < 100
-    assert whole < 2.2 * half + 4  # MB by which equal runs differ
+@pytest.mark.parametrize(
+    ("forward", "most"), [(mixed("+similarity"), 3), (mixed("+attention"), 4), (own_attention, 8)],
+    ids=["similarity", "attention", "own attention"],
+)  # fmt: skip
+def test_memory_grows_linearly(forward: Callable[[int], Tensor], most: float) -> None:
+    forward(300)  # kernels are chosen
+    half, whole = peak(forward, 4096), peak(forward, 8192)
+    assert whole < most
+    assert whole < 1.1 * half
