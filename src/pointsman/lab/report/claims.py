@@ -140,9 +140,11 @@ class Page:
             )
             for one, (base, control), n in zip(claims, pairs, beside, strict=True)
         ]
-        for name, of in commands.items():
-            of[0] = f"{of[0]} \\\n    {_options(rows[name], grids.get(name))}--out GRID"
-        return cls(tested, commands, +count)
+        whole = {
+            name: [f"{first} \\\n    {_options(rows[name], grids.get(name))}--out GRID", *after]
+            for name, (first, *after) in commands.items()
+        }
+        return cls(tested, whole, +count)
 
     def markdown(self) -> str:
         """The page."""
@@ -234,11 +236,15 @@ def rows_of(grid: str, values: Mapping[str, Any]) -> list[str]:
     """The rows of a grid that claims and trends of claims.toml name."""
     named = [one.get(part, "") for one in values.get("claims", []) if one.get("grid") == grid for part in COMPARED]
     for one in values.get("trends", []):
-        if any(grid == of for _, of in one.get("grids", [])):
-            named += [one.get("base", ""), *one.get("rows", [])]
-        points = [row for curve in one.get("curves", {}).values() for _, of, row in curve if of == grid]
-        named += [one.get("base", ""), *points] if points else []
+        rows = [row for points in planned(one).values() for _, of, row in points if of == grid]
+        named += [one.get("base", ""), *rows] if rows else []
     return [row for row in dict.fromkeys(named) if row]
+
+
+def planned(trend: Mapping[str, Any]) -> dict[str, list[tuple[float | str, str, str]]]:
+    """Curve -> its points (x, grid, row), of a trend of claims.toml: the grids of each of its rows, and its curves."""
+    points = {row: [(x, grid, row) for x, grid in trend.get("grids", [])] for row in trend.get("rows", [])}
+    return points | {name: [(x, grid, row) for x, grid, row in of] for name, of in trend.get("curves", {}).items()}
 
 
 def _options(rows: Sequence[str], comparison: Comparison | None) -> str:

@@ -285,7 +285,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
                 quality.setdefault(k, {})[run.seed] = value
     parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
     seconds = {run.seed: finite(run.evaluation.get("step_seconds")) for run in done}
-    has_router = router.split(":")[0] not in ("dense", "dense-dropout", "plain")
+    has_router = any(result.get("routers") for run in done for result in run.results(split).values())
     return Row(
         router=router,
         quality={k: Cell(values) for k, values in sorted(quality.items())},

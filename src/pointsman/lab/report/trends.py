@@ -34,7 +34,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
 from pointsman._grid import NONE, Grid
-from pointsman.lab.report.claims import CLAIMS
+from pointsman.lab.report.claims import CLAIMS, planned
 from pointsman.lab.report.figures import save_lines
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.measures import UNITS, Measure
@@ -247,14 +247,13 @@ def _trend(one: Mapping[str, Any], where: str, known: Mapping[str, Any], grids: 
     for key in ("measure", "against"):
         if (name := one.get(key, "quality")) not in UNITS:
             raise RunError(f"{where}: unknown measure {name!r}: {did_you_mean(name, UNITS)}")
-    planned = {row: [(x, grid, row) for x, grid in one.get("grids", [])] for row in one.get("rows", [])}
-    planned |= {name: [(x, grid, row) for x, grid, row in points] for name, points in one.get("curves", {}).items()}
-    for grid in (grid for points in planned.values() for _, grid, _ in points):
+    points = planned(one)
+    for grid in (grid for curve in points.values() for _, grid, _ in curve):
         if grid not in known:
             raise RunError(f"{where}: unknown grid {grid!r}: {did_you_mean(grid, known)}")
     measure = Measure(**{"name" if key == "measure" else key: one[key] for key in MEASURED if key in one})
     rest = {key: one[key] for key in ("x", "log", "base", "against", "note") if key in one}
-    return Trend(one["name"], one["title"], measure, **rest, planned=planned, grids=grids)
+    return Trend(one["name"], one["title"], measure, **rest, planned=points, grids=grids)
 
 
 MEASURED = ("measure", "k", "attack", "rate", "task")
