@@ -1,4 +1,4 @@
-"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims, trends.
+"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims, trends, index.
 
 python benchmarks/results.py [FOLDER]        # default: docs/results; `make results`
 """
@@ -13,6 +13,7 @@ from pointsman.cli.finetune import write_task_tables
 from pointsman.lab.report import attack_tables, write_report
 from pointsman.lab.report.claims import Page
 from pointsman.lab.report.load_table import LoadTable, measured_shares
+from pointsman.lab.report.prose import write_prose
 from pointsman.lab.report.robust_table import robust_tables
 from pointsman.lab.report.trends import Trends
 from pointsman.lab.runs.comparison import read_comparison
@@ -22,7 +23,7 @@ ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # points
 
 
 def make(folder: Path) -> None:
-    """Writes the files of every grid in `folder`, then claims.md and trends.md."""
+    """Writes the files of every grid in `folder`, then claims.md, trends.md and index.md."""
     for file in sorted(folder.glob(f"*/{COMPARISON}")):
         grid = file.parent
         write_tables(grid)
@@ -34,6 +35,7 @@ def make(folder: Path) -> None:
         print(write_report(grid, quotes=False), flush=True)
     print(Page.read(folder).write(folder))
     print(Trends.read(folder).write(folder))
+    print(write_prose(folder))
 
 
 if __name__ == "__main__":

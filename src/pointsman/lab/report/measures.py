@@ -18,9 +18,10 @@ from pointsman.lab.runs.record import RunRecord, read_object
 
 UNITS = {
     "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",
-    "imbalance": "squared coefficient of variation", "attack": "loss from clean", "accuracy": "points",
-    "transfer": "points", "collapse": "RC", "fluctuation": "share of tokens", "set fluctuation": "share of tokens",
-    "neighbours": "tokens", "own weight": "share", "drop": "points", "outliers": "points", "moved": "share of patches",
+    "imbalance": "squared coefficient of variation", "experts": "experts a token", "attacked": "",
+    "attack": "loss from clean", "accuracy": "points", "transfer": "points", "english": "points", "collapse": "RC",
+    "fluctuation": "share of tokens", "set fluctuation": "share of tokens", "neighbours": "tokens",
+    "own weight": "share", "drop": "points", "outliers": "points", "moved": "share of patches",
     "consistency": "correlation",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
@@ -31,17 +32,18 @@ class Measure:
     """One figure of a run.
 
     Attributes:
-        name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads): means over
-            layers at k, at the largest k where k is 0. attack: the loss at `rate` minus the loss without attack.
-            nats: of masked language modelling, the mean over masked pieces, of languages weighted by their sampling
-            shares. accuracy: of a fine-tuning, the mean over languages where there are several. transfer: of one on
-            English, the mean over the other languages. consistency: of the loads at k of fine-tunings of one run, over
-            their pairs, a figure for each run. The others come from `pointsman diagnose RUN` and are means over
-            layers: collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before;
-            set fluctuation: whose set of experts), neighbours (their effective number) and own weight (S[i, i]). Of
-            image runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on shifted ones),
-            outliers (their AUPR) and moved (the share of patches whose set of experts, under attack whose first expert,
-            differs between the two).
+        name: of `UNITS`. quality: the table's metric at k. entropy, mixed entropy, imbalance (of the loads), experts
+            (used by a token): means over layers at k, at the largest k where k is 0. attacked: quality with `rate` of
+            the words attacked (0 = clean); attack: the same minus that without attack. nats: of masked language
+            modelling, the mean over masked pieces, of languages weighted by their sampling shares. accuracy: of a
+            fine-tuning, the mean over languages where there are several; of one on English, english: its own, and
+            transfer: the mean over the others. consistency: of the loads at k of fine-tunings of one run, over their
+            pairs, a figure for each run. The others come from `pointsman diagnose RUN` and are means over layers:
+            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before; set
+            fluctuation: whose set of experts), neighbours (their effective number) and own weight (S[i, i]). Of image
+            runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on shifted ones), outliers
+            (their AUPR) and moved (the share of patches whose set of experts, under attack whose first expert, differs
+            between the two).
         k: experts a token.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
@@ -57,16 +59,17 @@ class Measure:
 
     def of(self, comparison: Comparison, router: str) -> dict[int, float]:
         """seed -> the figure in printed units, for the seeds that have it."""
-        if self.name in ("quality", "accuracy", "attack"):
+        if self.name in ("quality", "accuracy", "attack", "attacked"):
             cells = [self._cell(table, router) for table in self._tables(comparison)]
             if not cells or any(not cell for cell in cells):
                 return {}
             last, first = cells[-1], cells[0]
             return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
-        if self.name in ("nats", "transfer"):
-            runs = finetunings(comparison, self.task) if self.name == "transfer" else comparison.runs.values()
-            found = {run.seed: finite(self._result(run).get(self.name)) for run in runs if run.router == router}
-            scale = 100.0 if self.name == "transfer" else 1.0
+        if self.name in ("nats", "transfer", "english"):
+            runs = comparison.runs.values() if self.name == "nats" else finetunings(comparison, self.task)
+            results = {run.seed: self._result(run) for run in runs if run.router == router}
+            scale = 1.0 if self.name == "nats" else 100.0
+            found = {seed: finite(self._of_languages(result)) for seed, result in results.items()}
             return {seed: scale * value for seed, value in found.items() if value is not None}
         if self.name == "consistency":
             return self._consistency(comparison, router)
@@ -86,11 +89,17 @@ class Measure:
     @property
     def text(self) -> str:
         """What is measured, in words."""
-        special = {"attack": f"{self.rate:.3g} of the words attacked", "accuracy": self.task}
-        special["transfer"] = f"{self.task} without English"
+        special = dict.fromkeys(("attack", "attacked"), f"{self.rate:.3g} of the words attacked")
+        special["accuracy"] = self.task
+        special |= {"transfer": f"{self.task} without English", "english": f"{self.task} in English"}
         special["consistency"] = f"consistency of {self.task}"
         special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
         return special.get(self.name, self.name) + (f", k = {self.k}" if self.k else "")
+
+    def _of_languages(self, result: Mapping[str, Any]) -> Any:
+        if self.name == "english":
+            return (result.get("languages", {}).get("en") or {}).get("value")
+        return result.get(self.name)
 
     def _consistency(self, comparison: Comparison, router: str) -> dict[int, float]:
         """By the seed of pre-training, which is that of the first fine-tuning."""
@@ -124,8 +133,9 @@ class Measure:
         return None if value is None else scale * value
 
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
+        name = {"experts": "experts_per_token"}.get(self.name, self.name.replace(" ", "_"))
         if self.name != "imbalance":  # a router that mixes nothing selects by what it scored
-            return finite(layer.get(self.name.replace(" ", "_"), layer.get("entropy")))
+            return finite(layer.get(name, layer.get("entropy")))
         return squared_variation(layer)
 
     def _tables(self, comparison: Comparison) -> list[ComparisonTable]:
@@ -137,6 +147,8 @@ class Measure:
         for attacked in attack_tables(comparison):
             if attacked.name == f"attack-{self.attack}":
                 by_rate = {one.rate: one.table for one in attacked.conditions if not one.unmarked}
+                if self.name == "attacked":
+                    return [by_rate[self.rate]] if self.rate in by_rate else []
                 return [by_rate[0], by_rate[self.rate]] if self.rate in by_rate and 0 in by_rate else []
         return []
 
