@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -179,7 +180,8 @@ class Page:
         open_ones = sum(one.verdict == "not told apart" for one in self.tested)
         lines = ["## What is decided", ""]
         for one in decided:
-            lines.append(f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit}).")
+            told = f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit})."
+            lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
             lines += [f"  Control: {one.against_control}."] if one.control is not None else []
         lines += [
             f"- Of {len(self.tested)} claims {len(decided)} are decided, {open_ones} are not told apart and "
