@@ -9,6 +9,7 @@ from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
 from pointsman.lab.report.claims import CLAIMS
+from pointsman.lab.report.figures import _apart
 from pointsman.lab.report.trends import Trends
 
 GRIDS = """
@@ -119,3 +120,19 @@ def test_a_wrong_trend_is_named(tmp_path: Path, change: tuple[str, str], message
     (tmp_path / CLAIMS).write_text((GRIDS + LENGTH).replace(*change))
     with pytest.raises(RunError, match=message):
         Trends.read(tmp_path)
+
+
+def test_a_row_looks_the_same_in_all_pictures(folder: Path) -> None:
+    other = LENGTH.replace('"length"', '"other"').replace('"wider", "closer", "over"', '"over", "wider"')
+    (folder / CLAIMS).write_text(GRIDS + LENGTH + other)
+    look = Trends.read(folder)._look()
+    assert look == {"wider": 0, "closer": 1, "over": 2, "same": 3, "young": 4}
+    (folder / CLAIMS).write_text(
+        GRIDS + LENGTH.replace('"wider", "closer", "over", "same", "young"', '"wider"') + other
+    )
+    assert Trends.read(folder)._look() == {"wider": 0, "over": 1, "same": 2, "young": 3}
+
+
+def test_labels_of_ticks_do_not_stand_on_each_other() -> None:
+    assert _apart([1, 10, 11.3, 30, 100]) == ["1", "10", "", "30", "100"]
+    assert _apart([1600, 6400, 25600]) == ["1600", "6400", "25600"]

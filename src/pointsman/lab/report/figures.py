@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,20 @@ def _new(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def save_lines(path: Path, curves: Sequence[Mapping[str, Any]], x_label: str, y_label: str, **how: Any) -> Path:
+def save_lines(
+    path: Path,
+    curves: Sequence[Mapping[str, Any]],
+    x_label: str,
+    y_label: str,
+    look: Mapping[str, int] | None = None,
+    **how: Any,
+) -> Path:
     """Writes one figure of curves; the ending of the path says the format.
 
     Args:
         path: ending in one of `FORMATS`.
         curves: name and points, each with x, y and, for a bar, low and high.
+        look: name -> which colour and marker, so that a row looks the same in several figures; by default in order.
         how: log_x, with ticks at the points; ks or names for the ticks of x; zero: a line at y = 0.
 
     Raises:
@@ -117,9 +126,9 @@ def save_lines(path: Path, curves: Sequence[Mapping[str, Any]], x_label: str, y_
     check_formats([ending])
     import matplotlib
 
-    look = {curve["name"]: index for index, curve in enumerate(curves)}
+    places = look or {curve["name"]: index for index, curve in enumerate(curves)}
     with matplotlib.rc_context(STYLE):
-        return _save(_lines(curves, look, x_label, y_label, **how), path, ending)
+        return _save(_lines(curves, places, x_label, y_label, **how), path, ending)
 
 
 def _lines(
@@ -159,7 +168,7 @@ def _lines(
     if log_x:
         axes.set_xscale("log")
         xs = sorted({point["x"] for curve in curves for point in curve["points"]})
-        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.set_xticks(xs, _apart(xs))
         axes.minorticks_off()
     if zero:
         axes.axhline(0.0, color="#888888", linewidth=0.8, zorder=1)
@@ -169,6 +178,16 @@ def _lines(
     axes.set_ylabel(y_label)
     figure.legend(loc="outside right upper", fontsize=7)
     return figure
+
+
+def _apart(xs: Sequence[float]) -> list[str]:
+    """Labels of ticks on a logarithmic axis; none where one would stand on the label before it."""
+    labels, before = [], 0.0
+    for x in xs:
+        shown = not before or math.log(x / before) > 0.06 * math.log(xs[-1] / xs[0])
+        labels.append(f"{x:g}" if shown else "")
+        before = x if shown else before
+    return labels
 
 
 def _heat(heat: Mapping[str, Any]) -> Any:

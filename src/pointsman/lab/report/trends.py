@@ -119,8 +119,8 @@ class Trend:
         lines += [f"![{self.title}]({pictures}/{self.name}.svg)", "", self._table(comparisons).markdown(), ""]
         return "\n".join(lines)
 
-    def draw(self, folder: Path) -> Path | None:
-        """Writes the picture, FOLDER/NAME.svg; None where nothing has been run."""
+    def draw(self, folder: Path, look: Mapping[str, int] | None = None) -> Path | None:
+        """Writes the picture, FOLDER/NAME.svg; None where nothing has been run; `look` as in `save_lines`."""
         if not self.curves:
             return None
         xs = self._xs()
@@ -133,7 +133,7 @@ class Trend:
         label = f"gap to {self.base}: {label}" if self.base else label
         axis = f"{self.against}, {UNITS[self.against]}" if self.against else self.x
         file = folder / f"{self.name}.svg"
-        return save_lines(file, curves, axis, label, log_x=self.log, names=names, zero=bool(self.base))
+        return save_lines(file, curves, axis, label, log_x=self.log, names=names, zero=bool(self.base), look=look)
 
     def _table(self, comparisons: int) -> Grid:
         if self.against:
@@ -233,9 +233,18 @@ class Trends:
             "",
         ]
         lines += [one.markdown(self.comparisons, "pictures") for one in self.trends]
+        look = self._look()
         for one in self.trends:
-            one.draw(folder / "pictures")
+            one.draw(folder / "pictures", look)
         return write_whole(folder / "trends.md", "\n".join(lines))
+
+    def _look(self) -> dict[str, int]:
+        """Curve -> colour: the same in all pictures, another than that of the curves beside it."""
+        look: dict[str, int] = {}
+        for name in dict.fromkeys(name for one in self.trends for name in one.curves):
+            beside = {look.get(other) for one in self.trends if name in one.curves for other in one.curves}
+            look[name] = next(place for place in range(len(beside) + 1) if place not in beside)
+        return look
 
 
 def _trend(one: Mapping[str, Any], where: str, known: Mapping[str, Any], grids: Mapping[str, Comparison]) -> Trend:
