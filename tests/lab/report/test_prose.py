@@ -8,7 +8,7 @@ import pytest
 from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.prose import RESULT, SOURCE, rendered, wrapped, write_prose
+from pointsman.lab.report.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
 
 VALUES = {"smoe": (3.0, 3.1, 3.2), "xmoe": (2.9, 2.98, 3.06), "smoe+mix": (3.4, 3.0, 3.5), "young": (3.0, 3.5)}
 
@@ -41,8 +41,17 @@ def test_figures(folder: Path) -> None:
     assert text(folder, 'one.less("xmoe", "smoe", k=1).seeds') == "each of three seeds"
     assert text(folder, 'one.more("smoe+mix", "smoe", k=1).seeds') == "two of three seeds"
     assert text(folder, 'one.of("young", k=1).count') == "two"
+    assert text(folder, 'one.level("smoe+mix", "smoe", k=1)').startswith("0.20 ± ")
+    assert text(folder, 'one.between(["xmoe", "young"], "", k=1)') == "2.98 to 3.25"
     assert text(folder, 'one.more("young", "smoe", k=1)') == "0.20", "two seeds have no interval"
     assert text(folder, 'one.between(["young", "smoe+mix"], "smoe", k=1)') == "0.20 to 0.20"
+
+
+def test_only_differences_lose_their_sign() -> None:
+    assert str(Told([-0.25], digits=1)) == "-0.2"
+    assert Told([-0.25]).percent == "-25.00"
+    assert str(Told([-0.25], paired=True)) == "0.25"
+    assert Told([1.0] * 12).count == "12"
 
 
 def test_a_table(folder: Path) -> None:
@@ -60,7 +69,9 @@ def test_a_table(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("figure", "told"),
     [
-        ('one.more("xmoe", "smoe", k=1)', "one: xmoe minus smoe is -0.1200, not more: quality, k = 1"),
+        ('one.more("xmoe", "smoe", k=1)', "one: xmoe minus smoe is -0.1200, not more"),
+        ('one.level("xmoe", "smoe", k=1)', "one: xmoe and smoe are told apart: -0.12 ± 0.05"),
+        ('one.less("xmoe", two.row("smoe"), k=1, digits=1).x', "no attribute 'x'"),
         ('one.of("xmo", k=1)', "one has no row 'xmo': did you mean 'xmoe'"),
         ('one.of("xmoe", "collapse")', "one: no run of xmoe has this figure: collapse"),
         ('one.between(["xmoe", "young"], "smoe", k=1)', "one: rows on both sides of smoe"),
@@ -87,6 +98,7 @@ def test_the_page_beside_its_source(folder: Path) -> None:
 def test_paragraphs_are_broken_anew_and_nothing_else() -> None:
     given = "# a heading that stays\none two\nthree four\n\n- five six seven\n  eight\n10. nine ten eleven\n\n"
     kept = "| a | table row that stays |\n  | one | more |\n\n```sh\na command that stays as it is\n```\n"
+    kept += "  ```sh\n  a b\n  c d\n  ```\n"
     assert wrapped(given + kept, 14) == (
         "# a heading that stays\none two three\nfour\n\n- five six\n  seven eight\n10. nine ten\n    eleven\n\n" + kept
     )

@@ -1,4 +1,4 @@
-"""Mixers and our attention take memory linear in the number of tokens: the bytes of all tensors, by its own count.
+"""Mixers and our attention take memory linear in the number of tokens: the bytes of all tensors.
 
 Not the resident memory of the process: oneDNN keeps a kernel for each shape that it meets, which is no tensor of ours.
 """

@@ -89,8 +89,8 @@ class Measure:
     @property
     def text(self) -> str:
         """What is measured, in words."""
-        special = dict.fromkeys(("attack", "attacked"), f"{self.rate:.3g} of the words attacked")
-        special["accuracy"] = self.task
+        attack = f"{self.rate:.3g} of the words attacked"
+        special = {"attack": attack, "attacked": f"quality with {attack}", "accuracy": self.task}
         special |= {"transfer": f"{self.task} without English", "english": f"{self.task} in English"}
         special["consistency"] = f"consistency of {self.task}"
         special |= {name: f"{name} ({self.shift or default})" for name, (default, _, _) in SHIFTED.items()}
@@ -133,10 +133,11 @@ class Measure:
         return None if value is None else scale * value
 
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:
-        name = {"experts": "experts_per_token"}.get(self.name, self.name.replace(" ", "_"))
-        if self.name != "imbalance":  # a router that mixes nothing selects by what it scored
-            return finite(layer.get(name, layer.get("entropy")))
-        return squared_variation(layer)
+        if self.name == "imbalance":
+            return squared_variation(layer)
+        if self.name == "mixed entropy":  # a router that mixes nothing selects by what it scored
+            return finite(layer.get("mixed_entropy", layer.get("entropy")))
+        return finite(layer.get({"experts": "experts_per_token"}.get(self.name, self.name)))
 
     def _tables(self, comparison: Comparison) -> list[ComparisonTable]:
         """The tables whose cells count; of two the last minus the first."""

@@ -8,9 +8,10 @@ The text is a Jinja template. `grid("k2")` gives the rows of a grid:
     {{ k2.of("hyperrouter", "entropy", digits=3) }}       1.082 ± 0.045: mean ± sample standard deviation
     {{ k2.table([cell(k=1), cell(k=1, base="smoe")], {"smoe": "", "frozen-scaled": "frozen-scaled (control)"}) }}
 
-`less` and `more` are paired by seed, and refuse a text that the records no longer bear out: the sentence around such a
-figure is to be written anew. `gap` takes either sign and prints it. A base of another grid is `enwik8.row("smoe")`.
-What is measured, and its k, attack, rate, task and shift, are as in claims.toml.
+Differences are paired by seed. `less` and `more` refuse a mean of the other sign, `level` an interval without 0: the
+sentence around such a figure is to be written anew. What else it says is not checked. `gap` takes any difference and
+prints its sign. A base of another grid is `enwik8.row("smoe")`. What is measured, and its k, attack, rate, task and
+shift, are as in claims.toml.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,27 +73,35 @@ class Told:
 
     @property
     def mean(self) -> str:
-        mean = statistics.fmean(self.values)
-        return f"{mean:+.{self.digits}f}" if self.signed else f"{abs(mean):.{self.digits}f}"
+        return self._shown(statistics.fmean(self.values))
 
     @property
     def percent(self) -> str:
         """The mean, times a hundred."""
-        return f"{100 * abs(statistics.fmean(self.values)):.{self.digits}f}"
+        return self._shown(100 * statistics.fmean(self.values))
 
     @property
     def seeds(self) -> str:
         """How many seeds have the sign of the mean, in words."""
         agreed = sum((value < 0) == (statistics.fmean(self.values) < 0) for value in self.values)
-        return f"{'each' if agreed == len(self.values) else NUMBERS[agreed]} of {self.count} seeds"
+        return f"{'each' if agreed == len(self.values) else _in_words(agreed)} of {self.count} seeds"
 
     @property
     def count(self) -> str:
         """The number of seeds, in words."""
-        return NUMBERS[len(self.values)]
+        return _in_words(len(self.values))
+
+    def _shown(self, figure: float) -> str:
+        return (
+            f"{figure:+.{self.digits}f}" if self.signed else f"{abs(figure) if self.paired else figure:.{self.digits}f}"
+        )
 
     def _with(self, spread: float) -> str:
         return f"{self.mean} ± {spread:.{self.digits}f}"
+
+
+def _in_words(number: int) -> str:
+    return NUMBERS[number] if number < len(NUMBERS) else str(number)
 
 
 @dataclass(frozen=True)
@@ -140,24 +149,32 @@ class Rows:
 
     def gap(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
         """Row minus base, with its sign."""
-        return self._difference(name, base, what, 0, **more)
+        return replace(self._difference(name, base, what, **more), signed=True)
 
     def less(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
         """How much less the row has than the base; ValueError where it has not."""
-        return self._difference(name, base, what, -1, **more)
+        return self._with_sign("less", self._difference(name, base, what, **more), name, base)
 
     def more(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
         """How much more the row has than the base; ValueError where it has not."""
-        return self._difference(name, base, what, 1, **more)
+        return self._with_sign("more", self._difference(name, base, what, **more), name, base)
+
+    def level(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
+        """The difference, without its sign, of rows that are not told apart; ValueError where the interval has no 0."""
+        told = self._difference(name, base, what, **more)
+        if Paired(told.values).sign:
+            raise ValueError(f"{self.name}: {name} and {_name(base)} are told apart: {replace(told, signed=True)}")
+        return told
 
     def between(self, names: Sequence[str], base: str, what: str = "quality", **more: Any) -> str:
-        """`0.24 to 0.28`: the least and the largest mean difference of some rows; ValueError where the signs differ."""
-        gaps = [self.gap(name, base, what, **more) for name in names]
-        means = sorted(statistics.fmean(gap.values) for gap in gaps)
+        """`0.24 to 0.28`: the least and the largest mean of some rows, or of their differences to `base` (if not "");
+        ValueError where the signs differ."""
+        told = [self._difference(name, base, what, **more) if base else self.of(name, what, **more) for name in names]
+        means = sorted(statistics.fmean(one.values) for one in told)
         if means[0] * means[-1] < 0:
-            raise ValueError(f"{self.name}: rows on both sides of {base}: {means[0]:+.4f} and {means[-1]:+.4f}")
+            raise ValueError(f"{self.name}: rows on both sides of {base or 0}: {means[0]:+.4f} and {means[-1]:+.4f}")
         low, high = sorted((abs(means[0]), abs(means[-1])))
-        return f"{low:.{gaps[0].digits}f} to {high:.{gaps[0].digits}f}"
+        return f"{low:.{told[0].digits}f} to {high:.{told[0].digits}f}"
 
     def table(self, cells: Sequence[Cell], rows: Mapping[str, str]) -> str:
         """A Markdown table: spec -> label, "" = the spec itself; "-" at the base, nothing where there is no figure."""
@@ -165,7 +182,7 @@ class Rows:
         return Grid(("row", *(one.title for one in cells)), made, code=False).markdown()
 
     def _difference(
-        self, name: str, base: str | tuple[Rows, str], what: str, sign: int, *, digits: int = 2, **measure: Any
+        self, name: str, base: str | tuple[Rows, str], what: str, *, digits: int = 2, **measure: Any
     ) -> Told:  # fmt: skip
         of, other = base if isinstance(base, tuple) else (self, base)
         taken = _measure(what, **measure)
@@ -173,11 +190,12 @@ class Rows:
         values = [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
         if not values:
             raise ValueError(f"{self.name}: {name} and {other} have no seed in common: {taken.text}")
-        if sign * (mean := statistics.fmean(values)) < 0:
-            raise ValueError(
-                f"{self.name}: {name} minus {other} is {mean:+.4f}, not {'less' if sign < 0 else 'more'}: {taken.text}"
-            )
-        return Told(values, paired=True, signed=not sign, digits=digits)
+        return Told(values, paired=True, digits=digits)
+
+    def _with_sign(self, said: str, told: Told, name: str, base: str | tuple[Rows, str]) -> Told:
+        if (mean := statistics.fmean(told.values)) * (1 if said == "more" else -1) < 0:
+            raise ValueError(f"{self.name}: {name} minus {_name(base)} is {mean:+.4f}, not {said}")
+        return told
 
     def _cell(self, row: str, one: Cell) -> str:
         base = row.partition("+")[0] if one.base == BARE else one.base
@@ -201,6 +219,10 @@ class Rows:
         if not found:
             raise ValueError(f"{self.name}: no run of {row} has this figure: {measure.text}")
         return found
+
+
+def _name(base: str | tuple[Rows, str]) -> str:
+    return base if isinstance(base, str) else f"{base[1]} of {base[0].name}"
 
 
 def _measure(what: str, **rest: Any) -> Measure:
@@ -252,8 +274,8 @@ def _line(error: BaseException) -> int:
 def wrapped(text: str, width: int = WIDTH) -> str:
     """Markdown with its paragraphs and items broken at `width`; code, tables and headings stay."""
     done: list[str] = []
-    for part in re.split(r"(?ms)(^```.*?^```$)", text):
-        if part.startswith("```"):
+    for part in re.split(r"(?ms)(^ *```.*?^ *```$)", text):
+        if part.lstrip().startswith("```"):
             done.append(part)
             continue
         blocks = re.split(r"(?m)(^(?:\s*\n| *\|.*\n|#.*\n))|(?=^ *(?:[-*] |\d+\. ))", part)

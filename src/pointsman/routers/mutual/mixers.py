@@ -219,7 +219,7 @@ def attention(
     """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
 
     sigma: standard deviation of the Gaussians (none = sqrt(dim), the length of a vector whose coordinates are 1). The
-        paper has 1, with which the Gaussians outweigh the attention and one or two others decide a token's experts.
+        paper has 1, with which the Gaussians outweigh the attention and one to three others decide a token's experts.
     relative: sigma counts in units of sqrt(dim).
     factor: c is the number of heads, as the paper defines it (heads), or 1 (one).
     heads: the head of lowest mean attention entropy over training so far (lowest-entropy) or in this sequence, which
