@@ -81,7 +81,10 @@ def saved_runs(
     wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
     found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
     if not found:
-        raise RunError(f"{out}: no run has a checkpoint")
+        raise RunError(
+            f"{out}: no run has a checkpoint (a record holds no weights): train the routers in another folder, "
+            "by `pointsman compare` with --out"
+        )
     if len(found) < len(wanted):
         without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
         note(f"passed over, without a checkpoint: {without}")
