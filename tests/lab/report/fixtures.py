@@ -83,7 +83,7 @@ def write_run(
                 "value": values[k] if values else quality(router, k, seed),
                 "routers": {
                     name: {"entropy": 2.0 - 0.1 * layer, "entropy_std": 0.2, "load": [1 / experts] * experts}
-                    for layer, name in enumerate(names)
+                    for layer, name in enumerate(() if router.startswith("dense") else names)
                 },
             }
             for k in (values or top_k)
