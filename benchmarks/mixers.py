@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
+from pointsman.lab.benchmark.peak import peak_bytes
 from pointsman.lab.models.blocks import RelativeAttention, RelativeContext
 from pointsman.lab.models.families import preset_config
 from pointsman.lab.models.transformer_xl import TransformerXL
@@ -33,23 +33,6 @@ from pointsman.routers.mutual.visible import Visible
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The allocator's peak above where it stood before."""
-    if torch.cuda.is_available():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def kept_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:

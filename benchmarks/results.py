@@ -35,7 +35,8 @@ def make(folder: Path) -> None:
         print(write_report(grid, quotes=False), flush=True)
     print(Page.read(folder).write(folder))
     print(Trends.read(folder).write(folder))
-    print(write_prose(folder))
+    if page := write_prose(folder):
+        print(page)
 
 
 if __name__ == "__main__":

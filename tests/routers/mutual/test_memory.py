@@ -6,13 +6,13 @@ Not the resident memory of the process: oneDNN keeps a kernel for each shape tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
 from pointsman import AttentionTrace, Routing, RoutingContext, build_router
+from pointsman.lab.benchmark.peak import peak_bytes
 from pointsman.ops.attention import traced_attention
 
 
@@ -39,13 +39,7 @@ def mixed(mixer: str) -> Callable[[int], Tensor]:
 
 def peak(forward: Callable[[int], Tensor], tokens: int) -> float:
     """KiB a token that one forward and backward hold at the most."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        torch.autograd.backward(forward(tokens).square().sum())
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
-    held: list[int] = list(accumulate(change.nbytes() for change in changes))
-    return max(held) / 1024 / tokens
+    return peak_bytes(lambda: torch.autograd.backward(forward(tokens).square().sum())) / 1024 / tokens
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ class Told:
     def __str__(self) -> str:
         if len(self.values) < (LEAST_SEEDS if self.paired else 2):
             return self.mean
-        half = Paired(self.values).half if self.paired else None
-        return self._with(statistics.stdev(self.values) if half is None else half)
+        return self._with(Paired(self.values).half) if self.paired else self.sd
 
     @property
     def sd(self) -> str:
@@ -91,13 +90,13 @@ class Told:
         """The number of seeds, in words."""
         return _in_words(len(self.values))
 
-    def _shown(self, figure: float) -> str:
-        return (
-            f"{figure:+.{self.digits}f}" if self.signed else f"{abs(figure) if self.paired else figure:.{self.digits}f}"
-        )
-
-    def _with(self, spread: float) -> str:
+    def _with(self, spread: float | None) -> str:
         return f"{self.mean} ± {spread:.{self.digits}f}"
+
+    def _shown(self, figure: float) -> str:
+        if self.signed:
+            return f"{figure:+.{self.digits}f}"
+        return f"{abs(figure) if self.paired else figure:.{self.digits}f}"
 
 
 def _in_words(number: int) -> str:
@@ -113,7 +112,7 @@ class Cell:
     base: str = ""
     digits: int = 3
     header: str = ""
-    rest: Mapping[str, Any] | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -203,10 +202,10 @@ class Rows:
             return NONE
         if one.what == SEEDS:
             return str(sum(run.done for run in self.comparison.of(self._known(row))))
-        measure = _measure(one.what, k=one.k, **(one.rest or {}))
-        if not all(self._values(self._known(name), measure) for name in (row, base) if name):
+        rest = {"k": one.k, **one.rest}
+        if not all(self._values(self._known(name), _measure(one.what, **rest)) for name in (row, base) if name):
             return ""
-        rest = {"k": one.k, "digits": one.digits, **(one.rest or {})}
+        rest["digits"] = one.digits
         return str(self.gap(row, base, one.what, **rest) if base else self.of(row, one.what, **rest))
 
     def _known(self, row: str) -> str:
