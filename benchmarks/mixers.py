@@ -6,13 +6,15 @@
 
 The shape of `time` is Mutual-Inform's medium model (6 layers, dim 352, 16 experts, k 2, 512 tokens) without its output
 layer, which would hide the mixers; `--output` adds one of 267,735 words and takes the forward pass alone, as the paper
-does. Run it on a machine that does nothing else.
+does. Run it on a machine that does nothing else; `--out FILE` keeps the seconds of every turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
+from pointsman._files import write_whole
 from pointsman.lab.benchmark.peak import peak_bytes
+from pointsman.lab.benchmark.report import machine
 from pointsman.lab.models.blocks import RelativeAttention, RelativeContext
 from pointsman.lab.models.families import preset_config
 from pointsman.lab.models.transformer_xl import TransformerXL
@@ -111,6 +115,9 @@ def whole_model(args: argparse.Namespace) -> None:
             line += f"   kept for backward {kept / 2**20:7.1f} MB x {kept / bare_kept:.3f}"
             line += f"   peak {peak / 2**20:7.1f} MB x {peak / bare_peak:.3f}"
         print(line, flush=True)
+    if args.out:
+        command = f"python benchmarks/mixers.py {' '.join(sys.argv[1:])}"
+        write_whole(args.out, json.dumps({"machine": machine(), "command": command, "seconds": seconds}, indent=1))
 
 
 def wait(device: torch.device) -> None:
@@ -216,6 +223,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", action="store_true", help="time: with the paper's output layer, forward only")
+    parser.add_argument("--out", type=Path, help="time: a file for the seconds of every turn")
     parser.add_argument("--run", help="neighbours: a run directory instead of initial weights")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -96,6 +96,23 @@ def test_every_verdict(folder: Path) -> None:
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
 
 
+def test_claims_about_time_compare_turns(folder: Path) -> None:
+    timed = claim("ahead", measure="", grid="", timings="time.json", limit=1.07, test="bench")
+    (folder / CLAIMS).write_text(PAGE + timed)
+    assert [one.verdict for one in Page.read(folder).tested] == ["not run"]
+    (folder / "time.json").write_text(json.dumps({"seconds": {"smoe": [1.0, 2.0, 1.0], "ahead": [1.01, 2.04, 1.03]}}))
+    page = Page.read(folder)
+    assert page.tested[0].difference.values == pytest.approx([-0.06, -0.05, -0.04])
+    assert page.comparisons == {"time": 1}
+    shown = (
+        "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 (0.025) of the time | 3 turns | - | **holds** |"
+    )
+    assert shown in page.markdown()
+    (folder / CLAIMS).write_text(PAGE + timed.replace("'smoe'", "'smo'"))
+    with pytest.raises(RunError, match="no row 'smo'"):
+        Page.read(folder)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

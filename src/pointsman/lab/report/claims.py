@@ -18,6 +18,13 @@
     base = "smoe-dropout"
     expected = "less"          # than the base's: "less" or "more"
     control = "frozen-scaled"  # optional: the same test against this row
+
+A claim about time compares the turns of a benchmark, which timed both rows one after the other on one machine:
+
+    timings = "../../benchmarks/results/mixers.json"           # {"seconds": {row: [one a turn]}}
+    row = "smoe+similarity"
+    base = "smoe"
+    limit = 1.07               # "less": the row's time over the base's is below it
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_text, write_whole
+from pointsman._files import read_json, read_text, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.measures import UNITS, Measure
@@ -61,6 +68,8 @@ class Claim:
     rate: float = 0.1
     task: str = ""
     shift: str = ""
+    timings: str = ""
+    limit: float = 0.0
     test: str = ""
 
     @property
@@ -74,7 +83,7 @@ class Tested:
     """A claim with its figures.
 
     Attributes:
-        difference: row minus base, in printed units.
+        difference: row minus base, in printed units; of timings the ratio of the two minus the limit.
         control: row minus control; None where the claim names none.
         unit: of both.
     """
@@ -127,17 +136,21 @@ class Page:
         """
         commands, rows, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
-        pairs = [(values_of(one, one.base, grids), values_of(one, one.control, grids)) for one in claims]
+        pairs = [
+            (values_of(one, one.base, grids) or over_limit(one, folder), values_of(one, one.control, grids))
+            for one in claims
+        ]
+        kinds = ["time" if one.timings else families.get(one.grid, "") for one in claims]
         count: Counter[str] = Counter()
-        for one, pair in zip(claims, pairs, strict=True):
-            count[families.get(one.grid, "")] += sum(len(of) >= LEAST_SEEDS for of in pair)
-        beside = [max(1, count[families.get(one.grid, "")]) for one in claims]
+        for kind, pair in zip(kinds, pairs, strict=True):
+            count[kind] += sum(len(of) >= LEAST_SEEDS for of in pair)
+        beside = [max(1, count[kind]) for kind in kinds]
         tested = [
             Tested(
                 one,
                 Paired(base, n),
                 Paired(control, n) if one.control else None,
-                one.measured.unit(grids.get(one.grid)) if one.measure else "",
+                one.measured.unit(grids.get(one.grid)) if one.measure else "of the time" if one.timings else "",
             )
             for one, (base, control), n in zip(claims, pairs, beside, strict=True)
         ]
@@ -196,7 +209,10 @@ class Page:
         test = f"`{claim.test}`"
         if claim.measure:
             test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {claim.measured.text}"
-        seeds = str(len(one.difference.values) or NONE)
+        elif claim.timings:
+            test = f"{test}: `{claim.row}` over `{claim.base}`, against {claim.limit:g}"
+        count = len(one.difference.values)
+        seeds = f"{count} turns" if count and claim.timings else str(count or NONE)
         figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else NONE
         return [claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**"]
 
@@ -262,3 +278,18 @@ def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list
         return []
     one, two = (claim.measured.of(comparison, router) for router in (claim.row, other))
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
+
+
+def over_limit(claim: Claim, folder: Path) -> list[float]:
+    """The row's time over the base's, minus the limit, one a turn; none without timings.
+
+    Raises:
+        RunError: a damaged file, or one without a row that the claim names.
+    """
+    if not claim.timings or (record := read_json(file := folder / claim.timings)) is None:
+        return []
+    seconds = record.get("seconds", {})
+    for row in (claim.row, claim.base):
+        if row not in seconds:
+            raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, seconds)}")
+    return [one / two - claim.limit for one, two in zip(seconds[claim.row], seconds[claim.base], strict=True)]
