@@ -6,19 +6,24 @@ python benchmarks/results.py [FOLDER]        # default: docs/results; `make resu
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from pointsman._errors import RunError
 from pointsman.cli.compare import write_tables
 from pointsman.cli.finetune import write_task_tables
-from pointsman.lab.report import attack_tables, write_report
+from pointsman.lab.report import attack_tables, series, write_report
 from pointsman.lab.report.claims import Page
+from pointsman.lab.report.figures import save_lines
 from pointsman.lab.report.load_table import LoadTable, measured_shares
 from pointsman.lab.report.prose import write_prose
 from pointsman.lab.report.robust_table import robust_tables
+from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.report.trends import Trends
 from pointsman.lab.runs.comparison import read_comparison
 from pointsman.lab.runs.paths import COMPARISON
 
+MAIN, ROWS = "enwik8-tiny", ("smoe", "smoe-dropout", "hyperrouter", "frozen-scaled", "frozen-temperature")
 ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # pointsman bench --case routers
 
 
@@ -33,11 +38,23 @@ def make(folder: Path) -> None:
         for shifted in (*attack_tables(comparison), *robust_tables(comparison)):
             shifted.write(grid)
         print(write_report(grid, quotes=False), flush=True)
+    if (main := folder / MAIN).is_dir():
+        print(quality(main, folder / "pictures" / "quality.svg"))
     print(Page.read(folder).write(folder))
     print(Trends.read(folder).write(folder))
     if page := write_prose(folder):
         print(page)
 
 
+def quality(grid: Path, picture: Path) -> Path:
+    """The picture of the README: quality at every k of five rows."""
+    table = ComparisonTable.of(replace(read_comparison(grid), routers=ROWS))
+    return save_lines(picture, series.quality(table), "experts per token, k", table.metric.label, ks=table.top_k)
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "results")
+    try:
+        make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "results")
+    except (RunError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
