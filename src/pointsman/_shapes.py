@@ -24,6 +24,8 @@ SHAPES: dict[str, Any] = {
     "evaluation.json": EVALUATION,
     "evaluation-*.json": EVALUATION,
     "attacks-*.json": EVALUATION,
+    "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
+    "pictures.json": {"classes!": [str], "images!": list, "labels!": [int], "layers!": [str], "found!": {"*": [int]}},
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
     },
@@ -31,7 +33,10 @@ SHAPES: dict[str, Any] = {
         "task!": str, "classes!": [str], "fingerprint": str, "freeze!": [str], "balance!": MAYBE, "pooling!": str,
         "head_dropout!": float, "from_scratch!": bool, "pretrained": dict | None,
     },
-    "diagnostics.json": {"protocol": dict, "layers": {"*": dict}, "routers": {"*": dict}, "history": list},
+    "diagnostics.json": {
+        "protocol": dict, "layers": {"*": dict}, "routers": {"*": dict},
+        "history": [{"checkpoint!": str, "layers!": {"*": dict}}],
+    },
     "explorer.json": {
         "format": int, "tokens": [str], "top_k": [int], "num_experts": int, "layers": [str], "routing": str,
         "usage": dict, "level": str | None, "checkpoint": str | None,

@@ -111,13 +111,26 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
     (folder / CLAIMS).write_text(PAGE + timed.replace("'smoe'", "'smo'"))
     with pytest.raises(RunError, match="no row 'smo'"):
         Page.read(folder)
+    (folder / CLAIMS).write_text(PAGE + timed)
+    for turns in ([1.0, 2.0], [1.0, 0.0, 1.0]):
+        (folder / "time.json").write_text(json.dumps({"seconds": {"smoe": turns, "ahead": [1.0, 2.0, 3.0]}}))
+        with pytest.raises(RunError, match="a time above 0 is expected for every turn"):
+            Page.read(folder)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[[claims]", "not TOML"),
-        (PAGE + claim("a", colour="red"), "claim 1: unknown field 'colour'"),
+        (PAGE + claim("a", colour="red"), "claim 1: colour: allowed"),
+        (PAGE + claim("a", expected="fewer"), "claim 1: expected='fewer': allowed are less and more"),
+        (PAGE + claim("a", k="'many'"), "claim 1: k=.*allowed is a whole number"),
+        (PAGE + "[[claims]]\naspect = 'quality'\n", "claim 1: claim is missing"),
+        (PAGE.replace("command", "comand"), "an object with 'command'"),
+        (
+            PAGE + "[[trends]]\nname = 'n'\ntitle = 't'\nmeasure = 'quality'\ngrids = [[1]]\nrows = ['a']",
+            "trend 1: grids",
+        ),
         (PAGE + claim("a", measure="qualiti"), "did you mean 'quality'"),
         (PAGE + claim("a", grid="tinny"), "did you mean 'tiny'"),
     ],
@@ -187,11 +200,18 @@ def test_figures_of_shifted_images(folder: Path) -> None:
     rows = [
         {"corruption": "fog", "severity": severity, "top_k": 2, "value": 0.5 - 0.1 * severity} for severity in (1, 3)
     ]
-    corrupted = {"kind": "c", "clean": [{"top_k": 2, "value": 0.5}], "results": rows, "routing": [{"layers": layers}]}
+    corrupted = {
+        "kind": "c",
+        "clean": [{"top_k": 2, "value": 0.5}],
+        "results": rows,
+        "routing": [{"top_k": 2, "layers": layers}],
+    }
     attacked = {"kind": "pgd", "results": [{"top_k": 2, "clean": 0.5, "attacked": 0.25, "layers": layers}]}
+    attacked["results"].append({"top_k": 1, "clean": 0.5, "attacked": 0.5, "layers": {"a": {"top1": 0.7}}})
     outliers = {"kind": "o", "results": [{"top_k": 2, "aupr": 0.625}]}
     for name, record in (("c", corrupted), ("pgd", attacked), ("o", outliers)):
-        (folder / f"tiny/runs/ahead/seed-2/robust-{name}.json").write_text(json.dumps(record))
+        file = folder / f"tiny/runs/ahead/seed-2/robust-{name}.json"
+        file.write_text(json.dumps({**record, "protocol": {"top_k": [2]}}))
     comparison = read_comparison(folder / "tiny")
 
     def of(name: str, **which: str) -> dict[int, float]:
@@ -202,6 +222,7 @@ def test_figures_of_shifted_images(folder: Path) -> None:
     assert of("outliers") == {2: pytest.approx(62.5)}
     assert (of("drop", shift="robust-pgd"), of("moved", shift="robust-pgd")) == ({2: 25.0}, {2: pytest.approx(0.1)})
     assert of("drop", shift="robust-a") == {}
+    assert Measure("outliers", 1).of(comparison, "ahead") == {}, "it has routers: its figures hold at their own k"
     assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
 
 

@@ -231,12 +231,22 @@ def test_each_fine_tuning_counts_once(tmp_path: Path) -> None:
 def test_a_preset_with_other_settings_is_not_the_papers(tmp_path: Path) -> None:
     for change, told in (
         ({}, "small, 400,000 steps"),
-        ({"batch_size": 1}, "small, 400,000 steps (not the paper's setting)"),
+        ({"batch_size": 1}, "small, 400,000 steps, batch_size=1 (not the paper's setting)"),
     ):
         run = enwik8_run(tmp_path / told, "smoe", 0, {16: 1.5}, "small", 400_000)
         config = json.loads((run / "config.json").read_text())
         dump(run / "config.json", {**config, **change, "eval_batch_size": 3})
         assert list(table(run, "hyperrouter", "Table 1 (enwik8)").ours) == [told]
+
+
+def test_runs_of_other_settings_share_no_cell(tmp_path: Path) -> None:
+    runs = [enwik8_run(tmp_path / name, "smoe", 0, {16: value}, "small", 400) for name, value in (("a", 1.5), ("b", 2))]
+    config = json.loads((runs[1] / "config.json").read_text())
+    with pytest.raises(RunError, match=r"a and .*b: both are seed 0 of small, 400 steps"):
+        table(runs, "hyperrouter", "Table 1 (enwik8)")
+    dump(runs[1] / "config.json", {**config, "learning_rate": 0.5})
+    ours = table(runs, "hyperrouter", "Table 1 (enwik8)").ours
+    assert [[cell.mean for cell in cells.values()] for cells in ours.values()] == [[1.5], [2.0]]
 
 
 @pytest.mark.parametrize("router", ["smoe", "hyperrouter", "dense"])
@@ -275,7 +285,7 @@ def test_routers_of_one_line_have_a_row_each(tmp_path: Path) -> None:
         dump(run / "evaluation.json", evaluation)
     paths = sorted(tmp_path.iterdir())
     rows = table(paths, "mutual-inform", "Table 2").grid().rows
-    ours = {row[1].removeprefix("ours: tiny, 400 steps, cifar10-10k"): row[2] for row in rows if "tiny" in row[1]}
+    ours = {row[1].partition("model.dim=64")[2]: row[2] for row in rows if "tiny" in row[1]}
     assert ours == {
         " (not the paper's setting)": "50.00",
         " (not the paper's setting), vmoe+similarity": "60.00",

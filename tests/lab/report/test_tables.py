@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
 from pointsman.lab.report.results import tidy
-from pointsman.lab.report.tables import Cell, ComparisonTable
+from pointsman.lab.report.tables import Cell, ComparisonTable, told_apart
 from pointsman.lab.runs.comparison import read_comparison
+from pointsman.lab.runs.paths import REPEAT
 
 
 def test_cell_statistics_by_hand() -> None:
@@ -207,6 +209,13 @@ def test_the_best_is_bold_only_where_its_intervals_say_so(tmp_path: Path) -> Non
     assert table.best(1) == {"a"}
     assert table.best(2) == set()
     assert "**1.0" in table.markdown()
+    two = {"a": Cell({0: 1.0, 1: 1.1}), "b": Cell({0: 1.2, 1: 1.301})}
+    assert told_apart(two, lower_is_better=True) == set(), "two seeds"
+    repeated = replace(table, repeats=True, rows=[
+        replace(row, quality={1: Cell({seed * REPEAT: value for seed, value in row.quality[1].values.items()})})
+        for row in table.rows
+    ])  # fmt: skip
+    assert repeated.best(1) == set(), "three fine-tunings of one run"
 
 
 def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_how_a_gap_goes_from_the_first_point_to_the_last(folder: Path) -> None:
     assert "![Gap against length](pictures/length.svg)" in page
     assert (folder / "pictures" / "length.svg").read_bytes().startswith(b"<?xml")
     assert all(len(line) <= 120 for line in page.splitlines() if not line.startswith("|"))
+
+
+def test_the_word_for_a_change_is_about_the_seeds_of_both_points(folder: Path) -> None:
+    for seed in (3, 4):  # the first point alone: a far wider gap
+        for router, value in {"smoe": 3.0, "wider": 4.0}.items():
+            path = folder / f"short/runs/{router}/seed-{seed}"
+            write_run(path, router, seed, top_k=(1,), values={1: value + 0.1 * seed})
+    about = json.loads((folder / "short/comparison.json").read_text())
+    (folder / "short/comparison.json").write_text(json.dumps({**about, "seeds": [0, 1, 2, 3, 4]}))
+    (folder / CLAIMS).write_text(GRIDS + LENGTH)
+    [trend] = Trends.read(folder).trends
+    assert trend.curves["wider"][0].mean == pytest.approx(0.52, abs=1e-3)
+    assert trend.verdict("wider", 1).startswith("**grows** (+0.400")
 
 
 def test_categories_and_points_of_two_measures(folder: Path) -> None:

@@ -49,6 +49,14 @@ def test_reading_a_comparison_restores_what_is_missing_and_only_that(tmp_path: P
     assert '"path":"runs/r1/seed-0"' in (out / RECORD).read_text(), "a run that only the record knows stays in it"
 
 
+def test_a_text_may_hold_any_end_of_line(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    (out / "runs/r0/seed-0/environment.json").write_text(json.dumps({"python": "a\u2028b\u0085c\r\n"}))
+    write_record(out)
+    shutil.rmtree(out / "runs")
+    assert read_comparison(out).runs["smoe", 0].environment == {"python": "a\u2028b\u0085c\r\n"}
+
+
 def test_a_record_holds_neither_weights_nor_unfinished_runs(tmp_path: Path) -> None:
     out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0, 1))
     run = out / "runs" / "r0" / "seed-0"

@@ -94,7 +94,7 @@ class AttackTable(Forms):
                 conditions.append(condition(words, attack.rate, _attacked(attack, unmarked=True), unmarked=True))
         for recipe in dict.fromkeys(str(row["recipe"]) for row in rows if "recipe" in row):
             conditions.append(condition(f"recipe {recipe}", None, _of_recipe(recipe, split)))
-        about = runs[0][1]["protocol"]
+        about = runs[0][1].get("protocol", {})
         protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
         own = {router: [(run, record) for run, record in runs if run.router == router] for router in routers}
         routing = {router: _moved([record for _, record in of], attacks) for router, of in own.items()}

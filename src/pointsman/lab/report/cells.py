@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman._values import finite, mean_of
 from pointsman.lab.report.measures import squared_variation
 from pointsman.lab.report.published import COUNTED, Column, Line, PublishedTable
@@ -24,19 +25,27 @@ COUNTED_SETTING = "counted from the model"
 
 
 def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
-    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named."""
+    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named.
+
+    Raises:
+        RunError: two runs of the same setting and seed.
+    """
     values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    taken: dict[tuple[str, int, int, int], Path] = {}
     alone = {key: len(routers) == 1 for key, routers in _routers(table, runs).items()}
     for run in runs:
         for i, line in enumerate(table.lines):
             if not belongs(run, line, table.free):
                 continue
+            told = setting(run, table)
+            told = told if alone[told, i] else f"{told}, {run.router}"
             for j, column in enumerate(table.columns):
                 found = figure(run, table, line, column)
-                if found is not None:
-                    told = setting(run, table)
-                    told = told if alone[told, i] else f"{told}, {run.router}"
-                    values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
+                if found is None:
+                    continue
+                if (other := taken.setdefault((told, i, j, run.seed), run.path)) != run.path:
+                    raise RunError(f"{other} and {run.path}: both are seed {run.seed} of {told}; name one of them")
+                values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
     for filled in values.values():
         filled |= averages(table, filled)
     return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
@@ -180,7 +189,7 @@ def finetuned(run: RunRecord) -> list[RunRecord]:
 
 
 def setting(run: RunRecord, table: PublishedTable) -> str:
-    """A run's preset and steps in words, and whether they are the paper's."""
+    """A run's preset, steps and other changed settings in words, and whether they are the paper's."""
     preset, steps = str(run.config.get("preset") or "own settings"), run.steps
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
@@ -192,8 +201,10 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
         told = f"{told}, {dataset(run)}"
     elif dataset(run) == "multilingual":
         told = f"{told}, {Path(str(run.config['data'])).name.partition(':')[0]}"
-    if preset in table.presets and (table.steps is None or steps == table.steps) and has_settings_of(run, preset):
+    changed = changed_settings(run, preset)
+    if preset in table.presets and (table.steps is None or steps == table.steps) and changed == {}:
         return told
+    told = ", ".join([told, *(f"{key}={value}" for key, value in (changed or {}).items() if key != "steps")])
     return f"{told} (not the paper's setting)"
 
 
@@ -216,13 +227,21 @@ def _said_by(table: PublishedTable) -> set[str]:
 
 def has_settings_of(run: RunRecord, preset: str) -> bool:
     """Whether a run's settings are the preset's or recipe's, except router, seed, data and evaluation."""
+    return changed_settings(run, preset) == {}
+
+
+def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:
+    """The settings of a run that are not the preset's or recipe's, except router, seed, data and evaluation.
+
+    None where there is no preset or recipe of that name.
+    """
     from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING
 
     expected = named(preset, router=run.router)
     if expected is None:
-        return False
+        return None
     free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING
-    return not deviations(run.config, expected).keys() - free
+    return {key: value for key, value in deviations(run.config, expected).items() if key not in free}
 
 
 def canonical(spec: str) -> str:

@@ -40,6 +40,8 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_json, read_text, write_whole
 from pointsman._grid import NONE, Grid
+from pointsman._shapes import check_shape
+from pointsman._values import typed_fields
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.measures import UNITS, Measure
 from pointsman.lab.runs.comparison import Comparison, read_comparison
@@ -47,6 +49,11 @@ from pointsman.lab.runs.paths import COMPARISON
 
 CLAIMS = "claims.toml"
 COMPARED = ("base", "row", "control")
+SHAPE: dict[str, Any] = {
+    "grids": {"*": {"command!": str, "after": [str], "family": str}},
+    "claims": [dict],
+    "trends": [{"name!": str, "title!": str, "measure!": str, "grids": [list], "rows": [str], "curves": {"*": [list]}}],
+}
 HEADER = ("claim", "where", "test", "difference", "seeds", "control", "verdict")
 
 
@@ -104,6 +111,15 @@ class Tested:
         return "holds" if self.difference.sign == (-1 if self.claim.expected == "less" else 1) else "does not hold"
 
     @property
+    def test(self) -> str:
+        """What is compared, or the command that would compare it."""
+        claim = self.claim
+        if claim.measure:
+            return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {claim.measured.text}"
+        over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
+        return f"`{claim.test}`{over}"
+
+    @property
     def against_control(self) -> str:
         """The same against the control, in words."""
         if self.control is None:
@@ -132,7 +148,7 @@ class Page:
         """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run.
 
         Raises:
-            RunError: a claim that names no known measure, row or grid; a damaged grid.
+            RunError: a claim that names no known measure or grid; a damaged grid.
         """
         commands, rows, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
@@ -193,7 +209,7 @@ class Page:
         open_ones = sum(one.verdict == "not told apart" for one in self.tested)
         lines = ["## What is decided", ""]
         for one in decided:
-            told = f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit})."
+            told = f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit}; {one.test})."
             lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
             lines += [f"  Control: {one.against_control}."] if one.control is not None else []
         lines += [
@@ -206,15 +222,10 @@ class Page:
 
     def _row(self, one: Tested) -> list[str]:
         claim = one.claim
-        test = f"`{claim.test}`"
-        if claim.measure:
-            test = f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {claim.measured.text}"
-        elif claim.timings:
-            test = f"{test}: `{claim.row}` over `{claim.base}`, against {claim.limit:g}"
         count = len(one.difference.values)
         seeds = f"{count} turns" if count and claim.timings else str(count or NONE)
         figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else NONE
-        return [claim.claim, claim.where, test, figure, seeds, one.against_control, f"**{one.verdict}**"]
+        return [claim.claim, claim.where, one.test, figure, seeds, one.against_control, f"**{one.verdict}**"]
 
     def write(self, folder: Path) -> Path:
         """Writes claims.md."""
@@ -227,20 +238,15 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]],
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
     """
-    try:
-        values = tomllib.loads(read_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise RunError(f"{file}: not TOML: {error}") from None
+    values = read_claims_file(file)
     grids = values.get("grids", {})
     commands = {name: [grid["command"], *grid.get("after", ())] for name, grid in grids.items()}
-    known = set(Claim.__dataclass_fields__)
     claims = []
     for number, one in enumerate(values.get("claims", []), 1):
         where = f"{file}, claim {number}"
-        for key in one:
-            if key not in known:
-                raise RunError(f"{where}: unknown field {key!r}: {did_you_mean(key, known)}")
-        claim = Claim(**one)
+        claim = Claim(**typed_fields(Claim, one, f"{where}: "))
+        if claim.expected not in ("less", "more"):
+            raise RunError(f"{where}: expected={claim.expected!r}: allowed are less and more")
         if claim.measure and claim.measure not in UNITS:
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
         if claim.measure and claim.grid not in commands:
@@ -248,6 +254,25 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]],
         claims.append(claim)
     rows = {name: rows_of(name, values) for name in grids}
     return commands, rows, {name: grid.get("family", "language") for name, grid in grids.items()}, claims
+
+
+def read_claims_file(file: Path) -> dict[str, Any]:
+    """claims.toml.
+
+    Raises:
+        RunError: not TOML, or not of its shape.
+    """
+    try:
+        values = tomllib.loads(read_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise RunError(f"{file}: not TOML: {error}") from None
+    check_shape(values, SHAPE, str(file))
+    for number, trend in enumerate(values.get("trends", []), 1):
+        try:
+            planned(trend)
+        except ValueError:
+            raise RunError(f"{file}, trend {number}: grids are [x, grid], curves [x, grid, row]") from None
+    return values
 
 
 def rows_of(grid: str, values: Mapping[str, Any]) -> list[str]:
@@ -288,8 +313,12 @@ def over_limit(claim: Claim, folder: Path) -> list[float]:
     """
     if not claim.timings or (record := read_json(file := folder / claim.timings)) is None:
         return []
-    seconds = record.get("seconds", {})
+    check_shape(record, {"seconds!": {"*": [float]}}, str(file))
+    seconds = record["seconds"]
     for row in (claim.row, claim.base):
         if row not in seconds:
             raise RunError(f"{file}: no row {row!r}: {did_you_mean(row, seconds)}")
-    return [one / two - claim.limit for one, two in zip(seconds[claim.row], seconds[claim.base], strict=True)]
+    mine, base = seconds[claim.row], seconds[claim.base]
+    if len(mine) != len(base) or not all(one > 0 for one in (*mine, *base)):
+        raise RunError(f"{file}: {claim.row} and {claim.base}: a time above 0 is expected for every turn of both")
+    return [one / two - claim.limit for one, two in zip(mine, base, strict=True)]

@@ -88,7 +88,7 @@ class LanguageTable(Forms):
             floors["mean"] = (", ".join(names), statistics.fmean(value for _, value in floors.values()))
         errors = {}
         for column in (*languages, "mean"):
-            found = [result["languages"][column] if column in languages else result for _, _, result in rows]
+            found = [result["languages"].get(column, {}) if column in languages else result for _, _, result in rows]
             if (error := mean_of(one.get("error") for one in found)) is not None:
                 errors[column] = error
         return cls(name, metric(str(first["metric"])), note, list(columns), lines, floors, errors)

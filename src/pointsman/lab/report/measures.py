@@ -10,11 +10,11 @@ from typing import Any
 
 from pointsman._values import finite
 from pointsman.lab.report.attack_table import attack_tables
-from pointsman.lab.report.robust_table import figure_of
-from pointsman.lab.report.tables import ComparisonTable
+from pointsman.lab.report.robust_table import figure_of, shifted_images
+from pointsman.lab.report.tables import ComparisonTable, by_pretraining
 from pointsman.lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
 from pointsman.lab.runs.comparison import Comparison
-from pointsman.lab.runs.record import RunRecord, read_object
+from pointsman.lab.runs.record import RunRecord
 
 UNITS = {
     "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",
@@ -36,15 +36,15 @@ class Measure:
             (used by a token): means over layers at k, at the largest k where k is 0. attacked: quality with `rate` of
             the words attacked (0 = clean); attack: the same minus that without attack. nats: of masked language
             modelling, the mean over masked pieces, of languages weighted by their sampling shares. accuracy: of a
-            fine-tuning, the mean over languages where there are several; of one on English, english: its own, and
-            transfer: the mean over the others. consistency: of the loads at k of fine-tunings of one run, over their
-            pairs, a figure for each run. The others come from `pointsman diagnose RUN` and are means over layers:
-            collapse (RC), fluctuation (share of tokens whose first expert changed since the checkpoint before; set
-            fluctuation: whose set of experts), neighbours (their effective number) and own weight (S[i, i]). Of image
-            runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on shifted ones), outliers
-            (their AUPR) and moved (the share of patches whose set of experts, under attack whose first expert, differs
-            between the two).
-        k: experts a token.
+            fine-tuning, the mean over languages where there are several, and over the fine-tunings of a run; of one on
+            English, english: its own, and transfer: the mean over the others. consistency: of the loads at k of
+            fine-tunings of one run, over their pairs, a figure for each run. The others come from `pointsman diagnose
+            RUN` and are means over layers: collapse (RC), fluctuation (share of tokens whose first expert changed since
+            the checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number) and own
+            weight (S[i, i]). Of image runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on
+            shifted ones), outliers (their AUPR) and moved (the share of patches whose set of experts, under attack
+            whose first expert, differs between the two).
+        k: experts a token; 0 = the largest that was evaluated.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
         shift: the record of shifted images, without ".json"; "": robust-c, of outliers robust-o.
@@ -64,13 +64,15 @@ class Measure:
             if not cells or any(not cell for cell in cells):
                 return {}
             last, first = cells[-1], cells[0]
-            return {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+            found = {seed: last[seed] - (first[seed] if len(cells) > 1 else 0.0) for seed in last if seed in first}
+            return by_pretraining(found) if self.name == "accuracy" else found
         if self.name in ("nats", "transfer", "english"):
             runs = comparison.runs.values() if self.name == "nats" else finetunings(comparison, self.task)
             results = {run.seed: self._result(run) for run in runs if run.router == router}
             scale = 1.0 if self.name == "nats" else 100.0
-            found = {seed: finite(self._of_languages(result)) for seed, result in results.items()}
-            return {seed: scale * value for seed, value in found.items() if value is not None}
+            values = {seed: finite(self._of_languages(result)) for seed, result in results.items()}
+            found = {seed: scale * value for seed, value in values.items() if value is not None}
+            return found if self.name == "nats" else by_pretraining(found)
         if self.name == "consistency":
             return self._consistency(comparison, router)
         if self.name in SHIFTED:
@@ -128,8 +130,10 @@ class Measure:
 
     def _of_shifted(self, run: RunRecord) -> float | None:
         default, columns, scale = SHIFTED[self.name]
-        record = read_object(run.path / f"{self.shift or default}.json")
-        value = next((v for name in columns if (v := figure_of(record, name, self.k)) is not None), None)
+        if not (record := shifted_images(run, self.shift or default)):
+            return None
+        k = self.k or max(record["protocol"]["top_k"])
+        value = next((v for name in columns if (v := figure_of(record, name, k)) is not None), None)
         return None if value is None else scale * value
 
     def _of_layer(self, layer: Mapping[str, Any]) -> float | None:

@@ -256,8 +256,8 @@ def rendered(source: Path) -> str:
     )  # fmt: skip
     try:
         made = texts.from_string(read_text(source)).render(grid=grid, cell=cell)
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise RunError(f"{source}, line {_line(error)}: {error}") from None
+    except Exception as error:  # whatever an expression of the text raises
+        raise RunError(f"{source}, line {_line(error)}: {error or type(error).__name__}") from None
     return wrapped(made)
 
 

@@ -13,7 +13,7 @@ from pointsman.lab.report.forms import Forms, joined
 from pointsman.lab.report.tables import Cell, told_apart
 from pointsman.lab.robustness.image_scores import ALEXNET, corruption_error, relative_corruption_error
 from pointsman.lab.runs.comparison import Comparison
-from pointsman.lab.runs.record import read_object
+from pointsman.lab.runs.record import RunRecord, read_object
 
 Record = Mapping[str, Any]
 Figure = Callable[[Record, int], float | None]
@@ -27,7 +27,7 @@ NOTES = {
     "c": "Mean over 15 corruptions at 5 severities. mCE: errors divided by those of the first row with the same seed "
     "(ImageNet-C's own files: of AlexNet), mean over corruptions; relative mCE: the same of the rise over the clean "
     "error. Moved: share of patches whose first expert, or whose set of experts, differs between the clean and the "
-    "corrupted image, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
+    "corrupted image at the k of training, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
     "a": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
     "r": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
     "o": "Score: minus the largest probability; outliers are the positives. An AUPR of the base rate is chance.",
@@ -102,10 +102,18 @@ def robust_tables(comparison: Comparison) -> list[RobustTable]:
     for router in comparison.routers:
         for run in comparison.of(router):
             for file in sorted(run.path.glob("robust-*.json")):
-                record = read_object(file)
-                if record.get("results") and record.get("kind") in TITLES:
+                if record := shifted_images(run, file.stem):
                     found.setdefault(file.stem, {})[router, run.seed] = record
     return [_table(comparison, name, runs) for name, runs in sorted(found.items())]
+
+
+def shifted_images(run: RunRecord, name: str) -> Record:
+    """A run's record NAME.json, with "every_k" = the model has no routers; {} without a figure."""
+    record = read_object(run.path / f"{name}.json")
+    if not record.get("results") or record.get("kind") not in TITLES:
+        return {}
+    sparse = any(result.get("routers") for result in run.results().values())
+    return {**record, "every_k": not sparse}
 
 
 def _table(comparison: Comparison, name: str, runs: Runs) -> RobustTable:
@@ -129,10 +137,8 @@ def _plain(value: Any) -> str:
 
 
 def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]]:
-    """The rows at this k; those of a model without routers, which has one k, at every k."""
-    rows = record.get(part) or []
-    own = {row["top_k"] for row in rows}
-    return [row for row in rows if row["top_k"] == k or (len(own) == 1 and k not in own)]
+    """The rows at this k; those of a model without routers at every k."""
+    return [row for row in record.get(part) or [] if record["every_k"] or row["top_k"] == k]
 
 
 def _field(name: str, part: str = "results") -> Figure:
@@ -147,8 +153,7 @@ def _layers(name: str, part: str) -> Figure:
     """A figure of the routing, mean over layers, and over the conditions of the record."""
 
     def mean(record: Record, k: int) -> float | None:
-        rows = record.get(part) or ()
-        return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
+        return mean_of(layer.get(name) for row in _at(record, k, part) for layer in row.get("layers", {}).values())
 
     return mean
 
@@ -213,9 +218,7 @@ def _columns(kind: str) -> dict[str, Figure]:
 
 
 def figure_of(record: Record, column: str, k: int) -> float | None:
-    """A column of the tables, but for mCE, of one run's record at this k; None where the record has none."""
-    if record.get("kind") not in TITLES or not record.get("results"):
-        return None
+    """A column of the tables, but for mCE, of one run's `shifted_images` at this k; None where there is none."""
     figure = _columns(str(record["kind"])).get(column)
     return None if figure is None else figure(record, k)
 

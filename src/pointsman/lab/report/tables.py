@@ -12,10 +12,11 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman.lab.report.forms import Forms, joined
-from pointsman.lab.report.intervals import Paired
+from pointsman.lab.report.intervals import LEAST_SEEDS, Paired
 from pointsman.lab.report.metrics import Metric, metric
 from pointsman.lab.runs.comparison import Comparison, read_comparison
 from pointsman.lab.runs.evaluation import over_layers
+from pointsman.lab.runs.paths import REPEAT
 from pointsman.lab.runs.record import RunRecord
 
 
@@ -59,13 +60,23 @@ class Cell:
         return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
 
 
+def by_pretraining(values: Mapping[int, float]) -> dict[int, float]:
+    """Seed of a pre-trained run -> the mean over its fine-tunings, whose seeds are s + 1000 j."""
+    seeds = dict.fromkeys(seed % REPEAT for seed in values)
+    return {one: statistics.fmean(value for seed, value in values.items() if seed % REPEAT == one) for one in seeds}
+
+
 def told_apart(cells: Mapping[str, Cell], *, lower_is_better: bool) -> set[str]:
-    """The one with the best mean, if its paired 95 % intervals, corrected for their number, tell it from each other."""
+    """The one with the best mean, if paired 95 % intervals, corrected for their number, tell it from each other.
+
+    Intervals of fewer than three seeds tell nothing apart.
+    """
     better = -1 if lower_is_better else 1
     known = {name: cell for name, cell in cells.items() if cell.mean is not None}
     first, *others = sorted(known, key=lambda name: better * (known[name].mean or 0.0), reverse=True) or [""]
     differences = [Paired(list(known[first].minus(known[other]).values.values()), len(others)) for other in others]
-    return {first} if differences and all(one.sign == better for one in differences) else set()
+    enough = all(len(one.values) >= LEAST_SEEDS for one in differences)
+    return {first} if differences and enough and all(one.sign == better for one in differences) else set()
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,7 @@ class ComparisonTable(Forms):
         metric: of the cells. split: of the data.
         baseline: the row that is subtracted in paired differences.
         audit: whether the rows are audits of models, which have no seeds and no costs.
+        repeats: whether seeds s and s + 1000 j are fine-tunings of one run, which count once in what is bold.
     """
 
     rows: Sequence[Row]
@@ -109,6 +121,7 @@ class ComparisonTable(Forms):
     baseline: str
     split: str = "test"
     audit: bool = False
+    repeats: bool = False
 
     @classmethod
     def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
@@ -155,8 +168,10 @@ class ComparisonTable(Forms):
         return {row.router: {k: self.quality(row, k).minus(own[k]) for k in self.top_k} for row in others}
 
     def best(self, top_k: int) -> set[str]:
-        """The row with the best mean at this k, if it is `told_apart` from every other row; with one seed none."""
+        """The row with the best mean at this k, if it is `told_apart` from every other row."""
         cells = {row.router: self.quality(row, top_k) for row in self.rows}
+        if self.repeats:
+            cells = {router: Cell(by_pretraining(cell.values)) for router, cell in cells.items()}
         return told_apart(cells, lower_is_better=self.metric.lower_is_better)
 
     @property

@@ -114,6 +114,7 @@ class TaskTable(Forms):
             baseline=baseline,
             split=protocol.get("split", "test"),
         )
+        table = replace(table, repeats=True)
         routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
         return cls(variant, table, published_for(variant.split(",")[0]), protocol, routing)
 

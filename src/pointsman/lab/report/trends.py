@@ -24,7 +24,6 @@ Where x is a setting of the rows, `curves` names every point:
 from __future__ import annotations
 
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_text, write_whole
+from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
-from pointsman.lab.report.claims import CLAIMS, planned
+from pointsman.lab.report.claims import CLAIMS, planned, read_claims_file
 from pointsman.lab.report.figures import save_lines
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.measures import UNITS, Measure
@@ -102,7 +101,8 @@ class Trend:
         change = Paired(change.values, comparisons)
         if not change.sign:
             return f"not told apart ({change.text()})"
-        first, last = self.curves[name][0].mean, self.curves[name][-1].mean
+        ends = self.curves[name][0].values, self.curves[name][-1].values
+        first, last = (statistics.fmean(of[seed] for seed in ends[0].keys() & ends[1]) for of in ends)
         words = ("rises", "falls") if change.sign > 0 else ("falls", "rises")
         if self.base:
             words = ("grows", "shrinks") if abs(last) > abs(first) else ("shrinks", "grows")
@@ -201,10 +201,7 @@ class Trends:
         Raises:
             RunError: an unknown field, measure or grid; a damaged grid.
         """
-        try:
-            values = tomllib.loads(read_text(folder / CLAIMS))
-        except tomllib.TOMLDecodeError as error:
-            raise RunError(f"{folder / CLAIMS}: not TOML: {error}") from None
+        values = read_claims_file(folder / CLAIMS)
         known = values.get("grids", {})
         grids = {name: read_comparison(folder / name) for name in known if (folder / name / COMPARISON).is_file()}
         named = enumerate(values.get("trends", []), 1)

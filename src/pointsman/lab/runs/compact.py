@@ -9,6 +9,7 @@ directories again: tables come out identical, and `compare` takes the runs as fi
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -94,7 +95,7 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
     file = folder / RECORD
     if not file.is_file():
         return
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(io.StringIO(read_text(file)), 1):
         try:
             entry = parse_json(line)
         except ValueError:
