@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman.cli.main import main
 from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
-from pointsman.lab.finetuning.run import finetuned_path
+from pointsman.lab.finetuning.run import finetuned_path, identity
 from pointsman.lab.recipes import preset
 from pointsman.lab.report.task_table import routing_of
 from pointsman.lab.runs.checkpoints import last_checkpoint
@@ -310,3 +311,16 @@ def test_a_run_of_somebody_else_opens_nothing_through_its_links(
     assert main(["finetune", str(copy), "--task", task, "--steps", "1", "--device", "cpu"]) == 2
     assert "a link" in capsys.readouterr().err
     assert mine.read_text() == "mine" if mine.is_file() else not list(mine.iterdir())
+
+
+def test_weights_that_many_ranks_wrote_have_an_identity(tmp_path: Path) -> None:
+    def told(**files: str) -> str:
+        folder = tmp_path / "checkpoints/step-7"
+        folder.mkdir(parents=True, exist_ok=True)
+        named = {name.replace("__", "/"): {"bytes": 1, "sha256": sha} for name, sha in files.items()}
+        (folder / "manifest.json").write_text(json.dumps({"files": named}))
+        return identity(SimpleNamespace(path=tmp_path, step=7))["sha256"]  # type: ignore[arg-type]
+
+    assert told(**{"model.safetensors": "ab", "best.safetensors": "x", "state.json": "y"}) == "ab"
+    parts = {"model__shard-1.safetensors": "ab", "model__shard-2.safetensors": "cd"}
+    assert told(**parts) == told(**parts, trainer__x="z") != told(**{**parts, "model__shard-2.safetensors": "ce"})

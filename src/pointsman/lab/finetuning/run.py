@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -204,9 +206,11 @@ def is_finetuned(path: Path | str) -> bool:
 
 
 def identity(run: Run) -> dict[str, str]:
-    """Which weights: the checkpoint and its checksum."""
+    """Which weights: the checkpoint and its checksum, of one that many ranks wrote that of its parts' checksums."""
     folder = RunDirectory(run.path).checkpoints / f"step-{run.step}"
-    return {"checkpoint": folder.name, "sha256": checksums(folder)["model.safetensors"]}
+    parts = [told for name, told in sorted(checksums(folder).items()) if re.match(r"model[./]", name)]
+    whole = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+    return {"checkpoint": folder.name, "sha256": whole}
 
 
 def _check_same(directory: RunDirectory, about: dict[str, Any]) -> None:
