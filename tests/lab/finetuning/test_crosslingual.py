@@ -133,6 +133,16 @@ def test_scores_are_ratios_and_their_errors_those_of_groups() -> None:
     assert answer.others["f1_language"] == pytest.approx(2 / 3)  # "the" is no German article
 
 
+def test_mlqa_is_scored_by_its_own_rules_as_xtreme_does() -> None:
+    asked = [Question("1", "die Katze saß", "wer", (("Katze", 4),)), Question("2", "das Haus", "was", (("Haus", 4),))]
+    given = ["die Katze", "the Haus"]
+    found = score("mlqa", "de", asked, given, groups_of(asked))
+    assert (found.value, found.others["exact"]) == pytest.approx(((1 + 2 / 3) / 2, 0.5))
+    assert found.others["f1_squad"] == pytest.approx((2 / 3 + 1) / 2)
+    squad = score("xquad", "de", asked, given, groups_of(asked))
+    assert squad.value == found.others["f1_squad"]
+
+
 def test_floors_need_no_model() -> None:
     train_pairs = [Pair("x", "no never", "contradiction"), Pair("y", "yes indeed", "entailment")] * 3
     found = floors("xnli", train_pairs, [Pair("z", "never", "contradiction"), Pair("z", "indeed", "entailment")])

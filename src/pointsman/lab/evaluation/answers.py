@@ -1,8 +1,8 @@
 """Exact match and F1 of answers: SQuAD 1.1's rules, and MLQA's for other languages.
 
 XTREME scores XQuAD and TyDiQA by SQuAD's rules in every language: lower case, ASCII punctuation and English articles
-removed, words at white space. MLQA removes the punctuation of Unicode and the language's own articles, and splits
-Chinese into characters.
+removed, words at white space. MLQA is scored by its own: the punctuation of Unicode and the language's own articles are
+removed, and Chinese is split into characters.
 """
 
 from __future__ import annotations

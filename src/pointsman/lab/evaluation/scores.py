@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pointsman.lab.data.multilingual.formats import Question, Tagged
 from pointsman.lab.data.multilingual.xtreme import Item
-from pointsman.lab.evaluation.answers import normalized, score_answers
+from pointsman.lab.evaluation.answers import AnswerScore, normalized, score_answers
 from pointsman.lab.evaluation.entities import entities, f1_xtreme
 
 RESAMPLES = 200
@@ -76,7 +76,8 @@ def score(
     - xnli, pawsx: accuracy.
     - udpos: accuracy over words; `f1_xtreme`, XTREME's figure, beside it.
     - panx: micro F1 of entities; `accuracy` over words; `f1_new`, without sentences that are also in training.
-    - questions: F1 by SQuAD's rules in every language, as XTREME has it; `exact`; `f1_language` by MLQA's rules.
+    - mlqa: F1 and `exact` by MLQA's rules of the language, as XTREME has it; `f1_squad` by SQuAD's.
+    - other questions: F1 and `exact` by SQuAD's rules in every language, as XTREME has it; `f1_language` by MLQA's.
 
     Args:
         predictions: of each item its class, its words' tags, or its answer.
@@ -86,10 +87,11 @@ def score(
     first = items[0]
     others: dict[str, float] = {}
     if isinstance(first, Question):
-        every = [_answer(item, given, language) for item, given in zip(items, predictions, strict=True)]  # type: ignore[arg-type]
-        counts = np.array([(f1, 1.0) for f1, _, _ in every])
-        others = {"exact": float(np.mean([one[1] for one in every])),
-                  "f1_language": float(np.mean([one[2] for one in every]))}  # fmt: skip
+        squad, local = (_answers(items, predictions, rules) for rules in (None, language))  # type: ignore[arg-type]
+        shown, other, beside = (local, squad, "f1_squad") if name == "mlqa" else (squad, local, "f1_language")
+        counts = np.array([(one.f1, 1.0) for one in shown])
+        others = {"exact": float(np.mean([one.exact for one in shown])),
+                  beside: float(np.mean([one.f1 for one in other]))}  # fmt: skip
     elif isinstance(first, Tagged):
         truth = [item.tags for item in items]  # type: ignore[union-attr]
         words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
@@ -121,11 +123,12 @@ def _entities(truth: Sequence[str], given: Prediction) -> tuple[float, float]:
     return 2.0 * len(one & other), float(len(one) + len(other))
 
 
-def _answer(item: Question, given: str, language: str) -> tuple[float, float, float]:
-    """F1 and exact match as SQuAD, F1 as MLQA."""
-    right = {item.id: [text for text, _ in item.answers]}
-    squad = score_answers({item.id: given}, right)
-    return squad.f1, squad.exact, score_answers({item.id: given}, right, language).f1
+def _answers(items: Sequence[Question], given: Sequence[str], language: str | None) -> list[AnswerScore]:
+    """Of each question; `language` as of `score_answers`."""
+    return [
+        score_answers({item.id: text}, {item.id: [right for right, _ in item.answers]}, language)
+        for item, text in zip(items, given, strict=True)
+    ]
 
 
 def best_floor(

@@ -192,8 +192,8 @@ XTREME: Mapping[str, XtremeTask] = MappingProxyType(
             "questions", "xquad", (), "questions on a passage, 12 languages", "trained on TyDiQA's English", _xquad
         ),
         "mlqa": XtremeTask(
-            "questions", "mlqa", (), "questions on a passage, 7 languages", "MLQA dev, trained on TyDiQA's English",
-            _mlqa,
+            "questions", "mlqa", (), "questions on a passage, 7 languages",
+            "MLQA dev by MLQA's rules, trained on TyDiQA's English", _mlqa,
         ),
     }
 )  # fmt: skip
