@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from pointsman.lab.evaluation.floors import floors
 from pointsman.lab.evaluation.scores import mean_error, resampled, score
 from pointsman.lab.finetuning import Finetuning, finetune
 from pointsman.lab.finetuning.crosslingual import submission
+from pointsman.lab.finetuning.run import task_of
 from pointsman.lab.models.encoder import EncoderConfig
 from pointsman.lab.models.token_classifier import TokenClassifier
 from pointsman.lab.runs.directory import RunDirectory
@@ -119,7 +121,8 @@ def test_scores_are_ratios_and_their_errors_those_of_groups() -> None:
     found = score("xnli", "en", pairs, given, groups_of(pairs))
     assert found.value == 0.5
     counts = np.array([(one == "yes", 1.0) for one in given])
-    np.testing.assert_array_equal(found.drawn, resampled(counts, [pair.first for pair in pairs]))
+    np.testing.assert_array_equal(found.drawn, resampled(counts, groups_of(pairs)))
+    assert set(resampled(counts[1:2], ["p0"])) == {1.0}  # a third of the resamples is empty
     assert 0.02 < found.error < 0.2
     same = score("xnli", "de", pairs, given, groups_of(pairs))
     assert mean_error([found, same]) == pytest.approx(found.error)  # translations of the same items
@@ -131,6 +134,40 @@ def test_scores_are_ratios_and_their_errors_those_of_groups() -> None:
     answer = score("tydiqa", "de", asked, ["the cat"], groups_of(asked))
     assert (answer.value, answer.others["exact"]) == (1.0, 1.0)
     assert answer.others["f1_language"] == pytest.approx(2 / 3)  # "the" is no German article
+
+
+def test_translations_are_resampled_together(tmp_path: Path, pieces: Pieces, run: Path) -> None:
+    """English pairs share sentences, their translations do not, and lack rows."""
+    draw = random.Random(4)
+    shared = [sentence(draw, 9, 9) for _ in range(30)]
+    (tmp_path / "pawsx").mkdir()
+    for language in ("en", "de"):
+        rows = [(shared[n // 4] if language == "en" else f"{n} {sentence(draw)}", sentence(draw)) for n in range(120)]
+        if language == "de":
+            rows[::7] = [("NS", second) for _, second in rows[::7]]
+        lines = [f"{first}\t{second}\t{n % 2}" for n, (first, second) in enumerate(rows)]
+        (tmp_path / f"pawsx/dev-{language}.tsv").write_text("\n".join(lines) + "\n")
+    found = load_xtreme("pawsx", tmp_path)
+    assert found.groups["en"] == groups_of(found.tests["en"])
+    group = {item.row: name for item, name in zip(found.tests["en"], found.groups["en"], strict=True)}  # type: ignore[union-attr]
+    assert found.groups["de"] == [group[item.row] for item in found.tests["de"]]  # type: ignore[union-attr]
+    assert len(set(found.groups["de"])) < len(found.tests["de"]) < len(found.tests["en"])
+
+    def answer(row: int) -> str:
+        """Right for all of a group, or for half of it."""
+        return str(row % 2) if row // 4 % 3 else "0"
+
+    one, two = (
+        score("pawsx", language, items, [answer(item.row) for item in items], found.groups[language])  # type: ignore[union-attr]
+        for language, items in found.tests.items()
+    )
+    assert np.corrcoef(one.drawn, two.drawn)[0, 1] > 0.8
+    assert mean_error([one, two]) > 0.9 * one.error
+    config = replace(RunDirectory(run).config(RunConfig), segment_length=48, eval_tokens=400)
+    parts = task_of(found, Finetuning("pawsx"), pieces, None).parts(config, "test")  # type: ignore[attr-defined]
+    english, german = ([item.row for item in parts[language].items] for language in ("en", "de"))
+    assert 0 < len(english) < 30
+    assert german == [row for row in english if row % 7]
 
 
 def test_mlqa_is_scored_by_its_own_rules_as_xtreme_does() -> None:
@@ -260,7 +297,6 @@ def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None
 
 def test_a_language_model_is_no_encoder(data: Path, run: Path) -> None:
     from pointsman.lab.data import Vocabulary
-    from pointsman.lab.finetuning.run import task_of
 
     with pytest.raises(RunError, match="for encoders, which read pieces"):
         task_of(load_xtreme("xnli", data), Finetuning("xnli"), Vocabulary.of_bytes(b"abc"), None)

@@ -25,7 +25,7 @@ class TestPart:
     """The test part of one language.
 
     Attributes:
-        items, rows: the scored items, and their rows. groups: of the items (`splits.groups_of`).
+        items, rows: the scored items, and their rows. groups: of the items (`XtremeData.groups`).
         floor: (name, figure) of the best prediction without a model.
     """
 

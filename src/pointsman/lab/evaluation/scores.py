@@ -1,13 +1,16 @@
 """Scores of cross-lingual tasks with standard errors: every figure is a ratio of sums over items.
 
 An item's counts are (numerator, denominator): accuracy (right, words), micro F1 (2 right, there + claimed), an answer's
-F1 (F1, 1). Standard errors are those of resampling whole groups of items (pairs of one premise, questions on one
-passage), 200 times with a fixed seed. Where the test parts of two languages have the same groups, as translations do,
-the same groups are drawn, so that the error of a mean over languages is not that of independent items.
+F1 (F1, 1). Standard errors are those of 200 resamples of whole groups of items (pairs of one premise, questions on one
+passage). How often a resample has a group is Poisson(1), drawn from a hash of the group's name (the Poisson bootstrap):
+the same in every language, whatever rows that language lacks. So the error of a mean over languages is not that of
+independent items where they are translations.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,9 @@ from pointsman.lab.evaluation.answers import AnswerScore, normalized, score_answ
 from pointsman.lab.evaluation.entities import entities, f1_xtreme
 
 RESAMPLES = 200
+_AT_MOST = np.cumsum([math.exp(-1) / math.factorial(times) for times in range(8)])
+"""The distribution of Poisson(1)."""
+
 Counts = NDArray[np.float64]
 Prediction = str | Sequence[str]
 
@@ -49,13 +55,19 @@ def ratio(counts: Counts) -> float:
 
 
 def resampled(counts: Counts, groups: Sequence[str]) -> NDArray[np.float64]:
-    """The figure in 200 resamples of the groups."""
+    """The figure in 200 resamples of the groups; that of all items where a resample is empty."""
     number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     sums = np.zeros((len(number), 2))
     np.add.at(sums, [number[group] for group in groups], counts)
-    draw = np.random.default_rng(len(number))
-    found = [sums[draw.integers(len(sums), size=len(sums))].sum(0) for _ in range(RESAMPLES)]
-    return np.array([top / bottom if bottom else 0.0 for top, bottom in found])
+    times = np.stack([_times(group) for group in number])
+    found = np.einsum("gr,gc->rc", times, sums)  # not @: BLAS's bits depend on the number of threads
+    return np.array([top / bottom if bottom else ratio(counts) for top, bottom in found])
+
+
+def _times(group: str) -> Counts:
+    """[200], how often each resample has this group."""
+    drawn = np.frombuffer(hashlib.shake_128(group.encode()).digest(2 * RESAMPLES), "<u2")
+    return np.searchsorted(_AT_MOST, drawn / 2**16, side="right").astype(np.float64)
 
 
 def metric_of(kind: str, name: str) -> str:
@@ -81,7 +93,7 @@ def score(
 
     Args:
         predictions: of each item its class, its words' tags, or its answer.
-        groups: `splits.groups_of` the items.
+        groups: of the items, as in `XtremeData.groups`.
         seen: the sentences of training, as words.
     """
     first = items[0]

@@ -17,7 +17,7 @@ from pointsman.lab.data.multilingual.blocks import IGNORE
 from pointsman.lab.data.multilingual.features import Answer, Features, features, probabilities
 from pointsman.lab.data.multilingual.formats import Question, Tagged
 from pointsman.lab.data.multilingual.pieces import Pieces
-from pointsman.lab.data.multilingual.splits import XtremeData, groups_of
+from pointsman.lab.data.multilingual.splits import XtremeData, groups_of, original
 from pointsman.lab.data.multilingual.xtreme import Item
 from pointsman.lab.data.task_streams import Encoded, TaskStream, eval_batches
 from pointsman.lab.evaluation.crosslingual import TestPart, evaluate_languages
@@ -69,20 +69,31 @@ class CrossLingual(FineTuning):
         key = (split, config.segment_length, config.eval_tokens)
         if key not in self._parts:
             sets = self.data.tests if split == "test" else {"en": self.data.splits[split]}
-            budget = None if config.eval_tokens is None else max(1, config.eval_tokens // len(sets))
+            groups = self.data.groups if split == "test" else {"en": groups_of(self.data.splits[split])}
+            if config.eval_tokens is not None:
+                kept = self._within(sets, config.segment_length, max(1, config.eval_tokens // len(sets)))
+                sets = {language: [sets[language][place] for place in kept[language]] for language in sets}
+                groups = {language: [groups[language][place] for place in kept[language]] for language in sets}
             self._parts[key] = {
-                language: self._part(language, items, config.segment_length, budget, floor=split == "test")
+                language: self._part(language, items, groups[language], config.segment_length, floor=split == "test")
                 for language, items in sets.items()
             }
         return self._parts[key]
 
-    def _part(self, language: str, items: Sequence[Item], length: int, budget: int | None, *, floor: bool) -> TestPart:
+    def _within(self, sets: Mapping[str, Sequence[Item]], length: int, budget: int) -> dict[str, list[int]]:
+        """Items of at most about `budget` pieces in the first language, their translations in the others."""
+        kept: dict[str, list[int]] = {}
+        wanted: set[int | str | None] = set()
+        for language, items in sets.items():
+            same = [place for place, item in enumerate(items) if original(item) in wanted]
+            kept[language] = same or features(items, self.vocabulary, length, self._classes).within(budget).tolist()
+            wanted = wanted or {original(items[place]) for place in kept[language]} - {None}
+        return kept
+
+    def _part(
+        self, language: str, items: Sequence[Item], groups: Sequence[str], length: int, *, floor: bool
+    ) -> TestPart:
         rows = features(items, self.vocabulary, length, self._classes)
-        groups = groups_of(items)
-        if budget is not None:
-            kept = rows.within(budget).tolist()
-            items, groups = [items[place] for place in kept], [groups[place] for place in kept]
-            rows = features(items, self.vocabulary, length, self._classes)
         if not floor:
             return TestPart(items, rows, groups)
         found = floors(self.data.name, self.data.splits["train"], items)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,16 @@ from pointsman.lab.data.reading import reading
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sentences and their class."""
+    """Two sentences and their class.
+
+    Attributes:
+        row: its place in the file; None where rows of one place are no translations of each other.
+    """
 
     first: str
     second: str
     label: str
+    row: int | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
     Raises:
         RunError: a row of another width, a label that is not one of `labels`, or no row.
     """
-    pairs = []
+    pairs: list[Pair] = []
     for number, line in read_lines(file):
         row = line.split("\t")
         if len(row) == 2:
@@ -84,7 +89,7 @@ def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
             raise RunError(f"{file}: line {number} has {len(row)} columns; sentence, sentence, label are expected")
         if row[2] not in labels:
             raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
-        pairs.append(Pair(*row))
+        pairs.append(Pair(row[0], row[1], row[2], len(pairs)))
     _check_some(pairs, file, "row")
     return pairs
 

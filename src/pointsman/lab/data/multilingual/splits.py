@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.lab.data.multilingual.formats import Pair, Question
+from pointsman.lab.data.multilingual.formats import Pair, Question, Tagged
 from pointsman.lab.data.multilingual.hub import fetch_task
 from pointsman.lab.data.multilingual.xtreme import (
     XTREME,
@@ -34,7 +34,7 @@ class XtremeData:
     Attributes:
         name: the task. kind: "pairs", "tags" or "questions". classes: its labels or tags; none for questions.
         splits: "train" and "valid", both English.
-        tests: language -> the reported items.
+        tests: language -> the reported items. groups: of these items (`parallel_groups`).
         description: the protocol line.
     """
 
@@ -43,6 +43,7 @@ class XtremeData:
     classes: tuple[str, ...]
     splits: Mapping[str, Sequence[Item]]
     tests: Mapping[str, Sequence[Item]]
+    groups: Mapping[str, Sequence[str]]
     description: str
 
     reported = "test"
@@ -91,8 +92,7 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
             raise RunError(f"task {spec!r}: no test part in {language!r}: {did_you_mean(language, tests)}")
         if not tests[language]:
             raise RunError(f"the task {name}: the test part in {language!r} is empty in {task_folder(name, data_dir)}")
-    groups = groups_of(rows)
-    held = [hashed(f"valid {group}") % VALIDATION == 0 for group in groups]
+    held = [hashed(f"valid {group}") % VALIDATION == 0 for group in groups_of(rows)]
     splits = {
         "train": [row for row, out in zip(rows, held, strict=True) if not out],
         "valid": [row for row, out in zip(rows, held, strict=True) if out],
@@ -100,8 +100,10 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     if not splits["train"] or not splits["valid"]:
         raise RunError(f"the task {name}: too few English rows to train on ({len(rows)}) in {data_dir}")
     sizes = ", ".join(f"{language} {len(tests[language]):,}" for language in chosen)
+    groups = parallel_groups(tests)
     return XtremeData(
         name, task.kind, task.labels, splits, {language: tests[language] for language in chosen},
+        {language: groups[language] for language in chosen},
         f"{name}: {task.protocol}; English: train {len(splits['train']):,}, valid {len(splits['valid']):,}; "
         f"test: {sizes}",
     )  # fmt: skip
@@ -116,3 +118,24 @@ def groups_of(items: Sequence[Item]) -> list[str]:
     if pairs:
         return components(pairs)
     return [item.context if isinstance(item, Question) else " ".join(item.words) for item in items]  # type: ignore[union-attr]
+
+
+def original(item: Item) -> int | str | None:
+    """What an item and its translations have in common: the row of a pair, the id of a question; None of words."""
+    if isinstance(item, Tagged):
+        return None
+    return item.id if isinstance(item, Question) else item.row
+
+
+def parallel_groups(tests: Mapping[str, Sequence[Item]]) -> dict[str, list[str]]:
+    """language -> `groups_of` its items, where a translation is in the group of its English item.
+
+    Two pairs may share a sentence in English and none in a translation. Without English the first language decides.
+    """
+    first = tests.get(ENGLISH) or next(iter(tests.values()))
+    names = dict(zip(map(original, first), groups_of(first), strict=True))
+    names.pop(None, None)
+    return {
+        language: [names.get(original(item), own) for item, own in zip(items, groups_of(items), strict=True)]
+        for language, items in tests.items()
+    }
