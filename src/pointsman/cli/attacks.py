@@ -80,7 +80,7 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
 def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -> tuple[dict[str, Any], str]:
     """The record of one run, and its file's name."""
-    from pointsman.lab.finetuning.run import is_finetuned, load_finetuned
+    from pointsman.lab.finetuning.run import is_finetuned, load_finetuned, task_data
     from pointsman.lab.robustness import finetuned_under_attack, run_under_attack
     from pointsman.lab.training.run import load_run
 
@@ -91,21 +91,23 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
         saved = load_finetuned(values.run, device=device, note=display.note)
         recipe = values.attack if kind not in ("clean", "word", "char") else None
         record = finetuned_under_attack(
-            saved, [] if kind == "clean" or recipe else attacks_of(values), recipe=recipe, seed=values.attack_seed,
-            count=values.attack_examples, top_k=values.top_k, budget=budget_of(values), watch=display, stop=stop,
+            saved, [] if kind == "clean" or recipe else attacks_of(values), split=values.split, recipe=recipe,
+            seed=values.attack_seed, count=values.attack_examples, top_k=values.top_k, budget=budget_of(values),
+            watch=display, stop=stop,
         )  # fmt: skip
-        return record, f"attacks-{kind}" if values.attack else "evaluation-task"
+        name = f"attacks-{kind}" if values.attack else "evaluation-task"
+        return record, name + (f"-{values.split}" if values.split and values.split != task_data(saved).reported else "")
     if kind not in ("word", "char"):
         raise RunError(
             f"--attack {values.attack}: for a language model allowed are word and char (recipes need a classifier): "
             f"{did_you_mean(kind, ('word', 'char'))}"
         )
-    run = load_run(values.run, device=device, note=display.note)
+    run, split = load_run(values.run, device=device, note=display.note), values.split or "test"
     record = run_under_attack(
-        run, attacks_of(values), data=values.data, split=values.split, top_k=values.top_k, budget=budget_of(values),
+        run, attacks_of(values), data=values.data, split=split, top_k=values.top_k, budget=budget_of(values),
         watch=display, stop=stop, data_progress=display.data,
     )  # fmt: skip
-    return record, f"attacks-{kind}-{record['name']}-{values.split}"
+    return record, f"attacks-{kind}-{record['name']}-{split}"
 
 
 def attacks_of(values: argparse.Namespace) -> list[Any]:

@@ -76,7 +76,6 @@ def run(arguments: Sequence[str]) -> int:
     if values.attack or (values.run / "finetune.json").is_file():
         if changes:
             raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
-        values.split = values.split or "test"
         return run_attacks(values, device)
     from pointsman.lab.training.run import load_run
 

@@ -45,8 +45,9 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finetuned(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")
     rows = ["text,label", *(f"the film was {'good,1' if i % 2 else 'bad,0'}" for i in range(40))]
-    for part in ("train", "test"):
-        (folder / f"{part}.csv").write_text("\n".join(rows) + "\n")
+    for part in ("train", "valid", "test"):
+        kept = rows[:31] if part == "valid" else rows
+        (folder / f"{part}.csv").write_text("\n".join(kept) + "\n")
     out = folder / "run"
     finetune(comparison / "runs/smoe/seed-0", Finetuning(str(folder), steps=2, settings={"batch_size": 8}), out=out)
     return out
@@ -126,6 +127,9 @@ def test_fine_tunings_of_a_comparison_under_attack(
     assert "Consistency: correlation of the loads at k = 2 between fine-tunings" in shown
     assert "2/2" in shown
     assert (own / f"attack-char-{settings.variant}.csv").is_file()
+    assert main([*arguments, "--task", settings.variant, "--split", "valid"]) == 0
+    table = (own / f"attack-char-valid-{settings.variant}.txt").read_text()
+    assert "split: valid" in table
     assert main([*arguments, "--task", "sst3"]) == 2
     assert f"allowed: {settings.variant}" in capsys.readouterr().err
     assert main(["evaluate", str(finetuned), "--attack", "char", "--task", "sst2"]) == 2
@@ -139,6 +143,14 @@ def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pyte
     attacked = [row for row in record["results"] if row.get("attack")]
     assert {row["value"] for row in attacked} == {0.5}  # all texts are the same: AAA AAA AAA AAA
     assert attacked[0]["attack"]["chosen"] == attacked[0]["attack"]["candidates"] == 160
+    asked = ["evaluate", str(finetuned), "--out", str(tmp_path), "--device", "cpu", "--top-k", "1"]
+    for words, name in (([], "evaluation-task"), (["--attack", "char"], "attacks-char")):
+        assert main([*asked, *words, "--split", "valid"]) == 0
+        record = json.loads((tmp_path / f"{name}-valid.json").read_text())
+        assert {(row["split"], row["examples"]) for row in record["results"]} == {("valid", 30)}
+        assert record["protocol"]["split"] == "valid"
+    assert main([*asked, "--split", "test"]) == 0
+    assert (tmp_path / "evaluation-task.json").is_file()
     assert main(["evaluate", str(finetuned), "--data", "stdlib"]) == 2
     assert "is always evaluated on its task" in capsys.readouterr().err
 

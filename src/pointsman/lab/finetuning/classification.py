@@ -84,15 +84,26 @@ class FineTuning(Task):
 
 
 class Classification(FineTuning):
-    """Learns to classify texts."""
+    """Learns to classify texts.
+
+    Args:
+        reported: the part that is judged; None: as in `data`.
+    """
 
     data: LabelledTexts
     vocabulary: Vocabulary
 
     def __init__(
-        self, data: LabelledTexts, settings: Finetuning, vocabulary: Vocabulary, weights: Mapping[str, Tensor] | None
+        self,
+        data: LabelledTexts,
+        settings: Finetuning,
+        vocabulary: Vocabulary,
+        weights: Mapping[str, Tensor] | None,
+        *,
+        reported: str | None = None,
     ) -> None:
         super().__init__(data, settings, vocabulary, weights)
+        self.reported = reported or data.reported
         self._encoded: dict[tuple[str, int], Encoded] = {}
 
     def encoded(self, split: str, length: int) -> Encoded:
@@ -109,12 +120,12 @@ class Classification(FineTuning):
     def remarks(self, config: RunConfig) -> list[str]:
         """What a user must know before the run."""
         data, found = self.data, []
-        for split in ("train", data.reported):
+        for split in ("train", self.reported):
             if cut := self.encoded(split, config.segment_length).truncated:
                 texts = len(data.splits[split])
                 found.append(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
         if scored := self.protocol(config).get("scored"):
-            found.append(f"{data.name} {data.reported}: accuracy is that of {scored}")
+            found.append(f"{data.name} {self.reported}: accuracy is that of {scored}")
         return found
 
     def build_model(self, config: RunConfig) -> Classifier:
@@ -139,7 +150,7 @@ class Classification(FineTuning):
         return self.data.watched
 
     def reported_split(self, config: RunConfig) -> str:
-        return self.data.reported
+        return self.reported
 
     def evaluate(
         self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
@@ -150,18 +161,18 @@ class Classification(FineTuning):
         )  # fmt: skip
 
     def truncated(self, config: RunConfig) -> dict[str, int]:
-        parts = ("train", self.data.reported)
+        parts = ("train", self.reported)
         return {split: self.encoded(split, config.segment_length).truncated for split in parts}
 
     def read_again(self, config: RunConfig) -> Encoded:
-        return self.encoded(self.data.reported, config.segment_length)
+        return self.encoded(self.reported, config.segment_length)
 
     def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
         scored = (record or {}).get("protocol", {}).get("scored")
         return super().is_current(record, config) and scored == self.protocol(config).get("scored")
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
-        read, every = len(self.scored(self.data.reported, config)), len(self.data.splits[self.data.reported])
+        read, every = len(self.scored(self.reported, config)), len(self.data.splits[self.reported])
         scored = {} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}
         return {**super().protocol(config), **scored}
 

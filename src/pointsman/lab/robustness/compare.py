@@ -10,7 +10,7 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, read_whole_json, write_whole
-from pointsman.lab.finetuning.run import load_finetuned
+from pointsman.lab.finetuning.run import load_finetuned, task_data
 from pointsman.lab.progress import Progress, Stop
 from pointsman.lab.robustness.attacks import Attack
 from pointsman.lab.robustness.runs import Budget, finetuned_under_attack, run_under_attack
@@ -26,7 +26,7 @@ def comparison_under_attack(
     *,
     variant: str | None = None,
     data: str | None = None,
-    split: str = "test",
+    split: str | None = None,
     top_k: Sequence[int] | None = None,
     budget: Budget = "run",
     device: str = "cpu",
@@ -36,12 +36,13 @@ def comparison_under_attack(
     """Evaluates every run of a comparison that has a checkpoint under these attacks; skips existing results.
 
     The results of a run go to attacks-KIND-DATA-SPLIT.json in its folder, those of a fine-tuned run to
-    attacks-KIND.json.
+    attacks-KIND.json, or attacks-KIND-SPLIT.json of another part than the reported one.
 
     Args:
         variant: a task's folder name: attack the runs fine-tuned on it instead of the language models, and ignore
-            `data` and `split`.
-        data, split, top_k, budget: as of `run_under_attack`.
+            `data`.
+        split: None: "test" of the corpus, or the part that the task reports.
+        data, top_k, budget: as of `run_under_attack`.
 
     Returns:
         The name of the files, without ".json".
@@ -66,16 +67,20 @@ def comparison_under_attack(
             "checkpoint": f"step-{run.step}",
         }
         tokens = run.config.eval_tokens if budget == "run" else budget
-        attacked: Callable[..., dict[str, Any]] = finetuned_under_attack
+        attacked: Callable[..., dict[str, Any]]
         if variant is not None:
             asked |= {"budget": tokens, "fingerprint": run.finetuning.get("fingerprint")}
+            if split and split != task_data(run).reported:
+                asked["split"] = split
+                name += f"-{split}" if place == 1 else ""
+            attacked = partial(finetuned_under_attack, split=split)
         else:
-            corpus = run.corpus(data)
+            corpus, part = run.corpus(data), split or "test"
             if place == 1:
-                name += f"-{slug(corpus.name)}-{split}"
-            asked |= {"data": data or run.config.data, "split": split, "fingerprint": corpus.fingerprint}
+                name += f"-{slug(corpus.name)}-{part}"
+            asked |= {"data": data or run.config.data, "split": part, "fingerprint": corpus.fingerprint}
             asked["protocol"] = eval_protocol(run.config, tokens).to_dict()
-            attacked = partial(run_under_attack, data=data, split=split)
+            attacked = partial(run_under_attack, data=data, split=part)
         file = path / f"{name}.json"
         if (read_whole_json(file) or {}).get("asked") != asked:
             found = attacked(run, attacks, top_k=top_k, budget=budget, watch=progress, stop=stop)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.lab.data.task_streams import encode_examples
 from pointsman.lab.data.vocabulary import IdArray
@@ -83,6 +84,7 @@ def finetuned_under_attack(
     run: Run,
     attacks: Sequence[Attack],
     *,
+    split: str | None = None,
     recipe: str | None = None,
     count: int = 100,
     seed: int = 0,
@@ -95,20 +97,27 @@ def finetuned_under_attack(
 
     Args:
         run: from `load_finetuned`.
+        split: the part that is read; None: the reported one.
         recipe: name of a recipe; `count` and `seed` are its number of examples and its seed.
         budget: tokens to read, in whole texts.
 
     Returns:
         As `run_under_attack`; results are those of `evaluate_task`, `evaluate_task_attack` and `recipe_attack`.
+
+    Raises:
+        RunError: the task has no such part.
     """
     task, config = task_data(run), run.config
+    split = split or task.reported
+    if split not in task.splits:
+        raise RunError(f"the task {task.name} has no {split} part; it has: {', '.join(task.splits)}")
     values = config.eval_top_k if top_k is None else tuple(top_k)
     length = config.segment_length
-    every = encode_examples(task.splits[task.reported], run.vocabulary, length)
+    every = encode_examples(task.splits[split], run.vocabulary, length)
     tokens = config.eval_tokens if budget == "run" else budget
     places = every.within(tokens)
-    examples = task.splits[task.reported].take(places)
-    asked: dict[str, Any] = {"split": task.reported, "top_k": values, "batch_size": config.eval_batch_size}
+    examples = task.splits[split].take(places)
+    asked: dict[str, Any] = {"split": split, "top_k": values, "batch_size": config.eval_batch_size}
     asked["how"] = EvaluationContext(run.autocast(), watch, stop)
     routing = []
     with using(run.kernels):
@@ -125,7 +134,8 @@ def finetuned_under_attack(
         run.finetuning["task"], freeze=tuple(run.finetuning["freeze"]), balance=run.finetuning["balance"],
         pooling=run.finetuning["pooling"], from_scratch=run.finetuning["from_scratch"],
     )  # fmt: skip
-    protocol = Classification(task, about, run.vocabulary, None).protocol(replace(config, eval_tokens=tokens))
+    judged = Classification(task, about, run.vocabulary, None, reported=split)
+    protocol = judged.protocol(replace(config, eval_tokens=tokens))
     return _record(run, task.name, {**protocol, "data": task.description}, results, routing)
 
 
