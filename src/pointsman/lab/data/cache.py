@@ -16,7 +16,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -70,11 +70,9 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
         return tokens
     scratch: Path | None = None
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{owner()}-", dir=root))
+        scratch = scratch_folder(root)
         _write(scratch, build)
-        _move_into_place(scratch, final)
+        move_into_place(scratch, final, lambda: _open(final) is not None)
         tokens = _open(final)
     except OSError as error:
         if error.errno in NO_SPACE:
@@ -161,8 +159,16 @@ def _raw(ids: IdArray) -> memoryview:
     return np.ascontiguousarray(ids).view(np.uint8).data
 
 
-def _move_into_place(scratch: Path, final: Path) -> None:
-    if final.exists() and _open(final) is None:  # damaged, or of another format
+def scratch_folder(root: Path) -> Path:
+    """A new folder in a cache, which is made if need be, and cleared of what killed processes left."""
+    root.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
+    return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{owner()}-", dir=root))
+
+
+def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> None:
+    """Renames a folder, unless another process was first; `valid` says whether what is there can be used."""
+    if final.exists() and not valid():  # damaged, or of another format
         aside = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=final.parent))
         final.replace(aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -179,8 +185,9 @@ def _sweep(root: Path) -> None:
     """Removes folders of killed processes: those of this machine at once, others after a day."""
     for path in root.glob(f"{_SCRATCH}*"):
         abandoned = is_abandoned(path.name.removeprefix(_SCRATCH))
-        if abandoned or time.time() - path.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its process has just renamed it
+            if abandoned or time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_memory(build: Callable[[Write], Built]) -> Tokens:

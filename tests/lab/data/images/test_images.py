@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import platform
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pointsman._errors import RunError
+from pointsman.lab.data.images import image_set
 from pointsman.lab.data.images.image_set import ImageSet, fit, load_images
 
 Image = pytest.importorskip("PIL.Image")
@@ -125,6 +130,32 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
     again = load(tmp_path / "set", tmp_path)
     assert again.fingerprint == before.fingerprint
     assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+def test_the_first_of_two_processes_keeps_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sheets(tmp_path / "set")
+    decoded, first = image_set._decoded, []
+
+    def slow(*given: Any) -> Any:
+        if image_set._decoded is slow:  # another process decodes the same meanwhile
+            monkeypatch.setattr(image_set, "_decoded", decoded)
+            first.append(load(tmp_path / "set", tmp_path).fingerprint)
+            first.extend(folder.stat().st_ino for folder in (tmp_path / "cache").glob("[!.]*"))
+        return decoded(*given)
+
+    monkeypatch.setattr(image_set, "_decoded", slow)
+    images = load(tmp_path / "set", tmp_path)
+    assert [images.fingerprint, *(folder.stat().st_ino for folder in (tmp_path / "cache").iterdir())] == first
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    write_sheets(tmp_path / "set")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / f"cache/.tmp-{ended.pid}-{platform.node()}-x").mkdir(parents=True)
+    load(tmp_path / "set", tmp_path)
+    [folder] = (tmp_path / "cache").iterdir()
+    assert (folder / "meta.json").is_file()
 
 
 def test_size_resizes_the_shorter_side_and_crops_the_centre(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import disk_errors, user_cache_folder
+from pointsman.lab.data.cache import move_into_place, scratch_folder
 from pointsman.lab.data.catalog import SPLITS
 from pointsman.lab.data.images.hub import is_saved, open_hub, open_saved
 from pointsman.lab.data.images.layouts import LabelledImages, Layout, Pixels, open_layout
@@ -234,8 +234,7 @@ def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) 
     first = next(iter(parts.values()))
     side = size or first.load(0).shape[0]
     with disk_errors(folder, "the images were not cached"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
+        scratch = scratch_folder(folder.parent)
         try:
             meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
             for split, part in parts.items():
@@ -248,9 +247,7 @@ def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) 
                 np.save(scratch / f"{split}-labels.npy", labels)
                 meta["parts"][split] = _checksum(images, labels)
             (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-            if folder.exists():  # damaged: `_open` refused it
-                shutil.rmtree(folder)
-            scratch.rename(folder)
+            move_into_place(scratch, folder, lambda: _open(folder) is not None)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     opened = _open(folder)
