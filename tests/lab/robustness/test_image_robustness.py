@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from pointsman.lab.report.robust_table import robust_tables
 from pointsman.lab.robustness import image_scores as scores
 from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
 from pointsman.lab.robustness.image_attacks import ATTACKS, attacked, under_gradient_attack
-from pointsman.lab.robustness.image_runs import Asked, robustness
+from pointsman.lab.robustness.image_runs import Asked, robustness, save_robustness
 from pointsman.lab.robustness.image_sources import Corrupted, chosen_rows
 from pointsman.lab.robustness.images import Frame, Seen, on_outliers, under_corruptions
 from pointsman.lab.runs.comparison import read_comparison
@@ -239,6 +240,23 @@ def test_every_kind_has_a_record_and_a_table(
     printed = capsys.readouterr().out
     assert printed.startswith("k")
     assert kind != "o" or "base rate" in printed.splitlines()[0]
+
+
+def test_records_of_two_paths_are_two_and_follow_what_they_are_made_from(comparison: Path, tmp_path: Path) -> None:
+    names = [Asked.parse(f"hard:{tmp_path}/{router}/seed-1").file for router in ("plain", "vmoe")]
+    assert len({*names, Asked.parse("hard:seed-1").file}) == 3
+    assert all(name.startswith("robust-hard-seed-1-") for name in names)
+    assert [Asked.parse(kind).file for kind in ("c", "o")] == ["robust-c.json", "robust-o.json"]
+    reference = tmp_path / "reference"
+    shutil.copytree(run_of(comparison, "plain"), reference)
+    run, asked = load_run(run_of(comparison)), Asked.parse(f"hard:{reference}")
+    _, file = save_robustness(run, asked)
+    file.write_text(file.read_text().replace('"kind": "hard"', '"kind": "kept"'))
+    assert save_robustness(run, asked)[0]["kind"] == "kept"
+    shutil.rmtree(reference)
+    shutil.copytree(run_of(comparison), reference)  # other weights at the same step
+    assert save_robustness(run, asked)[0]["kind"] == "hard"
+    file.unlink()
 
 
 def test_other_classes_are_left_out_of_the_logits() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.robustness.image_attacks import ATTACKS, under_gradient_attack
 from pointsman.lab.robustness.image_sources import Corrupted, check_corruptions, chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
+from pointsman.lab.runs.checkpoints import checksums
 from pointsman.lab.runs.comparison import required_plan, saved_runs
+from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.image_classification import open_images
 from pointsman.lab.training.run import Run, load_run
@@ -83,8 +87,11 @@ class Asked:
 
     @property
     def file(self) -> str:
-        """Name of the record in the run directory."""
-        where = f"-{slug(Path(self.path).name)}" if self.path else ""
+        """Name of the record in the run directory: a path gives its last part, and a hash of all of it."""
+        where = ""
+        if self.path:
+            whole = os.path.realpath(self.path) if os.path.exists(self.path) else self.path
+            where = f"-{slug(Path(self.path).name)}-{_digest(whole)[:6]}"
         split = "" if self.split == "test" else f"-{self.split}"
         return f"robust-{self.kind}{where}{split}.json"
 
@@ -138,10 +145,7 @@ def _shifted(
         if reference.config.data != run.config.data:
             raise RunError(f"{asked.path} learned other images ({reference.config.data}) than {run.path}")
         return on_hard_images(run.model, clean, reference.model, top_k=top_k, frame=frame)
-    path = asked.path or OUTLIERS.get(run.config.data)
-    if path is None:
-        raise RunError(f"--robust o: no outliers are known for {run.config.data}: --robust o:PATH")
-    shifted = open_images(path if ":size=" in path else f"{path}:size={images.side}")
+    shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
         return on_renditions(
             run.model, clean, shifted.relabelled(images.classes).split("test"), top_k=top_k, frame=frame
@@ -160,6 +164,41 @@ def _shifted(
     outliers = rows_of(outliers, chosen_rows(outliers, max(1, round(share * len(outliers)))))
     found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
     return {**found, "outlier_data": shifted.description}
+
+
+def _others(run: Run, asked: Asked, images: ImageSet) -> ImageSet:
+    """The images of kinds a, r and o."""
+    path = asked.path or OUTLIERS.get(run.config.data)
+    if path is None:
+        raise RunError(f"--robust o: no outliers are known for {run.config.data}: --robust o:PATH")
+    return open_images(path if ":size=" in path else f"{path}:size={images.side}")
+
+
+def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
+    """Hashes of what a record is made from: the run's weights, its images, and what PATH names."""
+    if run.config.model.reads_tokens:
+        return {}  # `robustness` refuses it
+    images = open_images(run.config.data)
+    found = {"weights": _weights(run), "images": images.fingerprint}
+    if asked.kind == "hard":
+        found["path"] = _weights(load_run(str(asked.path)))
+    elif asked.kind in ("a", "r", "o"):
+        found["path"] = _others(run, asked, images).fingerprint
+    elif asked.path:  # published files may be too many to read: down to the folders of classes
+        root = Path(asked.path)
+        named = (place for pattern in ("*", "*/*", "*/*/*") for place in sorted(root.glob(pattern)))
+        places = [place for place in named if place.exists()]  # no broken link
+        about = [(str(place.relative_to(root)), (told := place.stat()).st_size, told.st_mtime_ns) for place in places]
+        found["path"] = _digest(json.dumps(about))
+    return found
+
+
+def _weights(run: Run) -> str:
+    return _digest(json.dumps(checksums(RunDirectory(run.path).checkpoints / f"step-{run.step}")))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _budget(asked: Asked, run: Run) -> int | None:
@@ -186,10 +225,13 @@ def comparison_robustness(
 def save_robustness(
     run: Run, asked: Asked, *, progress: Progress | None = None, stop: Stop | None = None
 ) -> tuple[dict[str, Any], Path]:
-    """`robustness`, written into the run directory, unless the same is there; the record and its file."""
+    """`robustness`, written into the run directory, unless the same is there; the record and its file.
+
+    The same: asked in the same words, of the same weights and images, with a PATH that holds what it held.
+    """
     file = run.path / asked.file
     words = {"path": asked.path, "split": asked.split, "top_k": list(asked.top_k or ()), "tokens": asked.tokens}
-    wanted = {**words, "checkpoint": f"step-{run.step}"}
+    wanted = {**words, "checkpoint": f"step-{run.step}", "from": _fingerprints(run, asked)}
     before = read_whole_json(file)
     if before is not None and before.get("asked") == wanted:
         return before, file
