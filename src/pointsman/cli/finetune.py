@@ -223,7 +223,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-TEXT_FLAGS = ("--task-top-k", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds")
+TEXT_FLAGS = (
+    "--task-top-k", "--task-preset", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds",
+)  # fmt: skip
 
 
 def run_images(flags: options.Parser, values: argparse.Namespace, device: str) -> int:

@@ -247,4 +247,9 @@ def test_another_size_takes_over_trained_weights(settings: Settings, tmp_path: P
     assert record["results"][0]["tokens"] == 18 * 16
     with pytest.raises(RunError, match="the model is that of the trained run"):
         finetune_images(tmp_path / "run", config.data, settings={"model.dim": 8})
+    own = {"checkpoint_every": "3", "validate_every": "2", "steps": "4"}
+    finetune_images(tmp_path / "run", config.data, settings=own, out=tmp_path / "own")
+    kept = load_run(tmp_path / "own").config
+    assert (kept.checkpoint_every, kept.validate_every, kept.steps) == (3, 2, 4)
     assert main([*words, "--pooling", "mean"]) == 2
+    assert main([*words, "--task-preset", "finetune-xmoe"]) == 2

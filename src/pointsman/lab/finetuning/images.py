@@ -53,7 +53,7 @@ def finetune_images(
         data: images, as `--data` names them.
         steps: optimizer steps; None: `epochs`, by default 3.
         seed: of the order of the images, augmentations and dropout.
-        settings: any others, as `RunConfig.with_overrides` takes them.
+        settings: any others, as `RunConfig.with_overrides` takes them; they win over the arguments.
         out: the run directory; default: RUN/further/DATA-SIDE/seed-S.
         device, progress, monitor, stop: as of `training.trainer.train`.
 
@@ -69,11 +69,8 @@ def finetune_images(
         raise RunError(f"{run} learned text: its tasks are texts")
     images = open_images(data)
     task = ImageClassification(images, weights=trained.model.state_dict())
-    config = _config(trained.config, data, seed, settings or {})
-    if steps is None:
-        passes = EPOCHS if epochs is None else epochs
-        steps = max(1, round(passes * len(images.split("train")) / config.batch_size))
-    config = replace(config, steps=steps, checkpoint_every=min(250, max(1, steps // 2)), validate_every=0)
+    count = len(images.split("train")) * (EPOCHS if epochs is None else epochs)
+    config = _config(trained.config, data, seed, steps, count, settings or {})
     task.check(config)
     name = f"{slug(images.name)}-{images.side}"
     directory = RunDirectory(out or within(Path(run), "further", name, f"seed-{seed}"))
@@ -97,12 +94,20 @@ def finetune_images(
     )
 
 
-def _config(trained: RunConfig, data: str, seed: int, settings: Mapping[str, Any]) -> RunConfig:
-    """The settings of a fine-tuning without its steps."""
+def _config(
+    trained: RunConfig, data: str, seed: int, steps: int | None, count: float, settings: Mapping[str, Any]
+) -> RunConfig:
+    """The settings of a fine-tuning of so many steps, or images."""
     base = replace(
         trained, data=data, seed=seed, learning_rate=LEARNING_RATE, final_learning_rate=0.0, lr_schedule="cosine",
         warmup_steps=0, train_top_k=str(trained.top_k_schedule.high), preset="finetune",
     )  # fmt: skip
     if changed := {key for key in settings if key.startswith("model.") and "dropout" not in key}:
         raise RunError(f"{min(changed)} cannot be set: the model is that of the trained run")
-    return base.with_overrides(settings)
+    told = base.with_overrides(settings)
+    if "steps" in settings:
+        steps = told.steps
+    elif steps is None:
+        steps = max(1, round(count / told.batch_size))
+    own = replace(base, steps=steps, checkpoint_every=min(250, max(1, steps // 2)), validate_every=0)
+    return own.with_overrides(settings)
