@@ -277,6 +277,13 @@ def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison:
     assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
 
 
+def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:
+    run = load_run(run_of(comparison))
+    for tokens, read in (("run", 20), (None, 20), (160, 10)):
+        found = robustness(run, Asked.parse("fgsm", tokens=tokens))
+        assert found["protocol"]["images"] == found["results"][0]["images"] == read
+
+
 def test_corruptions_of_a_comparison(
     comparison: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,7 +110,8 @@ def robustness(run: Run, asked: Asked, *, progress: Progress | None = None, stop
     budget = _budget(asked, run)
     top_k = asked.top_k or (config.top_k_schedule.high,)
     frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop))
-    protocol = {"data": images.description, "split": asked.split, "images": budget or len(clean), "top_k": list(top_k)}
+    read = min(budget, len(clean)) if budget else len(clean)
+    protocol = {"data": images.description, "split": asked.split, "images": read, "top_k": list(top_k)}
     with using(run.kernels):
         if asked.kind == "c":
             check_corruptions(images.side)
