@@ -251,11 +251,14 @@ def test_records_of_two_paths_are_two_and_follow_what_they_are_made_from(compari
     shutil.copytree(run_of(comparison, "plain"), reference)
     run, asked = load_run(run_of(comparison)), Asked.parse(f"hard:{reference}")
     _, file = save_robustness(run, asked)
+    assert json.loads(file.read_text())["reference_k"] == 4  # plain has no choice
     file.write_text(file.read_text().replace('"kind": "hard"', '"kind": "kept"'))
     assert save_robustness(run, asked)[0]["kind"] == "kept"
     shutil.rmtree(reference)
     shutil.copytree(run_of(comparison), reference)  # other weights at the same step
-    assert save_robustness(run, asked)[0]["kind"] == "hard"
+    again, _ = save_robustness(run, asked)
+    assert (again["kind"], again["reference_k"]) == ("hard", 2)
+    assert again["results"][0]["value"] == 0  # its own mistakes, at the same k
     file.unlink()
 
 

@@ -145,7 +145,8 @@ def _shifted(
         reference = load_run(str(asked.path), device=str(next(run.model.parameters()).device))
         if reference.config.data != run.config.data:
             raise RunError(f"{asked.path} learned other images ({reference.config.data}) than {run.path}")
-        return on_hard_images(run.model, clean, reference.model, top_k=top_k, frame=frame)
+        k = reference.config.top_k_schedule.high
+        return on_hard_images(run.model, clean, reference.model, reference_k=k, top_k=top_k, frame=frame)
     shifted = _others(run, asked, images)
     if asked.kind in ("a", "r"):
         return on_renditions(

@@ -214,7 +214,13 @@ def on_outliers(
 
 
 def on_hard_images(
-    model: VisionTransformer, part: ImagePart, reference: VisionTransformer, *, top_k: Sequence[int], frame: Frame
+    model: VisionTransformer,
+    part: ImagePart,
+    reference: VisionTransformer,
+    *,
+    reference_k: int,
+    top_k: Sequence[int],
+    frame: Frame,
 ) -> dict[str, Any]:
     """Accuracy on the images that another model gets wrong, as ImageNet-A was filtered.
 
@@ -222,15 +228,15 @@ def on_hard_images(
     its accuracy on all images (`clean`), and one with the same mistakes 0.
 
     Returns:
-        {"images", "of", "results": [{"top_k", "value", "clean", "gap"}]}.
+        {"images", "of", "reference_k", "results": [{"top_k", "value", "clean", "gap"}]}.
     """
-    experts = eval_top_k(reference, (reference.config.num_experts,))[0]
-    wrong = np.flatnonzero(~look(reference, part, experts, frame).right())
+    k = eval_top_k(reference, (reference_k,))[0]
+    wrong = np.flatnonzero(~look(reference, part, k, frame).right())
     if not len(wrong):
         raise RunError("the reference model gets no image wrong: there are no hard ones")
-    results = []
+    known, results = _k(reference, k)["top_k"], []
     for k in eval_top_k(model, top_k):
         right = look(model, part, k, frame).right()
         hard, every = float(right[wrong].mean()), float(right.mean())
         results.append({**_k(model, k), "value": hard, "clean": every, "gap": every - hard})
-    return {"images": len(wrong), "of": len(part), "results": results}
+    return {"images": len(wrong), "of": len(part), "reference_k": known, "results": results}
