@@ -102,6 +102,13 @@ def test_npy(tmp_path: Path) -> None:
     assert (images.split("test").images == pixels).all()
 
 
+def test_an_empty_array_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "fog.npy", np.zeros((0, 32, 32, 3), dtype=np.uint8))
+    np.save(tmp_path / "labels.npy", np.zeros(0, dtype=np.int64))
+    with pytest.raises(RunError, match=r"fog\.npy: the test part has no images"):
+        load(tmp_path / "fog.npy", tmp_path)
+
+
 @pytest.mark.parametrize("spoilt", ["fog.npy", "labels.npy"])
 @pytest.mark.parametrize("content", ["", "cut", "archive", "pickle"])
 def test_a_spoilt_array_is_named(spoilt: str, content: str, tmp_path: Path) -> None:
@@ -198,6 +205,14 @@ def few_labels(root: Path) -> None:
     (root / "test_labels.json").write_text("[1, 2]")
 
 
+def one_image_a_class(root: Path) -> None:
+    write_classes(root, 1)
+
+
+def one_training_image(root: Path) -> None:
+    write_sheets(root, train=1, test=1)
+
+
 def cut_archive(root: Path) -> None:
     """Cut off between two files, where `tarfile` sees the end."""
     write_classes(root.with_name("whole"))
@@ -220,6 +235,8 @@ def empty(root: Path) -> None:
         (truncated, "n01_3.png: not a whole image"),
         (several_sizes, "n02_1.png: 9 x 9 where 8 x 8 is expected: add :size=8"),
         (unknown_class, "x.png: the class 'n09' has no training images"),
+        (one_image_a_class, "has no training images; its validation part is the test; valid: 5 % of training"),
+        (one_training_image, "set: the train part has no images; valid: the last tenth of training"),
         (pickles, "binary version"),
         (few_labels, "10 images in 1 sheets, and 2 labels"),
         (cut_archive, "set.tar is damaged: it is cut off after"),

@@ -118,8 +118,8 @@ def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | No
     else:
         layout = open_saved(path) if is_saved(path) else open_layout(path)
         name = text if text in IMAGE_SETS else path.name.split(".")[0]
-    _check_labels(layout)
     parts, note = _assign(layout)
+    _check_parts(parts, layout, f"{path or text}", note)
     root = cache_dir or user_cache_folder() / "images"
     folder = root / _key(layout, size)
     arrays = _open(folder) or _build(folder, parts, size)
@@ -159,15 +159,18 @@ def _find(name: str, data_dir: Path | None) -> Path | None:
     raise RunError(f"no images called {name!r}{where}: {did_you_mean(name, IMAGE_SETS)}, or a path")
 
 
-def _check_labels(layout: Layout) -> None:
-    """Every class of a reported part has training images, where there is a training part."""
-    if "train" not in layout.parts:
+def _check_parts(parts: Mapping[str, LabelledImages], layout: Layout, where: str, note: str) -> None:
+    """Every part has images, and every class has training images, where there is a training part."""
+    for split, part in parts.items():
+        if not len(part):
+            raise RunError(f"{where}: the {split} part has no images{note}")
+    if "train" not in parts:
         return
-    known = set(layout.parts["train"].labels)
-    for part in layout.parts.values():
+    known = set(parts["train"].labels)
+    for part in parts.values():
         for name, label in zip(part.names, part.labels, strict=True):
             if label not in known:
-                raise RunError(f"{name}: the class {layout.classes[label]!r} has no training images")
+                raise RunError(f"{name}: the class {layout.classes[label]!r} has no training images{note}")
 
 
 def _assign(layout: Layout) -> tuple[dict[str, LabelledImages], str]:
