@@ -93,6 +93,7 @@ BAD = [
     ({"train__csv": csv_text([ROWS[0]])}, r"one class, 'pos'; at least two"),
     ({"labels__json": '["pos", "neg", "none"]'}, r"class 'none' has no examples in the training split"),
     ({"labels__json": '{"a": 1}'}, r"a JSON list of class names"),
+    ({"labels__json": "[" * 100_000}, r"labels.json cannot be read as a list of classes: nested too deeply"),
     ({"test__csv": 'text,label\n"open,pos\n'}, r"not a valid CSV file"),
     ({"test__csv": "text,label\nonly one\n"}, r"test.csv, line 2: 1 columns"),
     ({"test__csv": "text,label\n"}, r"contains no example"),
@@ -115,6 +116,8 @@ def test_mistakes_in_a_folder_are_one_line(tmp_path: Path, change: dict[str, str
     [
         ("a.jsonl", b"{oops", "line 1: not JSON"),
         ("a.jsonl", b"[1]", "line 1: a JSON object"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: nested too deeply"),
+        ("a.jsonl", rb'{"text": "\ud800", "label": 1}', "a.jsonl, line 1: half a surrogate pair"),
         ("a.jsonl", b'{"text": 3, "label": 1}', "must be a text"),
         ("a.csv", b"text,label\n\xff,1\n", "not UTF-8"),
         ("a.txt", b"no label here\n", "a fastText line begins with __label__"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman._files import parse_json
 from pointsman.lab.data.reading import open_unpacked, reading
 
 TEXT_COLUMNS = ("text", "sentence", "review", "content", "utterance", "query", "question", "body", "document")
@@ -120,9 +121,11 @@ def _json_rows(file: io.TextIOWrapper, path: Path, columns: Columns) -> Iterator
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
-        except ValueError:
+            row: Any = parse_json(line)
+        except json.JSONDecodeError:
             raise RunError(f"{path}, line {number}: not JSON") from None
+        except ValueError as error:
+            raise RunError(f"{path}, line {number}: {error}") from None
         if not isinstance(row, Mapping):
             raise RunError(f"{path}, line {number}: a JSON object is needed, with text and label")
         names = names or _names([str(key) for key in row], path, columns)

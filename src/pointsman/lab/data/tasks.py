@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json
 from pointsman.lab.data.catalog import percent
 from pointsman.lab.data.download import hub_rows
 from pointsman.lab.data.task_files import Columns, LabelledText, format_of, read_labelled
@@ -241,7 +242,7 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
 
 def _declared(path: Path) -> tuple[str, ...]:
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):

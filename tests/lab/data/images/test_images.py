@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -213,6 +214,11 @@ def one_training_image(root: Path) -> None:
     write_sheets(root, train=1, test=1)
 
 
+def nested_labels(root: Path) -> None:
+    write_sheets(root)
+    (root / "test_labels.json").write_text("[" * 100_000)
+
+
 def cut_archive(root: Path) -> None:
     """Cut off between two files, where `tarfile` sees the end."""
     write_classes(root.with_name("whole"))
@@ -239,6 +245,7 @@ def empty(root: Path) -> None:
         (one_training_image, "set: the train part has no images; valid: the last tenth of training"),
         (pickles, "binary version"),
         (few_labels, "10 images in 1 sheets, and 2 labels"),
+        (nested_labels, "test_labels.json: not readable as JSON (nested too deeply)"),
         (cut_archive, "set.tar is damaged: it is cut off after"),
         (empty, "no images found"),
     ],
@@ -246,7 +253,7 @@ def empty(root: Path) -> None:
 def test_mistakes_name_the_file(tmp_path: Path, make: object, words: str) -> None:
     assert callable(make)
     make(tmp_path / "set")
-    with pytest.raises(RunError, match=words.replace("(", r"\(")):
+    with pytest.raises(RunError, match=re.escape(words)):
         load(tmp_path / "set", tmp_path)
 
 

@@ -110,7 +110,7 @@ def test_questions_refuse_with_their_id(tmp_path: Path, item: dict[str, object],
         read_questions(write_questions(tmp_path / "a.json", item))
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"data": 3}', b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"data": 3}', b"\xff\xfe", b"[" * 100_000, rb'["\ud800"]'])
 def test_questions_of_another_form_are_one_line(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(content)

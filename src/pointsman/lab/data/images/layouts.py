@@ -13,7 +13,6 @@ Classes are the sorted folder names, or numbers where a layout has no names.
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
+from pointsman._files import parse_json
 from pointsman.lab.data.reading import reading
 
 Pixels = NDArray[np.uint8]
@@ -145,7 +145,7 @@ def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
 def _read_labels(file: Path) -> list[int]:
     with reading(file):
         try:
-            labels = json.loads(file.read_text(encoding="utf-8"))
+            labels = parse_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(labels, list) or not all(type(label) is int and label >= 0 for label in labels):

@@ -6,13 +6,13 @@ Every mistake names the file, and the line or the question's id.
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json
 from pointsman.lab.data.reading import reading
 
 
@@ -143,14 +143,14 @@ def read_questions(file: Path) -> list[Question]:
     with reading(file):
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
-        data = json.loads(raw)
+        data = parse_json(raw.decode("utf-8-sig"))
         questions = [
             _question(file, paragraph["context"], item)
             for article in data["data"]
             for paragraph in article["paragraphs"]
             for item in paragraph["qas"]
         ]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{file}: not in SQuAD's form ({_reason(error)})") from None
