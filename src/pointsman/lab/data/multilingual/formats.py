@@ -75,7 +75,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
-    """Rows `sentence<TAB>sentence<TAB>label`, without a header and without quoting (XTREME's XNLI and PAWS-X).
+    """Rows `sentence<TAB>sentence<TAB>label`, without a header (XTREME's XNLI and PAWS-X).
+
+    Quotes are text, as XTREME's own reader takes them: PAWS-X keeps those that its script's CSV writer added.
 
     Raises:
         RunError: a row of another width, a label that is not one of `labels`, or no row.
