@@ -30,6 +30,23 @@ def test_at_word_level_the_mark_is_eos() -> None:
     assert encoded.unknown == 1
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "mark"),
+    [
+        (Vocabulary.of_characters("ab \n"), "\n"),
+        (Vocabulary.of_characters("ab "), " "),
+        (Vocabulary.of_characters("ab"), "<unk>"),
+        (Vocabulary("word", ["a", "b", "<unk>"]), "<unk>"),
+        (Vocabulary.of_bytes(b"ab "), " "),
+        (Vocabulary.of_bytes(b"ab?"), "?"),
+    ],
+)
+def test_the_mark_without_a_newline_is_a_space_or_unknown(vocabulary: Vocabulary, mark: str) -> None:
+    row = encode_examples(Examples(("a",), (0,)), vocabulary, 10).rows[0]
+    assert vocabulary.decode(row[:1]) == "a"
+    assert vocabulary.decode(row[1:]) == mark
+
+
 def test_every_example_comes_in_every_epoch_and_batches_are_full() -> None:
     stream = TaskStream(encode_examples(EXAMPLES, BYTES, 100), 16, seed=3)
     assert stream.steps_per_epoch == 21

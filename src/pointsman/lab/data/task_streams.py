@@ -14,7 +14,6 @@ from pointsman._errors import RunError
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary
 
-END_MARK = "\n"
 PADDING = -1
 BUCKET = 50  # batches in a bucket
 
@@ -62,15 +61,14 @@ class Encoded:
 def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
     """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
 
-    The mark is a newline (`<eos>` at word level; a space if the vocabulary has no newline). A classifier uses the
-    hidden state at the mark.
+    A classifier uses the hidden state at the mark (`end_mark`).
 
     Raises:
         RunError: `max_length` is below 2, or a text is empty in this vocabulary.
     """
     if max_length < 2:
         raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
-    mark = vocabulary.encode_compact(END_MARK)[0]
+    mark = end_mark(vocabulary)
     rows, unknown, truncated = [], 0, 0
     for text in examples.texts:
         ids, missed = vocabulary.encode_compact(text)
@@ -80,6 +78,16 @@ def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int)
         if not len(ids):
             raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
     return Encoded(tuple(rows), np.array(examples.labels, dtype=np.int64), truncated, unknown)
+
+
+def end_mark(vocabulary: Vocabulary) -> IdArray:
+    """The ids that end a text: a newline (`<eos>` at word level), else a space, else `<unk>`; never none."""
+    for text in ("\n", " "):
+        ids, missed = vocabulary.encode_compact(text)
+        if len(ids) and not missed:
+            return ids
+    last = vocabulary.unknown_id  # None of bytes, which have a stand-in
+    return vocabulary.encode_compact("\n")[0] if last is None else np.array([last], dtype=vocabulary.dtype)
 
 
 def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:

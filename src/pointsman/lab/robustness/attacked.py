@@ -15,7 +15,7 @@ from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
 from pointsman.lab.data import EvalStream, Vocabulary
 from pointsman.lab.data.catalog import Level
-from pointsman.lab.data.task_streams import END_MARK, Encoded, collate, cut
+from pointsman.lab.data.task_streams import Encoded, collate, cut, end_mark
 from pointsman.lab.data.tasks import Examples
 from pointsman.lab.data.vocabulary import IdArray
 from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
@@ -57,7 +57,7 @@ def attack_examples(
     """Examples with attacked texts, the clean ids, and the attacked ids. End marks are not attacked."""
     clean = [vocabulary.encode_compact(text)[0] for text in examples.texts]
     attacked = attack_texts(clean, vocabulary, attack)
-    mark = vocabulary.encode_compact(END_MARK)[0]
+    mark = end_mark(vocabulary)
     rows = tuple(cut(row, mark, max_length) for row in attacked.rows)
     truncated = sum(len(row) + len(mark) > max_length for row in attacked.rows)
     return Encoded(rows, np.array(examples.labels, dtype=np.int64), truncated), clean, attacked
