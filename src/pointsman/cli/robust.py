@@ -28,7 +28,7 @@ def run_robust(values: argparse.Namespace, device: str) -> int:
             comparison_robustness(values.run, asked, device=device, progress=display, stop=stop)
         else:
             saved = load_run(values.run, device=device, note=display.note)
-            record, file = save_robustness(saved, asked, progress=display, stop=stop)
+            record, file = save_robustness(saved, asked, out=values.out, progress=display, stop=stop)
     if read_plan(values.run) is None:
         print(robust_table(record))
         print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
@@ -39,7 +39,7 @@ def run_robust(values: argparse.Namespace, device: str) -> int:
 
     for table in robust_tables(read_comparison(values.run)):
         if table.name == Path(asked.file).stem:
-            table.write(values.run)
+            table.write(values.out or values.run)
             print(table.text())
     print(f"\n{write_page(values.run, look_inside=False)}", file=sys.stderr)
     return 0

@@ -233,10 +233,12 @@ def test_every_kind_has_a_record_and_a_table(
     if kind == "o":  # a half of the outliers, too
         assert (values["inliers"], values["outliers"], values["base_rate"]) == (10, 3, 3 / 13)
     before = record.stat().st_mtime_ns
-    assert main(words) == 0
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert record.stat().st_mtime_ns == before
+    assert (tmp_path / "out" / f"{record.stem}.csv").is_file()
     capsys.readouterr()
-    assert main(["evaluate", str(run_of(comparison)), *words[2:]]) == 0
+    assert main(["evaluate", str(run_of(comparison)), *words[2:], "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / record.name).is_file()
     printed = capsys.readouterr().out
     assert printed.startswith("k")
     assert kind != "o" or "base rate" in printed.splitlines()[0]

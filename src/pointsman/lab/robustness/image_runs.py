@@ -225,13 +225,13 @@ def comparison_robustness(
 
 
 def save_robustness(
-    run: Run, asked: Asked, *, progress: Progress | None = None, stop: Stop | None = None
+    run: Run, asked: Asked, *, out: Path | None = None, progress: Progress | None = None, stop: Stop | None = None
 ) -> tuple[dict[str, Any], Path]:
-    """`robustness`, written into the run directory, unless the same is there; the record and its file.
+    """`robustness`, written into `out` or the run directory, unless the same is there; the record and its file.
 
     The same: asked in the same words, of the same weights and images, with a PATH that holds what it held.
     """
-    file = run.path / asked.file
+    file = (out or run.path) / asked.file
     words = {"path": asked.path, "split": asked.split, "top_k": list(asked.top_k or ()), "tokens": asked.tokens}
     wanted = {**words, "checkpoint": f"step-{run.step}", "from": _fingerprints(run, asked)}
     before = read_whole_json(file)
