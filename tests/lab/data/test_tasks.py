@@ -138,6 +138,7 @@ def test_mistakes_in_a_file_are_one_line(tmp_path: Path, name: str, content: byt
         ("sst3", "unknown task 'sst3': did you mean 'sst[25]'"),
         ("nowhere/x.csv", "there is no file or folder"),
         ("", "names no task"),
+        ("sst2:text=nonsense", "text= and label= name the columns of files; sst2 has its own"),
     ],
 )
 def test_unknown_tasks(spec: str, message: str) -> None:

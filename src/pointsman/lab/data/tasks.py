@@ -186,10 +186,12 @@ def find_task(spec: str, *, data_dir: Path | None = None) -> Path | None:
     """The file or folder of a task, without reading it; None for a known name.
 
     Raises:
-        RunError: no such task, file or folder.
+        RunError: no such task, file or folder; columns of a known name.
     """
-    name, _ = parse_task(spec)
+    name, columns = parse_task(spec)
     if name in TASKS:
+        if columns != Columns():
+            raise RunError(f"task {spec!r}: text= and label= name the columns of files; {name} has its own")
         return None
     for path in [*([data_dir / name] if data_dir else []), Path(name).expanduser()]:
         if path.exists():
