@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -126,6 +127,14 @@ def examine(kind: str) -> Row:
                 router.mix.strength.value.fill_(0.7)
         assert not torch.allclose(output_of(changed), expected, atol=1e-7), "mixing changes nothing"
 
+    def saved() -> None:
+        changed = replaced("hyperrouter")
+        with TemporaryDirectory() as folder:
+            changed.save_pretrained(folder)
+            loaded, report = type(changed).from_pretrained(folder, output_loading_info=True)
+        assert not {*report["missing_keys"], *report["unexpected_keys"]}, "a checkpoint loses routers"
+        close(output_of(loaded), expected)
+
     def materialized() -> None:
         changed = replaced("hyperrouter")
         with torch.no_grad():
@@ -147,7 +156,7 @@ def examine(kind: str) -> Row:
     note("router", own)
     row.results["router"] = row.results["router"] or without
     note("set_top_k", served)
-    note("replace_routers", lambda: replaced("hyperrouter") and None)
+    note("replace_routers", saved)
     note("mixers", mixed)
     note("materialize", materialized)
     note("experts", computed)
@@ -195,7 +204,8 @@ def page(rows: list[Row]) -> str:
         "- *audit*: `audit`; *set_top_k*: another k",
         "- *router*: the spec that `audit` names (for the tiny model: two groups of experts, if the class has groups);",
         "  `replace_routers` with this spec gave the same output",
-        "- *replace_routers*: `hyperrouter`, first forward equal to the original; *mixers*: `hyperrouter+similarity`",
+        "- *replace_routers*: `hyperrouter`, first forward equal to the original, also when saved and loaded",
+        "- *mixers*: `hyperrouter+similarity`",
         "- *materialize*: back to the class's own gate with the same logits",
         '- *experts*: `experts_implementation="pointsman"` against eager',
         "- *upcycle to*: the dense classes that become this one",

@@ -108,6 +108,38 @@ def test_router_matters_and_survives_a_checkpoint(five: str, spec: str, tmp_path
     torch.testing.assert_close(logits(copy.deepcopy(loaded)), trained, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "gates"),
+    [
+        ("switch_transformers", {}, 2),  # encoder and decoder have copies of the configuration, which are not saved
+        ("nllb_moe", {"encoder_layers": 4, "decoder_layers": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 4}, 3),
+    ],
+)
+def test_encoder_and_decoder_survive_a_checkpoint(
+    name: str, changes: dict[str, Any], gates: int, tmp_path: Path
+) -> None:
+    model = spread(zoo.tiny_model(name, **changes))
+    hf.replace_routers(model, "smoe|hyperrouter" if gates == 2 else "smoe|hyperrouter|smoe-dropout")
+    move(model)
+    specs = {path: router.spec for path, router in named_routers(model)}
+    assert len(specs) == gates
+    model.save_pretrained(tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not {*report["missing_keys"], *report["unexpected_keys"]}
+    assert {path: router.spec for path, router in named_routers(loaded)} == specs
+    torch.testing.assert_close(
+        logits(loaded, decoder_input_ids=IDS), logits(model, decoder_input_ids=IDS), rtol=1e-5, atol=1e-6
+    )
+    hf.materialize(loaded)
+    assert "pointsman" not in loaded.config.to_dict()
+
+
+def test_loading_without_a_replaced_layer_is_refused(tmp_path: Path) -> None:
+    hf.replace_routers(zoo.tiny_model("mixtral"), "hyperrouter").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 of the 2 gates whose routers were saved: 'layers\.1\.mlp\.gate'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+
+
 @pytest.mark.parametrize("spec", ["hyperrouter", "smoe", "frozen-temperature"])
 def test_gradients_reach_the_router_only_where_it_trains(five: str, spec: str) -> None:
     model = hf.replace_routers(spread(zoo.tiny_model(five)), spec).train()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pointsman.hf.counterpart import correction_bias, counterpart, same_forward
 from pointsman.hf.gates import Gate, survey
-from pointsman.hf.surgery.replace import CONFIG_KEY
+from pointsman.hf.surgery.notes import CONFIG_KEY
 from pointsman.hf.surgery.routed import ClassRule
 from pointsman.hf.surgery.scorers import plain_gate
 

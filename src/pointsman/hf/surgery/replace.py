@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -19,6 +18,17 @@ from pointsman.hf.gates import Gate, first_k, no_gate, survey
 from pointsman.hf.layouts import LAYOUTS
 from pointsman.hf.surgery.attention import check_implementation, find_attention, trace
 from pointsman.hf.surgery.checks import assigned, check
+from pointsman.hf.surgery.notes import (
+    CONFIG_KEY,
+    FORMAT,
+    Start,
+    below,
+    check_restored,
+    home_of,
+    homes_of,
+    keeper_of,
+    note,
+)
 from pointsman.hf.surgery.routed import ClassRule, MixedRule, StrengthMixer, routed_class, weightless_class
 from pointsman.hf.surgery.scorers import HyperDelta, adapted, has_own_rule, plain_gate, shared_by_default
 from pointsman.hf.surgery.state import ForwardState
@@ -27,9 +37,6 @@ from pointsman.routers.router import Router
 from pointsman.routers.stages import Sigmoid, Softmax
 
 logger = logging.getLogger("pointsman.hf")
-CONFIG_KEY = "pointsman"
-FORMAT = 1
-Start = Literal["pretrained", "fresh"]
 _said: WeakSet[PreTrainedModel] = WeakSet()
 
 
@@ -75,12 +82,12 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         check(gate, one)
         resolved.append((gate, one))
     shared: dict[str, nn.Module] = {}
-    homes = _homes(model)
+    homes = homes_of(model)
     built = []
     for gate, one in resolved:
         if not homes:
             raise ValueError(f"replace_routers: {type(model).__name__} has no transformers model to store specs in")
-        home = max((name for name in homes if f"{gate.name}.".startswith(f"{name}." if name else "")), key=len)
+        home = home_of(gate.name, homes)
         heads = getattr(homes[home].config, "num_attention_heads", None)
         router = _build(gate, one, start, shared, heads)
         if not (router.causal and router.training_causal):
@@ -91,10 +98,11 @@ def replace_routers(model: nn.Module, spec: str | Sequence[str], *, start: Start
         built.append((gate, home, router))
     states: dict[str, ForwardState] = {}
     for gate, home, router in built:
-        name = gate.name.removeprefix(home).removeprefix(".")
         _attach(gate.module, gate.form, router)
-        _inform(homes[home], name, gate.module, states.setdefault(home, ForwardState()))
-        _note(homes[home], name, gate.form, router, start)
+        _inform(homes[home], below(gate.name, home), gate.module, states.setdefault(home, ForwardState()))
+        keeper = keeper_of(gate.name, [gate.name for gate in gates], homes)
+        note(homes[keeper], below(gate.name, keeper), gate.form, router, start)
+        _keep_precise(homes[keeper])
     return model
 
 
@@ -178,11 +186,6 @@ def _attach(gate: Any, form: Form, router: Router) -> None:
     gate.__dict__["pointsman_state"] = None
 
 
-def _homes(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The transformers models in a model, by qualified name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-
-
 def _inform(model: PreTrainedModel, name: str, gate: Any, state: ForwardState) -> None:
     """Attaches the state of the forward to a gate whose router has a mixer."""
     if gate.pointsman.mix is None:
@@ -191,16 +194,6 @@ def _inform(model: PreTrainedModel, name: str, gate: Any, state: ForwardState) -
     gate.__dict__["pointsman_state"] = state
     if "attention" in gate.pointsman.needs:
         trace(model, name, gate, state)
-
-
-def _note(model: PreTrainedModel, name: str, form: Form, router: Router, start: Start) -> None:
-    """Stores the router's spec in the configuration of its model."""
-    config: Any = model.config
-    kept = dict(getattr(config, CONFIG_KEY, None) or {"format": FORMAT, "gates": {}})
-    entry = {"router": router.spec, "start": start, "form": asdict(form)}
-    kept["gates"] = {**kept["gates"], name: entry}
-    setattr(config, CONFIG_KEY, kept)
-    _keep_precise(model)
 
 
 def _keep_precise(model: PreTrainedModel) -> None:
@@ -221,21 +214,21 @@ def restore_routers(model: PreTrainedModel) -> None:
     if kept.get("format") != FORMAT:
         raise ValueError(f"the configuration's pointsman format is {kept.get('format')!r}; this version reads {FORMAT}")
     modules = dict(model.named_modules())
-    if not all(name in modules for name in kept["gates"]):
-        return  # an outer model with the same configuration: the gates belong to its inner model
+    homes = homes_of(model)
     shared: dict[str, nn.Module] = {}
-    state = ForwardState()
+    states: dict[str, ForwardState] = {}
     for name, entry in kept["gates"].items():
-        gate = modules[name]
-        if getattr(gate, CONFIG_KEY, None) is not None:
-            continue
+        gate: Any = modules.get(name)
+        if gate is None or hasattr(gate, CONFIG_KEY):
+            continue  # it belongs to a model around this one or in it, with the same configuration
+        home = home_of(name, homes)
         form = Form(**{**entry["form"], "extras": tuple(entry["form"]["extras"])})
-        heads = getattr(model.config, "num_attention_heads", None)
+        heads = getattr(homes[home].config, "num_attention_heads", None)
         with torch.no_grad():
             block = modules[name.rpartition(".")[0]]
             router = make_router(gate, block, entry["router"], form, entry["start"], shared, heads)
         _attach(gate, form, router)
-        _inform(model, name, gate, state)
+        _inform(homes[home], below(name, home), gate, states.setdefault(home, ForwardState()))
     _keep_precise(model)
 
 
@@ -265,9 +258,10 @@ def _has_mixed(router: Any) -> bool:
 
 
 def install() -> None:
-    """Patches transformers so that models whose configuration names pointsman routers are built with them, and saving
-    one says who can open it."""
+    """Patches transformers so that models whose configuration names pointsman routers are built with them, or loading
+    them fails, and saving one says who can open it."""
     own, own_save = PreTrainedModel.post_init, PreTrainedModel.save_pretrained
+    own_load: Any = PreTrainedModel.from_pretrained
     if getattr(own, CONFIG_KEY, False):
         return
 
@@ -282,6 +276,13 @@ def install() -> None:
         own(self)  # type: ignore[no-untyped-call]
         restore_routers(self)
 
+    @wraps(own_load.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = own_load.__func__(cls, *args, **kwargs)
+        check_restored(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
+
     setattr(post_init, CONFIG_KEY, True)
     PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
