@@ -336,6 +336,32 @@ def test_loss_free_balancing_of_a_hugging_face_model() -> None:
         hf.materialize(model)
 
 
+def test_a_trained_bias_that_the_class_has_not_is_not_dropped() -> None:
+    model = spread(zoo.tiny_model("deepseek_v2", topk_method="group_limited_greedy"))
+    gates = find_gates(model)
+    spec = counterpart(gates[0])
+    assert str(spec).startswith("loss-free:gate=softmax:groups=")
+    before = logits(model)
+    changed = hf.replace_routers(copy.deepcopy(model), str(spec))
+    assert torch.allclose(logits(hf.materialize(copy.deepcopy(changed))), before, atol=1e-5)
+    trained: Any = dict(pointsman.control.named_routers(changed))[f"{gates[-1].name}.pointsman"]
+    trained.select.bias[0] = 0.5
+    with pytest.raises(ValueError, match=rf"'{gates[-1].layer}'.* a trained correction bias; DeepseekV2\w+ has none"):
+        hf.materialize(changed)
+
+
+def test_a_refused_layer_leaves_the_tables_before_it_alone() -> None:
+    model = spread(zoo.tiny_model("deepseek_v4"))
+    table = find_gates(model)[0]
+    hf.replace_routers(model, [str(counterpart(table)), "xmoe"])
+    router: Any = table.module.pointsman
+    kept = table.module.get_buffer("tid2eid").clone()
+    router.score.table.copy_(router.score.table.flip(0))
+    with pytest.raises(ValueError, match="'xmoe'"):
+        hf.materialize(model)
+    assert torch.equal(table.module.get_buffer("tid2eid"), kept)
+
+
 def test_specs_with_a_rule_that_cannot_be_used() -> None:
     for spec, words in (
         ("xmoe:gate=sigmoid", "'gate' works with 'smoe', 'loss-free', 'sparsemixer' without a mixer"),

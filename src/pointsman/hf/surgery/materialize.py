@@ -27,7 +27,8 @@ def materialize(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: no layer has a replaced router, or a plain gate cannot express one (a cosine router, a mixer of a
-            strength above 0). The message names the layer; nothing has changed.
+            strength above 0, a trained correction bias where the class has none). The message names the layer; nothing
+            has changed.
     """
     gates = {gate.name: gate for gate in survey(model)[0]}
     found: list[tuple[Gate, Tensor, Tensor | None]] = []
@@ -38,7 +39,6 @@ def materialize(model: nn.Module) -> nn.Module:
         where = f"materialize: layer {name.rpartition('.')[0]!r} has the router {router.spec!r}"
         if router.mix is not None and float(router.mix.strength().detach()) != 0:
             raise ValueError(f"{where}: a plain gate cannot express its mixer")
-        table = gate.pointsman_form.table
         with torch.no_grad():
             plain = plain_gate(gate)
         if plain is None:
@@ -52,15 +52,20 @@ def materialize(model: nn.Module) -> nn.Module:
             bias = None
         if not isinstance(router.select, ClassRule):
             own = _class_rule(gates[name], weight, bias)
-            if table:
-                gate.get_buffer(table).copy_(router.score.table.view_as(gate.get_buffer(table)))
             if own is None or not same_forward(router.spec, own):
                 raise ValueError(f"{where}; the rule of {type(gate).__name__} is {own or 'another one'!r}")
+            trained = getattr(router.select, "bias", None)
+            if correction_bias(gates[name]) is None and isinstance(trained, Tensor) and bool(trained.any()):
+                raise ValueError(f"{where} with a trained correction bias; {type(gate).__name__} has none")
         found.append((gates[name], weight, bias))
     if not found:
         raise ValueError(f"materialize: no layer of {type(model).__name__} has a pointsman router")
     for replaced, weight, bias in found:
-        correction, moved = correction_bias(replaced), getattr(replaced.module.pointsman.select, "bias", None)
+        router = replaced.module.pointsman
+        correction, moved = correction_bias(replaced), getattr(router.select, "bias", None)
+        if replaced.form.table and not isinstance(router.select, ClassRule):
+            table = replaced.module.get_buffer(replaced.form.table)
+            table.copy_(router.score.table.view_as(table))
         _plain(replaced.module, weight, bias)
         if correction is not None and isinstance(moved, Tensor):
             correction.data.copy_(moved.reshape(correction.shape))
