@@ -37,7 +37,7 @@ def dense(kind: str, factory: Any = AutoModelForCausalLM, **changes: Any) -> Any
 
 
 @pytest.mark.parametrize("kind", DENSE)
-@pytest.mark.parametrize("router", [None, "hyperrouter", "xmoe+similarity"])
+@pytest.mark.parametrize("router", [None, "hyperrouter", "xmoe+similarity", "loss-free", "smoe:gate=sigmoid"])
 def test_equal_at_the_start_for_every_k(kind: str, router: str | None) -> None:
     model = dense(kind)
     mixture = hf.upcycle(model, 4, router=router)
@@ -109,6 +109,9 @@ def test_router_trains_and_materializes() -> None:
         ("llama", {"top_k": 5}, {}, "from 1 to 4"),
         ("llama", {"noise": -1.0}, {}, "noise"),
         ("llama", {}, {"attention_bias": True}, "attention_bias"),
+        ("llama", {"router": "smoe|sparsemixer"}, {}, "weights of 'sparsemixer' do not sum to 1"),
+        ("llama", {"router": "smoe:renormalize=false"}, {}, "do not sum to 1"),
+        ("qwen3", {"router": "loss-free:scale=2.5"}, {}, "do not sum to 1"),
         ("qwen3", {}, {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}, "sliding"),
     ],
 )

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.hf.surgery.replace import replace_routers
+from pointsman.hf.surgery.scorers import RULES, has_own_rule
+from pointsman.routers.registry import build_router, parse_spec, split_specs
 
 SHARED_HIDDEN = 64
 """Width of Qwen2-MoE's mandatory shared expert; its output projection starts at zero."""
@@ -68,8 +70,9 @@ def upcycle(
     """Builds a mixture of experts from a dense model: every expert is a copy of the feed-forward layer.
 
     Llama and Mistral become Mixtral, Qwen2 becomes Qwen2-MoE, Qwen3 becomes Qwen3-MoE. The combine weights of a token
-    sum to 1, so that the outputs equal the dense model's for any k and any router, up to rounding. The dense model is
-    not changed; attention, embeddings and norms are copied.
+    sum to 1, so that the outputs equal the dense model's for any k, up to rounding; routers with other weights
+    (`sparsemixer`, `renormalize=false`, `scale=2`) are refused. The dense model is not changed; attention, embeddings
+    and norms are copied.
 
     Args:
         model: the dense model, a causal language model or its bare transformer.
@@ -83,7 +86,8 @@ def upcycle(
         the new model, in the same mode and dtype, on the same device.
 
     Raises:
-        ValueError: no MoE class matches the model's class, or it does not support one of the model's settings.
+        ValueError: no MoE class matches the model's class, or it does not support one of the model's settings; the
+            router's weights do not sum to 1.
     """
     kind = model.config.model_type
     if kind not in TARGETS:
@@ -93,6 +97,8 @@ def upcycle(
         raise ValueError(f"upcycle: top_k={top_k!r}: allowed are whole numbers from 1 to {num_experts}")
     if not noise >= 0:
         raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
+    if router is not None:
+        _check_weights(router)
     target, settings = TARGETS[kind]
     config = _config(model.config, target, settings(model.config, num_experts, top_k))
     causal = type(model).__name__.endswith("ForCausalLM")
@@ -108,6 +114,21 @@ def upcycle(
     if router is not None:
         replace_routers(mixture, router, start="fresh")
     return mixture
+
+
+def _check_weights(router: str | Sequence[str]) -> None:
+    """Raises ValueError if a router that replaces the class's rule weighs a token's experts otherwise than to 1."""
+    for spec in split_specs(router):
+        if parse_spec(spec).router not in RULES or not has_own_rule(spec):
+            continue  # the class renormalises, or replace_routers refuses it
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            routing = build_router(spec, dim=8, num_experts=4, top_k=1).eval()(torch.randn(1, 16, 8))
+        total = routing.weights.sum(-1)
+        if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
+            raise ValueError(
+                f"upcycle: the combine weights of {spec!r} do not sum to 1, so the mixture would not equal the dense "
+                "model"
+            )
 
 
 def _config(dense: Any, target: str, values: dict[str, Any]) -> Any:
