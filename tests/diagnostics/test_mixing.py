@@ -77,6 +77,19 @@ def test_tokens_that_mixing_moves():
     assert diagnostics.result()[""]["mixing"]["changed"] == pytest.approx(sum(moved) / 10)
 
 
+def test_virtual_experts_count_in_a_tokens_set() -> None:
+    layer = MoE(6, 8, 4, top_k=2, router="smoe:nulls=3+uniform").eval()
+    hidden = torch.randn(1, 12, 6)
+    diagnostics = Diagnostics("mixing")
+    with torch.no_grad(), diagnostics.observe(layer):
+        routing = layer.router(hidden, RoutingContext(causal=False))
+    before, after = (each.topk(2).indices.sort().values for each in (routing.unmixed, routing.probs))
+    moved = float((before != after).any(-1).double().mean())
+    assert bool((before >= 4).any())
+    assert 0 < moved < 1
+    assert diagnostics.result()[""]["mixing"]["changed"] == pytest.approx(moved)
+
+
 def test_without_a_mixer_there_is_none():
     diagnostics = Diagnostics()
     layer = MoE(6, 8, 4).eval()

@@ -142,9 +142,9 @@ def join_routings(routings: Sequence[Routing]) -> Routing:
     return Routing(experts, weights, probs, logits, unmixed=before, virtual=routings[0].virtual)
 
 
-def chosen(routing: Routing, mask: Tensor | None) -> Tensor:
-    """The chosen experts [tokens, k]; -1 for padding."""
-    experts = routing.experts
+def chosen(routing: Routing, mask: Tensor | None, *, virtual: bool = False) -> Tensor:
+    """The chosen experts [tokens, k]; -1 for padding, and for virtual experts; if `virtual`, these are E + v."""
+    experts = routing.chosen if virtual and routing.chosen is not None else routing.experts
     return experts if mask is None else experts.masked_fill(~mask.to(experts.device)[:, None], -1)
 
 

@@ -30,9 +30,9 @@ class Mixing(Diagnostic):
 
     def update_choice(self, routing: Routing, mask: Tensor | None = None) -> None:
         """Adds whether mixing changed the experts of each token; `mask` [tokens], True for a real token."""
-        experts = chosen(routing, mask)
-        alone = unmixed(routing).topk(experts.shape[-1], dim=-1).indices
-        one, two = (members(each, routing.num_experts) for each in (experts, alone))
+        experts, before = chosen(routing, mask, virtual=True), unmixed(routing)
+        alone = before.topk(experts.shape[-1], dim=-1).indices
+        one, two = (members(each, before.shape[-1]) for each in (experts, alone))
         self.changed.add((one != two).any(-1), (experts >= 0).all(-1))
 
     def result(self) -> dict[str, Any]:
