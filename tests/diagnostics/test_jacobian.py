@@ -6,7 +6,7 @@ from tests.diagnostics.helpers import same
 from torch import nn
 
 from pointsman import MoE, RoutingContext
-from pointsman.diagnostics import JacobianTerms, layer_gradients
+from pointsman.diagnostics import JacobianTerms, jacobian, layer_gradients
 
 DIM, HIDDEN, EXPERTS, TOKENS = 12, 20, 5, 30
 
@@ -81,8 +81,46 @@ def test_against_the_papers_equations(router, k):
     assert matrices["j2_rank"] <= k - 1
 
 
+WEIGHTS_ELSEWHERE = (
+    "smoe:weigh=input",
+    "smoe:weigh=input:gate=sigmoid:renormalize=false",
+    "smoe:nulls=3",
+    "smoe:nulls=3:kind=copy",
+    "smoe:nulls=3:kind=constant",
+)
+
+
+@pytest.mark.parametrize("router", WEIGHTS_ELSEWHERE)
+def test_the_matrices_are_the_layers_jacobian(router):
+    layer = layer_of(router)
+    terms = JacobianTerms(layer, samples=1)
+    for hidden in torch.randn(6, 1, 1, DIM, dtype=torch.float64):
+        into_router = hidden.clone().requires_grad_()
+        j1, j2 = terms._matrices(0, hidden[0], into_router, layer.router(into_router))
+        jacobian = torch.autograd.functional.jacobian(lambda h: layer(h)[0, 0], hidden)
+        assert torch.allclose(j1 + j2, jacobian[:, 0, 0], atol=1e-12)
+    assert j2.abs().max() > 1e-3
+
+
+def test_the_matrices_of_soft_routing_are_not_built():
+    layer = layer_of("soft")
+    hidden, gradient = (torch.randn(1, TOKENS, DIM, dtype=torch.float64) for _ in range(2))
+    diagnostic = JacobianTerms(layer)
+    diagnostic.update(hidden, gradient)
+    assert diagnostic.result()["matrices"] == {"tokens": 0, **dict.fromkeys(jacobian.MATRICES)}
+
+
+@pytest.mark.parametrize("router", ["smoe:weigh=input", "soft", "smoe:nulls=3:kind=copy"])
+def test_gradients_of_layers_that_do_not_only_weigh_outputs(router):
+    layer = layer_of(router)
+    hidden = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
+    found = layer_gradients(layer, lambda: layer(hidden).square().sum())[""]
+    assert torch.allclose(found.gradient, 2 * layer(hidden).reshape(-1, DIM))
+    assert "forward_with_routing" not in vars(layer)
+
+
 def test_both_terms_are_the_layers_gradient():
-    for router in ("smoe", "xmoe", "hyperrouter", "smoe:gate=sigmoid"):
+    for router in ("smoe", "xmoe", "hyperrouter", "smoe:gate=sigmoid", "soft", *WEIGHTS_ELSEWHERE):
         layer = layer_of(router)
         hidden = torch.randn(1, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
         gradient = torch.randn(1, TOKENS, DIM, dtype=torch.float64)

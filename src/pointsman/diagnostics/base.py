@@ -128,11 +128,24 @@ def ratio(top: float | None, bottom: float | None) -> float | None:
 
 
 def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routing:
-    """`function` applied to experts, weights, probs, logits and unmixed: to select tokens or move to a device."""
+    """`function` applied to each tensor of a row for each token: to select tokens or move to a device."""
     fields = (routing.experts, routing.weights, routing.probs, routing.logits)
     experts, weights, probs, logits = map(function, fields)
-    before = None if routing.unmixed is None else function(routing.unmixed)
-    return Routing(experts, weights, probs, logits, unmixed=before, virtual=routing.virtual)
+    before, apart, every = (
+        None if tensor is None else function(tensor)
+        for tensor in (routing.unmixed, routing.virtual_weights, routing.chosen)
+    )
+    return Routing(
+        experts,
+        weights,
+        probs,
+        logits,
+        unmixed=before,
+        virtual=routing.virtual,
+        virtual_weights=apart,
+        chosen=every,
+        weigh_input=routing.weigh_input,
+    )
 
 
 def join_routings(routings: Sequence[Routing]) -> Routing:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pointsman.diagnostics.base import Diagnostic, Moments, map_routing, number, ratio
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, map_routing, number, ratio
 from pointsman.diagnostics.observe import evaluating
+from pointsman.experts.combine import combine
 from pointsman.layer import MoE
 from pointsman.routers.router import Router
-from pointsman.routing import Routing, RoutingContext
+from pointsman.routing import Means, Routing, RoutingContext, Slots
 
 TERMS = ("j1", "j2", "both")
 MATRICES = ("j1_norm", "j2_norm", "j1_rank", "j2_rank")
@@ -25,10 +27,11 @@ class JacobianTerms(Diagnostic):
     HyperRouter, Eqs. 3 to 5 (and X-MoE, Eqs. 4 to 6, whose J1 has the residual connection's identity on top):
         J1 = sum_j w_j dE_j/dh,        J2 = sum_j E_j(h) (dw_j/dh)^T,
         J2^T g = sum_i c_i W_i,        c_i = sum_j w_j (1[i=j] - w_i) (E_j(h)^T g) for softmax weights of a linear
-    router W over the chosen k. Both are computed by autograd, for any router and experts: J1 with constant weights, J2
-    with constant expert outputs. Auxiliary losses do not contribute. J2 = 0 at k = 1 with renormalised weights and for
-    routers without a gradient. With a mixer, J2^T g of a token includes the gradients of other tokens through mixing;
-    the matrix J2 is that of the token itself.
+    router W over the chosen k. Both are computed by autograd, for any router and experts, y as a function of h and w:
+    J1 with constant weights, J2 through the weights alone. Weights are also those on the experts' inputs
+    (`weigh=input`), of virtual experts, of means (`default`) and of slots (`soft`). Shared experts and auxiliary losses
+    do not contribute. J2 = 0 at k = 1 with renormalised weights and for routers without a gradient. With a mixer, J2^T
+    g of a token includes the gradients of other tokens through mixing; the matrix J2 is that of the token itself.
 
     `gradient` for J1^T g, J2^T g and their sum: `norm_mean` over tokens; `rank` of the [tokens, dim] matrix (singular
     values s above dim eps max(s), eps that of the hidden states' dtype, and above sqrt(dim eps_64) max(s));
@@ -37,7 +40,7 @@ class JacobianTerms(Diagnostic):
     span_rank / dim is the value of a random direction. For a linear router J2's `in_span` is 1 by Eq. 3; also for
     HyperRouter, whose W = H(e) is constant in h, but training e changes the span.
     `matrices`: the mean Frobenius norms and ranks of J1 and J2 over sampled tokens (rank J2 <= k - 1 for softmax
-    weights over the k chosen). Ranks need at least float32; else None.
+    weights over the k chosen); None for `soft`, where slots mix the tokens. Ranks need at least float32; else None.
 
     Args:
         layer: the MoE layer.
@@ -82,17 +85,19 @@ class JacobianTerms(Diagnostic):
             into_router = hidden.clone().requires_grad_()
             routing: Routing = layer.router(into_router, context)
             into_experts = flat.clone().requires_grad_()
-            weights = routing.weights.detach().clone().requires_grad_()
-            output = layer.experts(into_experts, replace(routing.detach(), weights=weights, flat=None))
-            first, of_weights = torch.autograd.grad(output, (into_experts, weights), gradient)
-            second = _vjp(routing.weights, into_router, of_weights).flatten(0, 1)
-            real = (routing.experts >= 0).any(-1)
+            weights = {name: one.detach().clone().requires_grad_() for name, one in _weights(routing).items()}
+            output = self._output(into_experts, _weighted(routing, weights))
+            first, *of_weights = torch.autograd.grad(
+                output, (into_experts, *weights.values()), gradient, allow_unused=True, materialize_grads=True
+            )
+            second = _vjp(tuple(_weights(routing).values()), into_router, of_weights).flatten(0, 1)
+            real = (chosen(routing, None, virtual=True) >= 0).any(-1)
             real = real if mask is None else real & mask.reshape(-1)
             terms = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
             for term, values in zip(TERMS, terms, strict=True):
                 self.moments[term].add(values.norm(dim=-1), real)
             self._add(second=terms.mT @ terms)
-            if flat.shape[1] <= MAX_DIM:
+            if flat.shape[1] <= MAX_DIM and routing.slots is None:
                 self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
@@ -110,22 +115,31 @@ class JacobianTerms(Diagnostic):
         """J1 and J2 [dim, dim] of one token, float64."""
         assert self.layer is not None
         dim = flat.shape[1]
-        one = map_routing(routing, lambda tensor: tensor[token : token + 1].detach())
         copies = flat[token].expand(dim, dim).clone().requires_grad_()
-        repeated = map_routing(one, lambda tensor: tensor.expand(dim, -1))
-        output = self.layer.experts(copies, repeated)
-        (j1,) = torch.autograd.grad(output, copies, torch.eye(dim, dtype=output.dtype, device=output.device))
-        k = one.experts.shape[1]
-        probs, logits = one.probs.expand(k, -1), one.logits.expand(k, -1)
-        each = Routing(one.experts.T, torch.ones_like(one.weights).T, probs, logits, virtual=one.virtual)
-        outputs = self.layer.experts(flat[token].expand(k, dim), each).detach()
+        sources = _weights(routing)
+        weights = {name: one.detach()[token].repeat(dim, 1).requires_grad_() for name, one in sources.items()}
+        repeated = map_routing(routing.detach(), lambda tensor: tensor[token].expand(dim, -1))
+        output = self._output(copies, _weighted(replace(repeated, means=routing.means), weights))
+        each = torch.eye(dim, dtype=output.dtype, device=output.device)  # a row of J1 from each copy
+        j1, *of_weights = torch.autograd.grad(
+            output, (copies, *weights.values()), each, allow_unused=True, materialize_grads=True
+        )
         j2 = torch.zeros(dim, dim, dtype=torch.float64, device=flat.device)
-        for place in range(k):
-            pick = torch.zeros_like(routing.weights)
-            pick[token, place] = 1.0
-            slope = _vjp(routing.weights, into_router, pick).flatten(0, 1)[token]
-            j2 += torch.outer(outputs[place].double(), slope.double())
+        for source, slopes in zip(sources.values(), of_weights, strict=True):
+            for place in range(source.shape[-1]):
+                pick = torch.zeros_like(source)
+                pick[token, place] = 1.0
+                slope = _vjp((source,), into_router, (pick,)).flatten(0, 1)[token]
+                j2 += torch.outer(slopes[:, place].double(), slope.double())
         return j1.double(), j2
+
+    def _output(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """The layer's output [tokens, dim] without shared experts."""
+        assert self.layer is not None
+        output, _ = combine(self.layer.experts, hidden, routing)
+        if self.layer.virtual is not None and routing.virtual_weights is not None:
+            output = output + self.layer.virtual(hidden, routing.virtual_weights)
+        return output
 
     def result(self) -> dict[str, Any]:
         gradient: dict[str, dict[str, Any]] = {}
@@ -173,10 +187,37 @@ def router_span(router: Router) -> Tensor | None:
     return projection.weight.detach() if isinstance(projection, nn.Linear) else None
 
 
-def _vjp(outputs: Tensor, inputs: Tensor, vector: Tensor) -> Tensor:
-    if not outputs.requires_grad:
+def _weights(routing: Routing) -> dict[str, Tensor]:
+    """All weights that enter the output, by name: [tokens, …], of slots [B, T, E, P]."""
+    found = {"weights": routing.weights}
+    if routing.virtual_weights is not None:
+        found["virtual"] = routing.virtual_weights
+    if routing.means is not None:
+        found["means"] = routing.means.weights
+    if routing.slots is not None:
+        found |= {"dispatch": routing.slots.dispatch, "combine": routing.slots.combine}
+    return found
+
+
+def _weighted(routing: Routing, weights: Mapping[str, Tensor]) -> Routing:
+    """The routing with these weights in the place of its own."""
+    means = routing.means
+    return replace(
+        routing.detach(),
+        weights=weights["weights"],
+        flat=None,
+        virtual_weights=weights.get("virtual"),
+        means=None if means is None else Means(weights["means"], means.values.detach()),
+        slots=None if routing.slots is None else Slots(weights["dispatch"], weights["combine"]),
+    )
+
+
+def _vjp(outputs: Sequence[Tensor], inputs: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    used = [(one, vector) for one, vector in zip(outputs, vectors, strict=True) if one.requires_grad]
+    if not used:
         return torch.zeros_like(inputs)
-    (found,) = torch.autograd.grad(outputs, inputs, vector, retain_graph=True, allow_unused=True)
+    sources, given = zip(*used, strict=True)
+    (found,) = torch.autograd.grad(sources, inputs, given, retain_graph=True, allow_unused=True)
     gradient: Tensor = torch.zeros_like(inputs) if found is None else found
     return gradient
 

@@ -76,17 +76,21 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
 
         return hook
 
-    def output_hook(name: str) -> Callable[..., Tensor]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name]
+    def output_of(name: str, layer: MoE) -> Callable[..., tuple[Tensor, Routing]]:
+        own = layer.forward_with_routing
 
-        return hook
+        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Routing]:
+            output, routing = own(*args, **kwargs)
+            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
+            return outputs[name], routing
+
+        return forward
 
     with ExitStack() as stack:
         for name, layer in named_layers(model).items():
             stack.enter_context(layer.router.register_forward_hook(input_hook(name), with_kwargs=True))
-            stack.enter_context(layer.experts.register_forward_hook(output_hook(name)))
+            vars(layer)["forward_with_routing"] = output_of(name, layer)  # both forwards use it; not all use hooks
+            stack.callback(vars(layer).pop, "forward_with_routing")
             stack.callback(setattr, layer, "attach_losses", layer.attach_losses)
             layer.attach_losses = False
         stack.enter_context(torch.enable_grad())
@@ -95,7 +99,7 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
             return {}
         found = torch.autograd.grad(value, list(outputs.values()), allow_unused=True)
     return {
-        name: LayerGradient(inputs[name][0], gradient.detach(), inputs[name][1])
+        name: LayerGradient(inputs[name][0], gradient.detach().flatten(0, -2), inputs[name][1])
         for name, gradient in zip(outputs, found, strict=True)
         if gradient is not None
     }
