@@ -188,6 +188,35 @@ def test_against_another_checkpoint() -> None:
         hf.audit(model, tokenizer(), texts(), against=zoo.tiny_model("olmoe", num_experts=4))
 
 
+class ShorterBlock(torch.nn.Module):
+    """A block that routes all tokens of a sequence but the last."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.block(hidden[:, :-1].contiguous()), hidden[:, -1:]], 1)
+
+
+def test_a_gate_that_reads_other_tokens_is_noted() -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    model.model.layers[0].mlp = ShorterBlock(model.model.layers[0].mlp)
+    result = hf.audit(model, tokenizer(), texts(1), top_k=[1, 2], length=12, against=copy.deepcopy(model))
+    assert set(result.layers) == {"model.layers.1.mlp"}
+    assert result.layers["model.layers.1.mlp"]["fluctuation"]["top1"] == 0
+    assert result.notes == ["model.layers.0.mlp.block: its input is not the text's tokens"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft's use of transformers
+def test_prompt_tuning_is_refused_in_one_line() -> None:
+    peft = pytest.importorskip("peft")
+    model = spread(zoo.tiny_model("mixtral"))
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match=r"no gate of \w+ can be observed: its input is not the text's tokens"):
+        hf.audit(tuned, tokenizer(), texts(1), length=12)
+
+
 def test_findings_and_summary(tmp_path: Path) -> None:
     model = spread(zoo.tiny_model("gpt_oss"))
     gate = hf.gates.find_gates(model)[0].module

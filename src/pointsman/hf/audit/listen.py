@@ -15,7 +15,7 @@ from pointsman.hf.forms import Kind, NotAGateError, positions
 from pointsman.hf.gates import candidates, survey
 from pointsman.routing import Routing
 
-Observer = Callable[[str, Routing, Tensor], None]
+Observer = Callable[[str, Routing, Tensor], object]
 """Called with (layer, its routing, its gate's input [tokens, dim])."""
 
 

@@ -32,6 +32,26 @@ def finite(found: Any) -> Any:
     return number(found) if isinstance(found, float) else found
 
 
+class _Kept:
+    """The routings of one forward, of the gates that read the text's tokens."""
+
+    def __init__(self, tokens: int, listener: GateListener) -> None:
+        self.tokens, self.listener = tokens, listener
+        self.seen: set[str] = set()
+        self.routings: dict[str, Routing] = {}
+
+    def add(self, layer: str, routing: Routing, hidden: Tensor) -> bool:
+        """Keeps a gate's first routing; whether it did."""
+        if layer in self.seen:
+            return False  # the layer runs twice, as a decoder's does in generation
+        self.seen.add(layer)
+        if hidden.shape[0] != self.tokens:
+            self.listener.unsupported[layer] = "its input is not the text's tokens"
+            return False
+        self.routings[layer] = routing
+        return True
+
+
 class AuditRun:
     """Runs a model on batches at every k and collects losses and the statistics of its gates."""
 
@@ -68,14 +88,10 @@ class AuditRun:
         for k in self.ks:
             if k in self.failed:
                 continue
-            routings: dict[str, Routing] = {}
+            keep = _Kept(batch.ids.numel(), self.listener)
 
-            def observe(layer: str, routing: Routing, hidden: Tensor, k: Any = k, routings: Any = routings) -> None:
-                if layer in routings:
-                    return  # the layer runs twice, as a decoder's does in generation
-                routings[layer] = routing
-                if hidden.shape[0] != batch.ids.numel():
-                    self.listener.unsupported[layer] = "its input is not the text's tokens"
+            def observe(layer: str, routing: Routing, hidden: Tensor, k: Any = k, keep: _Kept = keep) -> None:
+                if not keep.add(layer, routing, hidden):
                     return
                 self._update_layer(layer, routing, hidden, batch, of_kind, k)
                 if kept is not None:
@@ -93,10 +109,10 @@ class AuditRun:
                 sample.routings.pop(k or 0, None)
                 continue
             if k == self.own:
-                own = routings
-            for layer in own.keys() & routings.keys() if k != self.own else ():
+                own = keep.routings
+            for layer in own.keys() & keep.routings.keys() if k != self.own else ():
                 mask = of_kind["text"].to(own[layer].experts.device)
-                self.agreement[k].setdefault(layer, Fluctuation()).update(own[layer], routings[layer], mask)
+                self.agreement[k].setdefault(layer, Fluctuation()).update(own[layer], keep.routings[layer], mask)
         if self.other is not None:
             self._compare(own, batch, of_kind["text"])
 
@@ -116,14 +132,17 @@ class AuditRun:
 
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
         assert self.other is not None
-        others: list[Routing] = []
-        with self.other.listen(lambda layer, routing, hidden: others.append(routing)):
+        keep = _Kept(batch.ids.numel(), self.other)
+        with self.other.listen(keep.add):
             self.other_loss.read(self.other.model, batch)
-        if len(others) != len(own):
-            raise ValueError(f"audit: {len(own)} gates ran in the model, {len(others)} in the one to compare with")
-        for (layer, routing), other in zip(own.items(), others, strict=True):
+        others = keep.routings
+        if others.keys() != own.keys():
+            raise ValueError(
+                f"audit: {len(own)} gates read the text's tokens in the model, {len(others)} in the one to compare with"
+            )
+        for layer, routing in own.items():
             device = routing.experts.device
-            other = map_routing(other, partial(torch.Tensor.to, device=device))
+            other = map_routing(others[layer], partial(torch.Tensor.to, device=device))
             self.fluctuation.setdefault(layer, Fluctuation()).update(other, routing, text.to(device))
 
     def result(
