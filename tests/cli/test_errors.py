@@ -91,6 +91,23 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["bench", "--set", "x=1"], "nothing to set"),
         (["train", "smoe"], "--router smoe"),
         (["train", "vmoe-s32-last2"], "--preset vmoe-s32-last2"),
+        (
+            ["evaluate", "run", "--attack", "word", "--attack-examples", "3"],
+            "--attack-examples has no effect with --attack word",
+        ),
+        (
+            ["evaluate", "run", "--attack", "pwws", "--attack-rate", "0.1"],
+            "--attack-rate has no effect with --attack pwws",
+        ),
+        (
+            ["compare", "--task", "sst2", "--out", "c", "--tokenizer", "pieces:500"],
+            "--tokenizer has no effect without --routers",
+        ),
+        (
+            ["routers", "--cost", "--preset", "tiny-vit", "--vocabulary", "7"],
+            "--vocabulary has no effect with --preset",
+        ),
+        (["plan", "--preset", "tiny-vit", "--vocabulary", "7"], "--vocabulary has no effect with --preset tiny-vit"),
         (["routers", "smoe", "--vocabulary", "7"], "--vocabulary has no effect without --cost"),
         (["routers", "smoe+similarty"], "did you mean 'similarity'"),
         (["routers", "--device", "tpu9"], "cpu, cuda"),

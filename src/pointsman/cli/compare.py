@@ -34,8 +34,8 @@ After an interruption the same command continues. The table is also written as C
 
 
 TRAINING_FLAGS = (
-    "--seeds", "--data", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens", "--tensorboard",
-    "--track", "--set", "--processes", *RANK_FLAGS,
+    "--seeds", "--data", "--tokenizer", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens",
+    "--tensorboard", "--track", "--set", "--processes", *RANK_FLAGS,
 )  # fmt: skip
 
 

@@ -59,6 +59,12 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     if not values.attack:
         flags.without_effect(values, ATTACK_FLAGS, "without --attack")
+    elif values.attack.lower() in ("word", "char"):
+        flags.without_effect(values, ("--attack-examples",), f"with --attack {values.attack}, which reads all examples")
+    else:
+        flags.without_effect(
+            values, ("--attack-rate",), f"with --attack {values.attack}: only word and char have rates"
+        )
     changes = overrides(values.set)
     allowed = ("n_best",) if crosslingual(values.run) else SETTINGS
     for key in changes:

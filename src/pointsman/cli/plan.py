@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
         from pointsman.lab.planning.machines import machine
 
         job = Job(values.tokens, values.length, values.accumulation)
-        shape = _shape(values)
+        shape = _shape(values, flags)
         grid = plan_grid(plan(shape, machine(values.machine), values.gpus, job, layout=values.parallel))
         head = (
             f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters, {shape.active_parameters / 1e9:.3g} "
@@ -78,7 +78,7 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _shape(values: argparse.Namespace) -> Shape:
+def _shape(values: argparse.Namespace, flags: Parser) -> Shape:
     """The model that the flags name."""
     from pointsman.lab.planning.machines import shapes
     from pointsman.lab.planning.shapes import Shape
@@ -91,4 +91,6 @@ def _shape(values: argparse.Namespace) -> Shape:
     from pointsman.lab.recipes import preset
 
     config = preset(values.preset).with_overrides(overrides(values.set)).with_vocabulary(values.vocabulary).model
+    if not config.reads_tokens:
+        flags.without_effect(values, ("--vocabulary",), f"with --preset {values.preset}, which reads images")
     return Shape.of(config, values.preset)

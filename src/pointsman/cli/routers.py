@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     check_device(values.device)
     from pointsman._files import write_whole
 
-    text = cost(values) if values.cost else explain_spec(values.name) if values.name else listing()
+    text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
     print(text)
     if values.out:
         write_whole(values.out / "routers.txt", text + "\n")
@@ -94,7 +94,7 @@ def explain(name: str) -> str:
     return "\n".join([*head, *own, *common])
 
 
-def cost(values: argparse.Namespace) -> str:
+def cost(values: argparse.Namespace, flags: Parser) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.lab.models.cost import Protocol, cost_table
     from pointsman.lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
@@ -108,6 +108,7 @@ def cost(values: argparse.Namespace) -> str:
     others = [name for name in list_routers() if name != own]
     protocol, title, size = None, FLOPS_TITLE, f"vocabulary {vocabulary}"
     if not config.reads_tokens:
+        flags.without_effect(values, ("--vocabulary",), f"with --preset {values.preset}, which reads images")
         others = [
             one for one in others if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs
         ]
