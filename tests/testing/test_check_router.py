@@ -2,19 +2,22 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from pointsman import RoutingContext
+from pointsman import Routing, RoutingContext
 from pointsman.routers import registry
 from pointsman.routers.registry import LayerSpec
+from pointsman.routers.router import Router
 from pointsman.routers.stage_values import Scores
 from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
-from pointsman.testing import check_router, test_router
+from pointsman.testing import Case, check_router, layer, test_router
 
 
 class Flat(LinearScorer):
@@ -71,6 +74,28 @@ def test_a_router_that_keeps_the_contract() -> None:
 def test_a_broken_promise_is_named(spec: str, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         check_router(spec)
+
+
+def detached(routing: Routing) -> Routing:
+    return replace(routing, losses={name: loss.detach() for name, loss in routing.losses.items()})
+
+
+def unscaled(routing: Routing) -> Routing:
+    for loss in routing.losses.values():
+        loss.register_hook(lambda gradient: gradient.clamp_max(1))  # a scale above 1 is not applied
+    return routing
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"), [(detached, "no loss has a gradient"), (unscaled, "score.weight: the gradient at loss scale 2")]
+)
+def test_losses_that_do_not_reach_the_router_are_found(
+    broken: Callable[[Routing], Routing], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Router.forward
+    monkeypatch.setattr(Router, "forward", lambda *args: broken(own(*args)))
+    with pytest.raises(AssertionError, match=says):
+        layer.attached_losses(Case("smoe"))
 
 
 def test_bad_arguments() -> None:

@@ -80,15 +80,24 @@ def attached_losses(case: Case) -> None:
     hidden = case.hidden()
     context = context_for(layer.router, hidden)
     layer.requires_grad_(False)
-    for parameter in layer.router.parameters():
-        parameter.requires_grad_(True)
-    output = layer(hidden.clone().requires_grad_(), context)
-    expect(float(losses(layer)[""]["balance"]) > 0, "the balance loss is 0")
-    set_loss_scale(layer, 0.0)
-    (output.sum() * 0).backward()
-    for name, parameter in layer.router.named_parameters():
-        expect(parameter.grad is None or not parameter.grad.any(), f"{name}: a gradient, with the loss scaled by 0")
-    expect(float(layer.loss_scale) == 0, "set_loss_scale has no effect")
+    trained = {name: one.requires_grad_(True) for name, one in layer.router.named_parameters()}
+    for scale in (0.0, 1.0, 2.0):
+        layer.zero_grad()
+        output, routing = layer.forward_with_routing(hidden.clone().requires_grad_(), context)
+        expect(float(losses(layer)[""]["balance"]) > 0, "the balance loss is 0")
+        live = [loss for loss in routing.losses.values() if loss.requires_grad and trained]
+        wanted: list[Tensor | None] = [None] * len(trained)
+        if live:
+            total = torch.stack(live).sum()
+            wanted = list(torch.autograd.grad(total, list(trained.values()), retain_graph=True, allow_unused=True))
+        expect(any(one is not None and bool(one.any()) for one in wanted) or not trained, "no loss has a gradient")
+        set_loss_scale(layer, scale)
+        expect(float(layer.loss_scale) == scale, "set_loss_scale has no effect")
+        torch.autograd.backward(output.sum() * 0)
+        for (name, parameter), one in zip(trained.items(), wanted, strict=True):
+            zero = torch.zeros_like(parameter)
+            given = zero if parameter.grad is None else parameter.grad
+            expect_close(given, zero if one is None else scale * one, f"{name}: the gradient at loss scale {scale:g}")
 
 
 def in_place_work_after_the_layer(case: Case) -> None:
