@@ -5,7 +5,9 @@ import pytest
 import torch
 from tests.diagnostics.helpers import part, random_routing, same
 
-from pointsman.diagnostics import CoActivation, Load, load_summary
+from pointsman import build_router
+from pointsman.diagnostics import CoActivation, Diagnostics, Load, load_summary
+from pointsman.diagnostics.summary import COLUMNS
 from pointsman.routing import Routing
 
 
@@ -30,7 +32,7 @@ def test_load_against_counting():
         for expert, w in zip(experts, weights, strict=True):
             weight[expert] += w / 200
     assert found["importance"] == pytest.approx(weight)
-    assert (found["tokens"], found["assignments"], found["dropped"]) == (200, 600, 0.0)
+    assert (found["tokens"], found["assignments"], found["unfilled"]) == (200, 600, 0.0)
 
 
 def test_even_load():
@@ -49,14 +51,32 @@ def test_one_expert_takes_all():
     assert found["cv"] == pytest.approx(math.sqrt(3))
 
 
-def test_dropped_assignments():
+def test_unfilled_choices():
     experts = torch.tensor([[0, 1], [0, -1], [-1, -1], [-1, -1]])
     routing = Routing(experts, torch.rand(4, 2).masked_fill(experts < 0, 0), torch.rand(4, 3), torch.rand(4, 3))
     diagnostic = Load()
     diagnostic.update(routing, torch.tensor([True, True, True, False]))
     found = diagnostic.result()
     assert (found["tokens"], found["assignments"]) == (3, 3)
-    assert found["dropped"] == pytest.approx(0.5)
+    assert found["unfilled"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("router", ["smoe:nulls=2", "loss-free:nulls=3:kind=copy"])
+def test_virtual_experts_fill_choices_and_have_a_share_of_the_uniform_entropy(router):
+    built = build_router(router, dim=8, num_experts=4, top_k=2).eval()
+    diagnostics = Diagnostics("load", "entropy")
+    with diagnostics.observe(built):
+        routing = built(torch.randn(2, 50, 8))
+    found = diagnostics.result()[""]
+    assert found["load"]["unfilled"] == 0
+    assert found["load"]["assignments"] == int((routing.experts >= 0).sum()) < 200
+    assert found["entropy"]["mean"] <= found["entropy"]["uniform"] == math.log(routing.probs.shape[-1])
+
+
+@pytest.mark.parametrize(("assignments", "shown"), [(20, "-"), (25, "2.50"), (0, "0.00")])
+def test_the_summary_shows_experts_per_token_where_they_vary(assignments, shown):
+    cell = dict(COLUMNS)["experts/token"]
+    assert cell({"load": {"tokens": 10, "assignments": assignments}}) == shown  # records of all ages have these two
 
 
 def test_co_activation_against_counting():

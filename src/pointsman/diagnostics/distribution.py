@@ -23,18 +23,19 @@ def entropies(probs: Tensor) -> Tensor:
 class Entropy(RoutingDiagnostic):
     """Entropy of the router's full distribution over all E experts, before top-k, averaged over tokens.
 
-    H_t = -sum_i p_ti ln p_ti in nats (uniform: ln E; HyperRouter, Tables 4 and A5). `mean` and `std` (population, over
-    tokens) are of the distribution before mixing: the softmax of all logits, or sigmoids normalised to sum 1;
-    `mixed_mean` and `mixed_std` of the distribution after mixing; `ratio` = mixed_mean / mean (Mutual-Inform's ratio is
-    to another model: see `diagnose`, `against`). `chosen_mean`: of the normalised combine weights of the k chosen.
+    H_t = -sum_i p_ti ln p_ti in nats (HyperRouter, Tables 4 and A5); `uniform`: ln E, virtual experts included. `mean`
+    and `std` (population, over tokens) are of the distribution before mixing: the softmax of all logits, or sigmoids
+    normalised to sum 1; `mixed_mean` and `mixed_std` of the distribution after mixing; `ratio` = mixed_mean / mean
+    (Mutual-Inform's ratio is to another model: see `diagnose`, `against`). `chosen_mean`: of the normalised combine
+    weights of the k chosen.
     """
 
     def __init__(self) -> None:
         self.before, self.after, self.weights = Moments(), Moments(), Moments()
-        self.num_experts = 0
+        self.columns = 0
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
-        self.num_experts = routing.num_experts
+        self.columns = routing.probs.shape[-1]
         before = unmixed(routing)
         of_before = entropies(before)
         self.before.add(of_before, mask)
@@ -43,7 +44,7 @@ class Entropy(RoutingDiagnostic):
         self.weights.add(entropies(routing.weights.masked_fill(experts < 0, 0)), (experts >= 0).any(-1))
 
     def merge(self, other: Self) -> Self:
-        self.num_experts = self.num_experts or other.num_experts
+        self.columns = self.columns or other.columns
         return super().merge(other)
 
     def result(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Entropy(RoutingDiagnostic):
             "mixed_std": self.after.std,
             "ratio": ratio(self.after.mean, self.before.mean),
             "chosen_mean": self.weights.mean,
-            "uniform": math.log(self.num_experts) if self.num_experts else None,
+            "uniform": math.log(self.columns) if self.columns else None,
         }
 
 
@@ -70,11 +71,11 @@ class Margin(RoutingDiagnostic):
         self.margin, self.first = Moments(), Moments()
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
-        k = routing.experts.shape[-1]
-        if routing.num_experts < 2 or routing.flat is not None:
+        k, columns = routing.experts.shape[-1], routing.probs.shape[-1]
+        if columns < 2 or routing.flat is not None:
             return
-        best = routing.probs.detach().topk(min(k + 1, routing.num_experts), dim=-1).values.double()
-        if k < routing.num_experts:
+        best = routing.probs.detach().topk(min(k + 1, columns), dim=-1).values.double()
+        if k < columns:
             self.margin.add(best[:, k - 1] - best[:, k], mask)
         self.first.add(best[:, 0] - best[:, 1], mask)
 

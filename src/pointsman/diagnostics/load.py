@@ -45,7 +45,8 @@ class Load(RoutingDiagnostic):
     """The number of assignments of each expert: every one of a token's k choices counts 1, padding and dropped ones 0.
 
     The figures of `load_summary`, and `tokens`, `assignments`, `importance` (each expert's share of the sum of combine
-    weights), `dropped` (the share of the tokens * k assignments dropped by capacity; None for expert choice).
+    weights), `unfilled` (the share of the tokens * k choices that no expert took, not a virtual one either: dropped by
+    capacity, or not made, where k is the most or the mean; None for expert choice).
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class Load(RoutingDiagnostic):
         self.weight: Tensor | None = None
         self.tokens: Tensor | None = None
         self.requested: Tensor | None = None  # tokens * k
+        self.filled: Tensor | None = None  # of these, by virtual experts as well
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         experts = chosen(routing, mask)
@@ -64,17 +66,19 @@ class Load(RoutingDiagnostic):
             weight=weight.index_add_(0, experts.reshape(-1) + 1, weights.reshape(-1))[1:],
             tokens=real.double(),
             requested=real.double() * (0 if routing.flat is not None else experts.shape[-1]),
+            filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
         )
 
     def result(self) -> dict[str, Any]:
         if self.assigned is None or self.weight is None or self.tokens is None or self.requested is None:
-            return {"tokens": 0, "assignments": 0, "importance": [], "dropped": None, **load_summary(torch.zeros(0))}
-        requested, assigned = float(self.requested), float(self.assigned.sum())
+            return {"tokens": 0, "assignments": 0, "importance": [], "unfilled": None, **load_summary(torch.zeros(0))}
+        assert self.filled is not None
+        requested = float(self.requested)
         return {
             "tokens": int(self.tokens),
-            "assignments": int(assigned),
+            "assignments": int(self.assigned.sum()),
             "importance": numbers(self.weight / self.weight.sum()),
-            "dropped": 1 - assigned / requested if requested else None,
+            "unfilled": 1 - float(self.filled) / requested if requested else None,
             **load_summary(self.assigned),
         }
 

@@ -107,11 +107,12 @@ def _notes(found: Found) -> str:
 
 
 def _experts_per_token(found: Found) -> str:
-    """The mean number of experts a token, where it is not k."""
+    """The mean number of experts a token; not shown where it is a whole number, as k is."""
     load = found.get("load", {})
-    if not load.get("tokens") or load.get("dropped") == 0:
+    if not load.get("tokens"):
         return NONE
-    return f"{load['assignments'] / load['tokens']:.2f}"
+    mean = load["assignments"] / load["tokens"]
+    return NONE if mean and mean.is_integer() else f"{mean:.2f}"
 
 
 def _at(found: Found, kind: str, key: str, digits: int) -> str:
