@@ -37,7 +37,7 @@ class Diagnostics:
         for tokens in batches:
             with diagnostics.observe(model, token_ids=tokens):
                 model(tokens)
-        diagnostics.result()["layers"]["blocks.0.moe"]["entropy"]["mean"]
+        diagnostics.result()["blocks.0.moe"]["entropy"]["mean"]
 
     Attributes:
         masks: layer name -> [tokens] bool, which tokens of its last observed forward counted; None: all.

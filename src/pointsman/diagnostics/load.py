@@ -45,15 +45,15 @@ class Load(RoutingDiagnostic):
     """The number of assignments of each expert: every one of a token's k choices counts 1, padding and dropped ones 0.
 
     The figures of `load_summary`, and `tokens`, `assignments`, `importance` (each expert's share of the sum of combine
-    weights), `unfilled` (the share of the tokens * k choices that no expert took, not a virtual one either: dropped by
-    capacity, or not made, where k is the most or the mean; None for expert choice).
+    weights), `unfilled` (the share of the entries of `Routing.experts` that are no expert, not a virtual one either:
+    over capacity, or not chosen where k is the most or the mean; None for expert choice).
     """
 
     def __init__(self) -> None:
         self.assigned: Tensor | None = None
         self.weight: Tensor | None = None
         self.tokens: Tensor | None = None
-        self.requested: Tensor | None = None  # tokens * k
+        self.requested: Tensor | None = None  # tokens * k; tokens * E where k is a mean
         self.filled: Tensor | None = None  # of these, by virtual experts as well
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
