@@ -48,6 +48,11 @@ def check(gate: Gate, spec: str) -> None:
             f"{where}: {type(gate.module).__name__} returns more than logits, weights and experts; {spec!r} does not"
         )
     options, virtual = parse_spec(spec).options, virtual_experts_of(gate)
+    has_bias = getattr(gate.module.get_submodule(gate.form.owner), "bias", None) is not None
+    if (options.get("bias", str(has_bias)).lower() == "true") != has_bias:
+        raise ValueError(
+            f"{where}: option 'bias' of {spec!r}: {type(gate.module).__name__} has {'a' if has_bias else 'no'} bias"
+        )
     if (given := options.get("nulls", "0")) != "0" and (given != str(virtual) or options.get("kind") != "copy"):
         has = f"nulls={virtual}:kind=copy" if virtual else "none"
         raise ValueError(f"{where}: virtual experts are the class's own: {type(gate.module).__name__} has {has}")

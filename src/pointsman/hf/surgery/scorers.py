@@ -51,6 +51,9 @@ def check_spec(spec: str, form: Form) -> None:
     for name, value in parsed.options.items():
         if name in CLASS_OPTIONS and name not in allowed and f"{name}={value}" not in fixed:
             raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
+    of_virtual = "kind" in parsed.options and "nulls" in entry(parsed.router).options
+    if of_virtual and parsed.options.get("nulls", "0") == "0":
+        raise ValueError(f"replace_routers: option 'kind' of {spec!r}: there are no virtual experts without nulls")
     if parsed.router in SOME and parsed.router not in own:
         raise ValueError(
             f"replace_routers: {spec!r} is defined by its selection, which the Hugging Face class does itself"
