@@ -6,6 +6,8 @@ Where `ranks` share a batch, means and counts are those of the whole batch; grad
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,15 +50,32 @@ def balance(
         probs: [N, E], the full distribution.
         experts: [N, k], the chosen experts.
         mask: [N] bool, True for a real token.
-        earlier_counts: [E], assignments of earlier micro-batches that f counts, too.
+        earlier_counts: [E], assignments of earlier micro-batches that f counts, too. Backward takes f as it was here,
+            also where activation checkpointing does the forward again after these have changed.
         ranks: who shares the batch.
     """
     counts = assignment_counts(experts, probs.shape[-1])
     if earlier_counts is not None:
         counts = counts + earlier_counts
     (counts,) = ranks.total(counts)
-    shares = counts.to(probs.dtype) / counts.sum().clamp_min(1)
-    return probs.shape[-1] * (shares * token_mean(probs, mask, ranks)).sum()
+    shares, means = counts.to(probs.dtype) / counts.sum().clamp_min(1), token_mean(probs, mask, ranks)
+    if earlier_counts is None:
+        return probs.shape[-1] * (shares * means).sum()
+    total: Tensor = SumOfFirstForward.apply(shares, means)  # type: ignore[no-untyped-call]
+    return probs.shape[-1] * total
+
+
+class SumOfFirstForward(torch.autograd.Function):
+    """sum_i f_i P_i. f is no saved tensor: activation checkpointing takes those from a second forward."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, means: Tensor) -> Tensor:
+        ctx.shares = shares
+        return (shares * means).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0] * ctx.shares
 
 
 def sequence_balance(probs: Tensor, experts: Tensor, mask: Tensor | None = None, *, ranks: Ranks = ALONE) -> Tensor:

@@ -52,7 +52,9 @@ class Balance(Stage):
             return auxiliary.sequence_balance(
                 _by_sequence(probs, shape), _by_sequence(experts, shape), mask, ranks=given.ranks
             )
-        earlier = self.sums.get("counts") if self.training else None
+        earlier = None
+        if self.scope == "step" and self.training:
+            earlier = self.sums.get("counts", torch.zeros(probs.shape[-1], dtype=torch.int64, device=probs.device))
         return auxiliary.balance(probs, experts, given.mask, earlier_counts=earlier, ranks=given.ranks)
 
     def statistics(self, given: LossInput) -> Tensors:

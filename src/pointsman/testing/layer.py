@@ -56,18 +56,21 @@ def nothing_to_do(case: Case) -> None:
 
 
 def activation_checkpointing(case: Case) -> None:
-    """Activation checkpointing changes no output, gradient or state."""
+    """Activation checkpointing changes no output, gradient or state, in a step of two micro-batches."""
 
     def run(checkpointed: bool) -> list[Tensor]:
-        layer, hidden = case.layer(dropout=0.1), case.hidden().requires_grad_()
+        layer, found = case.layer(dropout=0.1), []
         torch.manual_seed(3)
-        context = context_for(layer.router, hidden.detach())
-        output = checkpoint(layer, hidden, context, use_reentrant=False) if checkpointed else layer(hidden, context)
-        output.square().sum().backward()
+        for hidden in (case.hidden(), -case.hidden()):
+            hidden.requires_grad_()
+            context = context_for(layer.router, hidden.detach())
+            output = checkpoint(layer, hidden, context, use_reentrant=False) if checkpointed else layer(hidden, context)
+            output.square().sum().backward()
+            assert hidden.grad is not None
+            found += [output, hidden.grad]
         step_end(layer)
-        assert hidden.grad is not None
         trained = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
-        return [output, hidden.grad, *trained, *layer.router.buffers()]
+        return [*found, *trained, *layer.router.buffers()]
 
     for plain, again in zip(run(False), run(True), strict=True):
         expect_close(plain, again, "with and without checkpointing")
