@@ -150,6 +150,15 @@ def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
     assert torch.equal(again.experts, routed(layer.router.eval(), torch.randn(3, 7, 5)).experts)
 
 
+@pytest.mark.parametrize("unless", [False, True])
+def test_a_switch_that_may_not_change_anything(unless: bool) -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    before = layer.router.score.light.detach().clone()
+    step_end(layer, unless=torch.tensor(unless))
+    assert int(layer.router.score.steps) == (not unless)
+    assert torch.equal(layer.router.score.light, before)
+
+
 def test_stage_one_chooses_as_greedy_base() -> None:
     one, two = router_for("stable"), router_for("base").eval()
     with torch.no_grad():

@@ -298,10 +298,11 @@ class Router(nn.Module):
         """
         if not self.frozen:
             for _, stage in self._stages():
-                before = [] if unless is None else [tensor.clone() for tensor in _own(stage)]
+                own = [] if unless is None else _own(stage)  # `step_end` may freeze some of them
+                before = [tensor.clone() for tensor in own]
                 stage.step_end()
                 if unless is not None:
-                    for tensor, value in zip(_own(stage), before, strict=True):
+                    for tensor, value in zip(own, before, strict=True):
                         tensor.copy_(torch.where(unless, value, tensor))
             self._moved_since_step_end = self._parameter_version()
         for sums in self._sums():

@@ -24,6 +24,7 @@ from pointsman.lab.models.transformer_xl import Memory
 from pointsman.lab.training.config import RunConfig
 from pointsman.layer import MoE
 from pointsman.ops.on_gpu import without_triton
+from pointsman.routers.registry import parse_spec, split_specs
 from pointsman.routers.router import Router
 
 WARM_UP = 3  # steps with each k before its graph: libraries choose kernels and get workspaces, caches fill
@@ -178,9 +179,10 @@ def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool
         RunError: what no graph can capture, in one line.
     """
     model = config.model
-    router = model.router.partition(":")[0].partition("+")[0]
+    names = {parse_spec(spec).router for spec in split_specs(model.router)}
+    changing = ", ".join(sorted(names & {"compete", "stable"}))
     for cannot, why in (
-        (router in ("compete", "stable"), f"the router {router} does another thing from some step on"),
+        (changing, f"the router {changing} does another thing from some step on"),
         (not fixed_shapes, "batches differ in length"),
         (model.attention_dropout, "model.attention_dropout draws its masks from a number on the host"),
         (getattr(model, "adaptive_cutoffs", ()), "model.adaptive_cutoffs has shapes that depend on the tokens"),
