@@ -65,11 +65,12 @@ def test_batch_priority_by_hand() -> None:
     limit = Capacity(1.0, 1.0, "priority", "batch")
     probs = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
     experts = torch.tensor([[0], [0]])
-    assert limit(experts, probs, 2, RoutingContext(), 2).tolist() == [[-1], [0]]
+    assert limit(experts, probs, 2, 1, RoutingContext(), 2).tolist() == [[-1], [0]]
     both = torch.tensor([[0, 1], [0, 1]])
     half = Capacity(0.5, 0.5, "rank", "batch")
-    assert half(both, probs, 2, RoutingContext(), 1).tolist() == [[0, 1], [-1, -1]]
-    assert Capacity(0.5, 0.5, "priority", "batch")(both, probs, 2, RoutingContext(), 1).tolist() == [[-1, -1], [0, 1]]
+    assert half(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[0, 1], [-1, -1]]
+    surest = Capacity(0.5, 0.5, "priority", "batch")
+    assert surest(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[-1, -1], [0, 1]]
 
 
 def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
@@ -81,6 +82,14 @@ def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
         assert [row.nonzero().flatten().tolist() for row in experts >= 0] == places
     with pytest.raises(ValueError, match="capacity_unit=tokens: capacity and eval_capacity must be whole numbers"):
         build_router("switch:capacity=1.5:capacity_unit=tokens", dim=8, num_experts=2)
+
+
+@pytest.mark.parametrize("spec", ["expert-threshold:capacity=0.5", "depths:share=1:capacity=0.5"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_experts_that_choose_tokens_have_a_capacity_by_k(spec: str, k: int) -> None:
+    router = build_router(spec, dim=8, num_experts=8, top_k=k)
+    experts = router(torch.randn(1, 64, 8) + 2).experts
+    assert max(int((experts == expert).sum()) for expert in range(8)) == 4 * k
 
 
 def test_evaluation_has_a_factor_of_its_own() -> None:

@@ -1,6 +1,6 @@
 """Capacity: how many assignments an expert takes at most, and which ones it keeps.
 
-Shapes: G groups (sequences, or one batch), L tokens of a group, k choices a token, best first.
+Shapes: G groups (sequences, or one batch), L tokens of a group, W choices a token, best first.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ class Capacity(Stage):
         """That of the present mode."""
         return self.factors[0 if self.training else 1]
 
-    def forward(self, experts: Tensor, probs: Tensor, num_experts: int, context: RoutingContext, batch: int) -> Tensor:
-        """experts [N, k] in 0 … E - 1, -1 for none, probs [N, at least E] -> with -1 where an expert is full."""
+    def forward(
+        self, experts: Tensor, probs: Tensor, num_experts: int, k: int, context: RoutingContext, batch: int
+    ) -> Tensor:
+        """experts [N, W] in 0 … E - 1, -1 for none, probs [N, at least E] -> with -1 where an expert is full."""
         if self.factor is None:
             return experts
-        k = experts.shape[1]
+        width = experts.shape[1]  # E, not k, where experts choose
         groups = 1 if self.scope == "batch" else batch
         length = len(experts) // max(groups, 1)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(groups, length)
         each = self.factor * k / num_experts
         counted = self.unit == "tokens"
         capacity: Tensor | int = int(self.factor) if counted else max(1, math.ceil(each * length - ROUNDING))
-        slots = experts.reshape(groups, length * k)
+        slots = experts.reshape(groups, length * width)
         if mask is not None:
-            slots = torch.where(mask.repeat_interleave(k, dim=1), slots, num_experts)
+            slots = torch.where(mask.repeat_interleave(width, dim=1), slots, num_experts)
         if mask is not None and not counted:
             exact = torch.float32 if mask.device.type == "mps" else torch.float64  # which has nothing better
             tokens = mask.sum(1, keepdim=True, dtype=exact)
@@ -71,20 +73,20 @@ class Capacity(Stage):
         if self.order == "token":
             kept = _places(slots) < capacity
         else:
-            turn = self._turn(probs.detach().reshape(groups, length, probs.shape[-1]), k)
+            turn = self._turn(probs.detach().reshape(groups, length, probs.shape[-1]), width)
             kept = torch.empty_like(slots, dtype=torch.bool)
             kept.scatter_(1, turn, _places(slots.gather(1, turn)) < capacity)
-        return experts.masked_fill(~kept.reshape(-1, k), -1)
+        return experts.masked_fill(~kept.reshape(-1, width), -1)
 
-    def _turn(self, probs: Tensor, k: int) -> Tensor:
-        """[G, L k]: the assignments, as places in reading order, in the order in which they take their places."""
+    def _turn(self, probs: Tensor, width: int) -> Tensor:
+        """[G, L W]: the assignments, as places in reading order, in the order in which they take their places."""
         groups, length, _ = probs.shape
         if self.order == "priority":
             tokens = probs.amax(-1).argsort(dim=1, descending=True, stable=True)
         else:
             tokens = torch.arange(length, device=probs.device).expand(groups, length)
-        ranks = torch.arange(k, device=probs.device)[None, :, None]
-        return (tokens[:, None] * k + ranks).flatten(1)
+        ranks = torch.arange(width, device=probs.device)[None, :, None]
+        return (tokens[:, None] * width + ranks).flatten(1)
 
     def extra_repr(self) -> str:
         training, evaluation = self.factors

@@ -189,7 +189,7 @@ class Router(nn.Module):
             experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
         if self.capacity is not None and self.replayed is None:
             assert self.limit is not None
-            experts = self.limit(experts, flat_probs, self.num_experts, context, batch)
+            experts = self.limit(experts, flat_probs, self.num_experts, self.top_k, context, batch)
             weights = weights.masked_fill(experts < 0, 0)
         return Routing(
             experts=experts,
