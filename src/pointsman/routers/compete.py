@@ -6,6 +6,7 @@ the winners. On other steps, and in evaluation, it routes as `smoe` does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Probability, Whole, register_router
 from pointsman.routers.select import TopK
-from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores, Selection
 from pointsman.routers.stages import TINY, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -116,10 +117,18 @@ class Winners(TopK):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         if "responses" not in scores.extra:
             return super().forward(scores, k, context)
+        experts = top_k(scores.extra["responses"], k)
+        return experts, self.renormalized(self._shares(scores).gather(-1, experts))
+
+    def _shares(self, scores: Scores) -> Tensor:
+        """[N, E]: what the responses' weights are, before they are renormalised."""
         a = scores.extra["responses"].to(scores.probs.dtype)
-        experts = top_k(a, k)
-        shares = torch.softmax(a, -1) if self.version == 1 else a / a.sum(-1, keepdim=True).clamp_min(TINY)
-        return experts, self.renormalized(shares.gather(-1, experts))
+        return torch.softmax(a, -1) if self.version == 1 else a / a.sum(-1, keepdim=True).clamp_min(TINY)
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        if "responses" in scores.extra:
+            scores = replace(scores, probs=self._shares(scores).view_as(scores.probs))
+        return super().replay(scores, experts)
 
 
 @register_router("compete", paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380")

@@ -13,7 +13,7 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.scoring import linear
 from pointsman.routers.stage_values import Loss, LossInput, Scored, Scores, Selection
-from pointsman.routers.stages import Scorer, Selector, Sigmoid, Stages, equal_weights
+from pointsman.routers.stages import Scorer, Selector, Sigmoid, Stages
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4
@@ -62,8 +62,7 @@ class Active(Selector):
     ragged = True
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
-        probs = scores.probs.flatten(0, 1)
-        margin = probs - scores.extra["threshold"]
+        probs, margin = scores.probs.flatten(0, 1), self._margin(scores)
         experts = top_k(margin, k)
         above = margin.gather(-1, experts)
         active = above > 0
@@ -71,11 +70,18 @@ class Active(Selector):
             best, lonely = top_k(probs, 1), ~active[:, :1]
             experts = torch.cat([torch.where(lonely, best, experts[:, :1]), experts[:, 1:]], -1)
             active = torch.cat([torch.ones_like(lonely), active[:, 1:]], -1)
-        weights = (1 + (above - above.detach())) / active.sum(-1, keepdim=True).clamp_min(1)
-        return experts.masked_fill(~active, -1), weights.masked_fill(~active, 0)
+        return experts.masked_fill(~active, -1), self._weights(above, active)
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
-        return equal_weights(scores, experts)
+        above = self._margin(scores).gather(-1, experts.clamp_min(0))
+        return Selection(experts, self._weights(above, experts >= 0))
+
+    def _margin(self, scores: Scores) -> Tensor:
+        return scores.probs.flatten(0, 1) - scores.extra["threshold"]
+
+    def _weights(self, above: Tensor, active: Tensor) -> Tensor:
+        weights = (1 + (above - above.detach())) / active.sum(-1, keepdim=True).clamp_min(1)
+        return weights.masked_fill(~active, 0)
 
 
 @register_router(

@@ -10,7 +10,7 @@ from torch import Tensor
 from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stage_values import LossInput, Scores
+from pointsman.routers.stage_values import LossInput, Scores, Selection
 from pointsman.routers.stages import Selector, Stages
 from pointsman.routers.topk import LinearScorer
 from pointsman.routing import RoutingContext
@@ -53,6 +53,19 @@ class FirstAndSecond(Selector):
             lost = torch.cat([torch.zeros_like(lost[:, :1]), lost], 1)
             experts, weights = experts.masked_fill(lost, -1), weights.masked_fill(lost, 0)
         return experts, weights
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        """A choice that was dropped counts in the sum, as the best of the experts that are not given."""
+        if not self.renormalize:
+            return super().replay(scores, experts)
+        probs, lost = scores.probs.flatten(0, 1), experts < 0
+        given = torch.zeros(len(probs), probs.shape[1] + 1, dtype=torch.bool, device=probs.device)
+        given.scatter_(1, experts.remainder(probs.shape[1] + 1), True)  # -1 is the last column
+        others = probs.masked_fill(given[:, :-1], 0).sort(-1, descending=True).values
+        dropped = torch.arange(probs.shape[1], device=probs.device) < lost.sum(-1, keepdim=True)
+        weights = probs.gather(-1, experts.clamp_min(0)).masked_fill(lost, 0)
+        total = weights.sum(-1, keepdim=True) + (others * dropped).sum(-1, keepdim=True)
+        return Selection(experts, weights / (total + TINY))
 
 
 def first_choices(given: LossInput) -> Tensor:

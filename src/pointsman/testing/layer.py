@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -157,26 +158,40 @@ def records(case: Case) -> None:
 
 
 def replayed(case: Case) -> None:
-    """A replayed routing has the recorded experts and gives the same output, or is refused."""
-    model, hidden = nn.ModuleDict({"block": case.layer()}).eval(), case.hidden()
+    """A replayed routing has the recorded experts and gives the same output and gradients, or is refused."""
+
+    model = nn.ModuleDict({"block": case.layer()})
     block = model["block"]
     assert isinstance(block, MoE)
-    if block.router.capacity is not None:
-        return  # what was dropped is not in the record, and weights are renormalised without it
-    context = context_for(block.router, hidden)
-    torch.manual_seed(3)
-    with record_routing(model) as recorded:
-        output = block(hidden, context)
-    before = recorded["block"]
-    try:
-        with replay_routing(model, {"block": before}), record_routing(model) as recorded:
-            again = block(hidden, context)
-    except ValueError as refusal:
-        expect("replay" in str(refusal), f"a refusal must say what was refused, got {str(refusal)!r}")
-        return
-    expect_equal(recorded["block"].experts, before.experts, "experts")
-    expect_close(recorded["block"].weights, before.weights, "weights")
-    expect_close(again, output, "the output", rtol=1e-4, atol=1e-5)
+    router = block.router
+
+    def run(experts: Mapping[str, Routing]) -> tuple[Routing, dict[str, Tensor]]:
+        hidden = case.hidden().requires_grad_()
+        context = context_for(router, hidden.detach())
+        torch.manual_seed(3)
+        block.zero_grad()
+        with replay_routing(model, experts), record_routing(model) as recorded:
+            output = block(hidden, context)
+        output.square().sum().backward()
+        trained = {f"{name}'s gradient": one.grad for name, one in block.named_parameters() if one.grad is not None}
+        assert hidden.grad is not None
+        return recorded["block"], {"the output": output, "the input's gradient": hidden.grad, **trained}
+
+    for training in (True, False):
+        model.train(training)
+        if router.capacity is not None:
+            continue  # what was dropped is not in the record, and weights are renormalised without it
+        before, wanted = run({})
+        try:
+            again, found = run({"block": before})
+        except ValueError as refusal:
+            expect("replay" in str(refusal), f"a refusal must say what was refused, got {str(refusal)!r}")
+            return
+        expect_equal(again.experts, before.experts, "experts")
+        expect_close(again.weights, before.weights, "weights")
+        expect(not (only := sorted(wanted.keys() ^ found.keys())), f"only with or only without: {', '.join(only)}")
+        for name, value in wanted.items():
+            expect_close(found[name], value, name, rtol=1e-4, atol=1e-5)
 
 
 def materialized(case: Case) -> None:
