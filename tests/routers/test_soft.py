@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pointsman import MoE, RoutingContext, build_router, set_top_k
 from pointsman.experts.reference import expert, experts
+from pointsman.routers.registry import has_one_k
 from pointsman.routers.soft import SoftSlots
 from pointsman.routers.stage_values import Scores
 
@@ -87,6 +88,7 @@ def test_equal_slots_give_the_mean_of_the_experts_of_the_mean() -> None:
 def test_it_has_one_k_and_no_place_where_only_weights_are_applied() -> None:
     layer = soft_layer(1)
     assert layer.top_k == EXPERTS
+    assert [has_one_k(spec) for spec in ("soft+uniform", "soft | soft:slots=2", "smoe+uniform")] == [True, True, False]
     set_top_k(layer, EXPERTS)
     with pytest.raises(ValueError, match="soft:slots=1: top_k=2: every token uses all 6 experts"):
         set_top_k(layer, 2)

@@ -28,7 +28,7 @@ def is_baseline(spec: str) -> bool:
 
 def has_one_k(spec: str) -> bool:
     """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
-    parts = [part.partition(":")[0] for part in spec.split("|")]
+    parts = [part.partition("+")[0].partition(":")[0].strip() for part in spec.split("|")]
     return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
 
 

@@ -45,6 +45,7 @@ def test_wrong_moe_layers_are_one_clear_line(text):
         ({"adaptive_cutoffs": (300,)}, "adaptive_cutoffs"),
         ({"router": "hyperroutr"}, "did you mean 'hyperrouter'"),
         ({"router": "smoe|dense"}, "'dense' stands alone"),
+        ({"router": "smoe|soft:slots=2"}, "'soft:slots=2' always uses all experts, it cannot be cycled"),
     ],
 )
 def test_wrong_settings_are_named(changes, words):

@@ -13,7 +13,7 @@ from pointsman.experts.modules import EXPERTS
 from pointsman.experts.reference import ACTIVATIONS
 from pointsman.lab.models.layout import Layout, check_layers
 from pointsman.lab.models.layout import parse_moe_layers as parse_moe_layers
-from pointsman.routers.registry import BASELINES, split_specs
+from pointsman.routers.registry import BASELINES, has_one_k, split_specs
 from pointsman.routers.router import check_top_k
 
 
@@ -94,6 +94,10 @@ class ModelConfig:
         specs = split_specs(self.router)
         if len(specs) > 1 and (dense := [spec for spec in specs if spec in BASELINES]):
             raise ValueError(f"router={self.router!r}: {dense[0]!r} stands alone, it cannot be cycled with routers")
+        if (fixed := [spec for spec in specs if has_one_k(spec)]) and len(fixed) < len(specs):
+            raise ValueError(
+                f"router={self.router!r}: {fixed[0]!r} always uses all experts, it cannot be cycled with others"
+            )
 
     @property
     def layout(self) -> Layout:
