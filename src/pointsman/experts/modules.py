@@ -115,6 +115,8 @@ class Experts(nn.Module):
 class ExpertNorm(nn.Module):
     """Layer norm with a weight and a bias for each expert, [E, dim]."""
 
+    no_decay = ("weight", "bias")
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(num_experts, dim))

@@ -23,6 +23,7 @@ class VirtualExperts(nn.Module):
     """
 
     role = "virtual-experts"
+    no_decay = ("value",)
 
     def __init__(self, dim: int, kinds: Sequence[str]) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ class TwoStageScorer(Scorer):
 
     needs = frozenset({"token_ids"})
     needs_step_end = True
+    no_decay = ("token",)
     steps: Tensor
 
     def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token") -> None:

@@ -68,6 +68,25 @@ def test_decoupled_decay_on_matrices_alone(settings: Settings) -> None:
     torch.testing.assert_close(weights["layers.0.moe.experts.w_in"], before["layers.0.moe.experts.w_in"] * 0.95)
 
 
+@pytest.mark.parametrize(
+    ("router", "experts", "name"),
+    [
+        ("smoe", "base", "experts.norms.2.weight"),
+        ("smoe:nulls=3:kind=mixed", "ffn", "virtual.value"),
+        ("stable", "ffn", "score.token"),
+    ],
+)
+def test_tensors_of_two_dimensions_that_are_no_matrices(
+    settings: Settings, router: str, experts: str, name: str
+) -> None:
+    layout = "after:1" if experts == "base" else "all"
+    model = TransformerXL(settings(router, **{"model.experts": experts, "model.moe_layers": layout}).model)
+    left = not_matrices(model)
+    found = [id(weight) in left for full, weight in model.named_parameters() if full.endswith(name)]
+    assert found
+    assert all(found)
+
+
 def parameters() -> dict[str, nn.Parameter]:
     torch.manual_seed(1)
     return {"a": nn.Parameter(torch.randn(3, 2)), "b": nn.Parameter(torch.randn(4))}

@@ -207,7 +207,7 @@ class PositionBuckets(nn.Module):
     """
 
     role = "attention"
-    no_decay = True
+    no_decay = ("table",)
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

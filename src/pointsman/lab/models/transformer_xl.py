@@ -102,7 +102,7 @@ class PositionBiases(nn.Module):
     """u and w of the relative attention, [H, D], shared by all layers."""
 
     role = "attention"
-    no_decay = True
+    no_decay = ("content_bias", "position_bias")
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()

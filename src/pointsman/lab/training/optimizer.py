@@ -53,13 +53,17 @@ def lr_scales(model: nn.Module) -> dict[int, float]:
 
 
 def not_matrices(model: nn.Module) -> set[int]:
-    """ids of the parameters that `decay_on="matrices"` leaves alone: biases, norms, embeddings, positions."""
+    """ids of the parameters that `decay_on="matrices"` leaves alone: biases, norms, embeddings, positions.
+
+    A module names those of its own parameters that do not show by shape, name or role in `no_decay`.
+    """
     found: set[int] = set()
     for module in model.modules():
-        inside = getattr(module, "role", "") == "embedding" or getattr(module, "no_decay", False)
-        found |= {id(parameter) for parameter in module.parameters(recurse=True) if inside}
+        if getattr(module, "role", "") == "embedding":
+            found |= {id(parameter) for parameter in module.parameters(recurse=True)}
+        left_out = getattr(module, "no_decay", ())
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 or name.startswith(("b_", "bias")):
+            if parameter.dim() < 2 or name.startswith(("b_", "bias")) or name in left_out:
                 found.add(id(parameter))
     return found
 
