@@ -222,6 +222,20 @@ def test_equal_to_smoe_without_bias_and_groups() -> None:
     torch.testing.assert_close(left.weights, right.weights, rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("update", ["sign", "smebu", "quantile", "quantile:bins=0"])
+def test_a_step_of_padding_alone_moves_nothing(update: str) -> None:
+    layer = MoE(5, 3, EXPERTS, router=f"loss-free:update={update}")
+    hidden = torch.randn(2, 4, 5, requires_grad=True)
+    states = []
+    for mask in (None, torch.zeros(2, 4, dtype=torch.bool)):
+        layer(hidden, RoutingContext(padding_mask=mask)).sum().backward()
+        step_end(layer)
+        states.append([buffer.clone() for buffer in layer.router.select.buffers()])
+    assert states[0][0].any()
+    for before, after in zip(*states, strict=True):
+        assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize("update", ["sign", "smebu", "quantile"])
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax", "sqrtsoftplus"])
 def test_extreme_logits_and_padding_alone(gate: str, update: str) -> None:

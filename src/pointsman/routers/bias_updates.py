@@ -1,6 +1,7 @@
 """How the bias of `loss-free` moves after a step: by a sign, smoothly with momentum, or onto a quantile.
 
-n_i is how many real tokens chose expert i in the step, over all micro-batches and processes; nbar is their mean.
+n_i is how many real tokens chose expert i in the step, over all micro-batches and processes; nbar is their mean. A step
+without real tokens moves nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class SmebuUpdate(SignUpdate):
         counts = sums["counts"].to(bias.dtype)
         mean = counts.mean()
         change = self.rate * torch.tanh(SHARPNESS * (mean - counts) / mean.clamp_min(TINY))
-        bias.add_(self.momentum.lerp_(self.centred(change), 1 - MOMENTUM))
+        moved = self.momentum.lerp(self.centred(change), 1 - MOMENTUM)
+        self.momentum.copy_(torch.where(mean > 0, moved, self.momentum))
+        bias.add_(torch.where(mean > 0, moved, 0))
 
 
 class QuantileUpdate(SignUpdate):
@@ -84,11 +87,13 @@ class QuantileUpdate(SignUpdate):
 
     @torch.no_grad()
     def move(self, bias: Tensor, sums: Tensors) -> None:
-        rank = sums["counts"].sum() // len(bias)
-        if "margins" in sums:
+        chosen = sums["counts"].sum()
+        rank = chosen // len(bias)
+        if len(sums.get("margins", ())):
             bias.copy_(self.centred(-sums["margins"].sort(0, descending=True).values[int(rank)]))
         elif "histogram" in sums:
-            bias.copy_(self.centred(-largest_of_histogram(sums["histogram"], rank, *self._range(bias))))
+            moved = self.centred(-largest_of_histogram(sums["histogram"], rank, *self._range(bias)))
+            bias.copy_(torch.where(chosen > 0, moved, bias))
 
 
 UPDATES = {"sign": SignUpdate, "smebu": SmebuUpdate, "quantile": QuantileUpdate}
