@@ -49,6 +49,8 @@ def test_every_entry_explains_itself() -> None:
         ("dense", "baseline without a router"),
         ("thor:renormalize=false", "thor has its own rule for renormalize; leave the option out"),
         ("expert-choice:capacity=1", "expert-choice has its own rule for capacity"),
+        ("expert-choice:eval_capacity=1", "expert-choice has its own rule for eval_capacity"),
+        ("soft:eval_capacity=0.5", "soft has its own rule for eval_capacity"),
     ],
 )
 def test_mistakes_are_named(spec: str, says: str) -> None:

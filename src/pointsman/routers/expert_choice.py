@@ -63,7 +63,7 @@ class ExpertsChoose(Selector):
     """
 
     causal = False
-    overrides = frozenset({"capacity"})
+    overrides = frozenset({"capacity", "eval_capacity"})
 
     def __init__(self, group: str) -> None:
         super().__init__()

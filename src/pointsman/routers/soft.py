@@ -43,7 +43,7 @@ class SoftSlots(Selector):
 
     causal = False
     needs_moe = True
-    overrides = frozenset({"capacity"})
+    overrides = frozenset({"capacity", "eval_capacity"})
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         fit, mask = scores.extra["fit"], context.padding_mask
