@@ -9,7 +9,7 @@ import torch
 from tests.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
 from torch import Tensor
 
-from pointsman import MoE, Router, RoutingContext, build_router, step_end
+from pointsman import MoE, Router, RoutingContext, build_router, freeze, step_end
 from pointsman.routing import Routing
 
 IDS = torch.arange(21).view(3, 7) * 3 % 64
@@ -148,6 +148,24 @@ def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
     again = routed(layer.router, torch.randn(3, 7, 5))
     assert torch.equal(again.experts, left.experts)
     assert torch.equal(again.experts, routed(layer.router.eval(), torch.randn(3, 7, 5)).experts)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: bool) -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    first = {name: value.clone() for name, value in layer.state_dict().items()}
+    step_end(layer)
+    if frozen:
+        freeze(layer, "router")
+    layer.load_state_dict(first)
+    assert layer.router.score.token.requires_grad == layer.router.score.light.requires_grad == (not frozen)
+
+
+def test_without_a_stage_one_the_light_router_never_trains() -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=cnn", vocab_size=64)
+    assert not any(one.requires_grad for name, one in layer.router.score.named_parameters() if "gate" not in name)
+    with torch.device("meta"):
+        MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64)
 
 
 @pytest.mark.parametrize("unless", [False, True])

@@ -50,6 +50,8 @@ class TwoStageScorer(Scorer):
             taps = EARLIER[kind] + 1
             self.kernel = nn.Parameter(torch.empty(taps).uniform_(-(taps**-0.5), taps**-0.5))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self._has_frozen = False
+        self._freeze_light()
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("stable", self.vocab_size, context)
@@ -111,11 +113,19 @@ class TwoStageScorer(Scorer):
         self._freeze_light()
 
     def _freeze_light(self) -> None:
+        """Freezes the light router in stage two. A loaded state of stage one undoes that, unless `freeze` holds all."""
+        if self.steps.is_meta:
+            return
+        parts = [parameter for parameter in (self.token, self.light, self.kernel) if parameter is not None]
         if int(self.steps) >= self.stage_one:
-            for parameter in (self.token, self.light, self.kernel):
-                if parameter is not None:
-                    parameter.requires_grad_(False)
-                    parameter.grad = None  # momentum and weight decay would move it
+            for parameter in parts:
+                self._has_frozen |= parameter.requires_grad
+                parameter.requires_grad_(False)
+                parameter.grad = None  # momentum and weight decay would move it
+        elif self._has_frozen and self.gate.weight.requires_grad:
+            self._has_frozen = False
+            for parameter in parts:
+                parameter.requires_grad_(True)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
