@@ -11,7 +11,13 @@ from torch.export import Dim, export, load, save
 from pointsman import MoE
 
 
-@pytest.mark.parametrize("router", ["smoe:balance=0.1", "xmoe+similarity", "top-p"])
+@pytest.mark.parametrize(
+    "router",
+    [
+        "smoe:balance=0.1", "xmoe+similarity", "top-p", "default", "smoe:weigh=input",
+        "smoe:nulls=4:kind=mixed", "loss-free:groups=2:kept=1",
+    ],
+)  # fmt: skip
 def test_an_exported_layer_gives_what_the_layer_gives(router: str) -> None:
     layer = MoE(16, 32, 4, router=router).eval()
     program = export(layer, (torch.randn(2, 8, 16),), dynamic_shapes=({1: Dim("tokens", min=2, max=4096)},))

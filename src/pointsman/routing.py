@@ -218,5 +218,5 @@ class Routing:
 
 def one_expert_each(expert: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:
     """The routing that sends each row to the expert `expert` [P] with weight 1."""
-    one = torch.ones(len(expert), 1, dtype=dtype, device=expert.device)
+    one = torch.ones(expert.shape[0], 1, dtype=dtype, device=expert.device)
     return Routing(expert[:, None], one, one.expand(-1, num_experts), one)

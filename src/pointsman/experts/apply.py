@@ -70,13 +70,14 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
 
 def _path(hidden: Tensor, parameters: ExpertParameters, expert: Tensor) -> str:
     """ "cpu" or "cuda" where the fast path of that device can be taken, otherwise "plain"."""
-    if plain_wanted() or not expert.numel() or transformed():
+    exporting = torch.compiler.is_exporting()  # which may not ask how many pairs a routing will have
+    if plain_wanted() or transformed() or not (exporting or expert.numel()):
         return "plain"
     kind, dtype = hidden.device.type, hidden.dtype
     if dtype not in _DTYPES.get(kind, set()):
         return "plain"
     known: set[type] = {Tensor, Parameter}
-    if torch.compiler.is_exporting():
+    if exporting:
         from torch._subclasses.fake_tensor import FakeTensor
 
         known.add(FakeTensor)

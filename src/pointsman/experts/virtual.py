@@ -45,10 +45,10 @@ class VirtualExperts(nn.Module):
 
     def forward(self, hidden: Tensor, weights: Tensor) -> Tensor:
         """hidden [tokens, dim], weights [tokens, V] -> [tokens, dim]."""
-        own = weights.new_zeros(len(weights), 1) if self.copies is None else weights[:, self.copies].sum(-1, True)
+        own = weights.new_zeros(weights.shape[0], 1) if self.copies is None else weights[:, self.copies].sum(-1, True)
         if self.constants is None or self.weight is None or self.value is None:
             return own.to(hidden.dtype) * hidden
-        scores = linear(hidden, self.weight.flatten(0, 1)).view(len(hidden), len(self.weight), 2)
+        scores = linear(hidden, self.weight.flatten(0, 1)).view(hidden.shape[0], len(self.weight), 2)
         shares = torch.softmax(scores.to(weights.dtype), -1) * weights[:, self.constants, None]
         own = (own + shares[..., 0].sum(-1, True)).to(hidden.dtype)
         return own * hidden + shares[..., 1].to(hidden.dtype) @ self.value.to(hidden.dtype)

@@ -58,7 +58,7 @@ class Capacity(Stage):
             return experts
         width = experts.shape[1]  # E, not k, where experts choose
         groups = 1 if self.scope == "batch" else batch
-        length = len(experts) // max(groups, 1)
+        length = experts.shape[0] // max(groups, 1)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(groups, length)
         each = self.factor * k / num_experts
         counted = self.unit == "tokens"

@@ -225,7 +225,7 @@ class Router(nn.Module):
 
     def _of_others(self, probs: Tensor, experts: Tensor, mask: Tensor | None) -> Tensor:
         """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""
-        chosen = torch.zeros(len(experts), self.num_experts + 1, dtype=torch.bool, device=experts.device)
+        chosen = torch.zeros(experts.shape[0], self.num_experts + 1, dtype=torch.bool, device=experts.device)
         chosen.scatter_(1, experts.remainder(self.num_experts + 1), True)  # -1 is the last column
         gone = chosen[:, :-1] if mask is None else chosen[:, :-1] | ~mask[:, None]
         return (probs * self.scale).masked_fill(gone, 0)

@@ -60,6 +60,6 @@ def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str
     if kept >= groups:
         return choice
     best = choice.view(-1, groups, width).topk(1 if group_score == "max" else min(2, width)).values
-    lost = torch.ones(len(choice), groups, dtype=torch.bool, device=choice.device)
+    lost = torch.ones(choice.shape[0], groups, dtype=torch.bool, device=choice.device)
     lost.scatter_(1, top_k(best.sum(-1), kept), False)
     return choice.masked_fill(lost.repeat_interleave(width, 1), -torch.inf)

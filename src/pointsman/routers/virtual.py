@@ -45,6 +45,6 @@ def apart(experts: Tensor, weights: Tensor, num_experts: int, virtual: int) -> t
     """Experts [N, k] with -1 for virtual ones, their weights [N, k], and the virtual experts' weights [N, V]."""
     column = experts - num_experts
     other = column < 0
-    apart = weights.new_zeros(len(weights), virtual + 1)
+    apart = weights.new_zeros(weights.shape[0], virtual + 1)
     apart = apart.scatter(1, column.masked_fill(other, virtual), weights)
     return experts.masked_fill(~other, -1), weights.masked_fill(~other, 0), apart[:, :virtual]
