@@ -88,6 +88,14 @@ def test_the_navigation_has_every_page() -> None:
     assert [page for page in pages if page.count("/") < 2 and page not in (*listed, *linked)] == []
 
 
+def test_the_options_of_every_router_name_who_has_a_balance_loss_by_default() -> None:
+    index = (ROOT / "docs" / "routers" / "index.md").read_text(encoding="utf-8")
+    named = re.search(r"^\| `balance` \| `0.0` \((.*): `0.01`\)", index, re.MULTILINE)
+    assert named
+    balanced = {name: entry.balance for name, entry in registry.ROUTERS.items() if entry.balance}
+    assert balanced == dict.fromkeys(re.findall(r"`([\w-]+)`", named[1]), 0.01)
+
+
 def claims_commands() -> list[str]:
     grids = tomllib.loads((ROOT / "docs" / "results" / "claims.toml").read_text(encoding="utf-8"))["grids"].values()
     lines = [line for grid in grids for line in (f"{grid['command']} --routers smoe", *grid.get("after", ()))]
