@@ -42,6 +42,8 @@ def test_a_seed_draws_the_same_and_top_p_cuts_the_rest() -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in range(200)]
     assert set(Sampling(top_p=0.8).draw(logits, generators).tolist()) == {0, 1}
     assert set(Sampling().draw(logits, generators).tolist()) == {0, 1, 2}
+    for temperature in (1e-39, 1e-30):
+        assert set(Sampling(temperature).draw(100 * logits, generators).tolist()) == {int(logits[0].argmax())}
 
 
 def test_text_appears_when_its_character_is_complete() -> None:

@@ -111,6 +111,13 @@ def test_a_slower_link_never_makes_a_plan_faster():
         (["--model", "olmoe", "--set", "model.dim=4"], "--set has no effect without --preset"),
         (["--compare", "--model", "olmoe"], "--model has no effect with --compare"),
         (["--preset", "tiny", "--set", "model.router=dense"], "no sparse layer"),
+        (["--preset", "tiny", "--set", "accumulation=8"], "--set accumulation has no effect on a plan"),
+        (["--preset", "tiny-mt"], "one stack of layers, not for an encoder with a decoder"),
+        (
+            ["--preset", "tiny-vit", "--length", "64"],
+            "--length has no effect with --preset tiny-vit, which reads images",
+        ),
+        (["--preset", "tiny-mlm", "--length", "1024"], "tiny-mlm has positions for 512 tokens"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
@@ -129,5 +136,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path):
     assert len((tmp_path / "plan.csv").read_text().splitlines()) == 7
     assert main(["plan", "--preset", "tiny", "--length", "64"]) == 0
     assert "dim 128 lies outside the published runs (2048 to 7168)" in capsys.readouterr().out
+    assert main(["plan", "--preset", "olmoe-1b-7b"]) == 0
+    assert "6.92 billion parameters" in capsys.readouterr().out, "with its own vocabulary"
+    assert main(["plan", "--preset", "tiny-vit"]) == 0
     with pytest.raises(RunError, match="multiples of --length"):
         Job(100, 64)

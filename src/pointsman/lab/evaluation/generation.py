@@ -43,9 +43,10 @@ class Sampling:
 
     def draw(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """[B, V] -> [B]."""
-        if self.temperature == 0:
+        if self.temperature < torch.finfo(torch.float32).tiny:
             return logits.argmax(-1)
-        probs = torch.softmax(logits.float().cpu() / self.temperature, -1)
+        scores = logits.float().cpu()
+        probs = torch.softmax((scores - scores.amax(-1, keepdim=True)) / self.temperature, -1)  # no quotient is inf
         if self.top_p < 1:
             sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
             before = sorted_probs.cumsum(-1) - sorted_probs

@@ -16,6 +16,7 @@ import torch
 from pointsman.lab.models.config import ModelConfig
 from pointsman.lab.models.cost import parameter_table
 from pointsman.lab.models.families import build_model
+from pointsman.lab.models.translation import TranslationConfig
 from pointsman.layer import MoE
 
 
@@ -107,8 +108,10 @@ class Shape:
         """The shape of a model of pointsman's families, counted on a copy without weights.
 
         Raises:
-            ValueError: the model has no sparse layer.
+            ValueError: the model has no sparse layer, or encoder and decoder.
         """
+        if isinstance(config, TranslationConfig):
+            raise ValueError(f"{name}: a plan is for one stack of layers, not for an encoder with a decoder")
         with torch.device("meta"):
             model = build_model(config)
         sparse = [module for module in model.modules() if isinstance(module, MoE)]
