@@ -69,9 +69,12 @@ class SumOfFirstForward(torch.autograd.Function):
     """sum_i f_i P_i. f is no saved tensor: activation checkpointing takes those from a second forward."""
 
     @staticmethod
-    def forward(ctx: Any, shares: Tensor, means: Tensor) -> Tensor:
-        ctx.shares = shares
+    def forward(shares: Tensor, means: Tensor) -> Tensor:
         return (shares * means).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.shares = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:

@@ -61,6 +61,12 @@ def test_settings_come_along(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
 
 
+def test_options_that_depend_on_the_number_of_experts() -> None:
+    model = dense("llama")
+    mixture = hf.upcycle(model, num_experts=16, top_k=2, router="loss-free:groups=8")
+    torch.testing.assert_close(logits(mixture), logits(model), rtol=1e-4, atol=1e-5)
+
+
 def test_bare_transformer_and_bfloat16() -> None:
     model = dense("llama", AutoModel)
     mixture = hf.upcycle(model, 4)

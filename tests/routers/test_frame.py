@@ -257,3 +257,16 @@ def test_balance_may_count_other_experts_than_the_chosen() -> None:
     assert torch.equal(count(None), count(lambda given: given.experts))
     probs = router(hidden).probs[:4].mean(0)
     torch.testing.assert_close(count(lambda given: torch.zeros_like(given.experts)), EXPERTS * probs[0])
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "step"])
+def test_losses_under_torch_func(scope: str) -> None:
+    router = build_router(f"smoe:balance=0.1:balance_scope={scope}", dim=DIM, num_experts=EXPERTS).train()
+    parameters, hidden = dict(router.named_parameters()), torch.randn(1, 5, DIM)
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(router, values, (hidden,)).losses["balance"]
+
+    wanted = torch.autograd.grad(loss(parameters), parameters["score.weight"])[0]
+    router.step_end()
+    torch.testing.assert_close(torch.func.grad(loss)(parameters)["score.weight"], wanted)

@@ -174,6 +174,7 @@ def test_a_switch_that_may_not_change_anything(unless: bool) -> None:
     before = layer.router.score.light.detach().clone()
     step_end(layer, unless=torch.tensor(unless))
     assert int(layer.router.score.steps) == (not unless)
+    assert layer.router.score.light.requires_grad == unless
     assert torch.equal(layer.router.score.light, before)
 
 

@@ -304,6 +304,7 @@ class Router(nn.Module):
                 if unless is not None:
                     for tensor, value in zip(own, before, strict=True):
                         tensor.copy_(torch.where(unless, value, tensor))
+                    stage.restored()
             self._moved_since_step_end = self._parameter_version()
         for sums in self._sums():
             sums.clear()

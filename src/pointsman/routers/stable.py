@@ -112,6 +112,9 @@ class TwoStageScorer(Scorer):
         self.steps += 1
         self._freeze_light()
 
+    def restored(self) -> None:
+        self._freeze_light()
+
     def _freeze_light(self) -> None:
         """Freezes the light router in stage two. A loaded state of stage one undoes that, unless `freeze` holds all."""
         if self.steps.is_meta:

@@ -63,6 +63,9 @@ class Stage(nn.Module):
     def step_end(self) -> None:
         """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
 
+    def restored(self) -> None:
+        """Called where `step_end` may have been undone: what follows from the buffers is to follow again."""
+
     def extra_repr(self) -> str:
         """The plain values that it was made with."""
         kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}

@@ -222,6 +222,7 @@ def test_figures_of_shifted_images(folder: Path) -> None:
     assert of("outliers") == {2: pytest.approx(62.5)}
     assert (of("drop", shift="robust-pgd"), of("moved", shift="robust-pgd")) == ({2: 25.0}, {2: pytest.approx(0.1)})
     assert of("drop", shift="robust-a") == {}
+    assert Measure("moved", 1).of(comparison, "ahead") == of("moved"), "recorded at the k of training alone"
     assert Measure("outliers", 1).of(comparison, "ahead") == {}, "it has routers: its figures hold at their own k"
     assert Measure("mixed entropy").of(comparison, "ahead") == Measure("entropy").of(comparison, "ahead")
 

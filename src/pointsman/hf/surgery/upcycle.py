@@ -98,7 +98,7 @@ def upcycle(
     if not noise >= 0:
         raise ValueError(f"upcycle: noise={noise!r}: allowed are numbers from 0")
     if router is not None:
-        _check_weights(router)
+        _check_weights(router, num_experts, top_k)
     target, settings = TARGETS[kind]
     config = _config(model.config, target, settings(model.config, num_experts, top_k))
     causal = type(model).__name__.endswith("ForCausalLM")
@@ -116,13 +116,13 @@ def upcycle(
     return mixture
 
 
-def _check_weights(router: str | Sequence[str]) -> None:
+def _check_weights(router: str | Sequence[str], num_experts: int, top_k: int) -> None:
     """Raises ValueError if a router that replaces the class's rule weighs a token's experts otherwise than to 1."""
     for spec in split_specs(router):
         if parse_spec(spec).router not in RULES or not has_own_rule(spec):
             continue  # the class renormalises, or replace_routers refuses it
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            routing = build_router(spec, dim=8, num_experts=4, top_k=1).eval()(torch.randn(1, 16, 8))
+            routing = build_router(spec, dim=8, num_experts=num_experts, top_k=top_k).eval()(torch.randn(1, 16, 8))
         total = routing.weights.sum(-1)
         if not torch.allclose(total, torch.ones_like(total), atol=1e-5):
             raise ValueError(

@@ -108,12 +108,13 @@ def robust_tables(comparison: Comparison) -> list[RobustTable]:
 
 
 def shifted_images(run: RunRecord, name: str) -> Record:
-    """A run's record NAME.json, with "every_k" = the model has no routers; {} without a figure."""
+    """A run's record NAME.json, with "every_k" = its figures hold at every k; {} without a figure."""
     record = read_object(run.path / f"{name}.json")
     if not record.get("results") or record.get("kind") not in TITLES:
         return {}
-    sparse = any(result.get("routers") for result in run.results().values())
-    return {**record, "every_k": not sparse}
+    from pointsman.routers.registry import has_one_k  # torch, which few tables need
+
+    return {**record, "every_k": has_one_k(run.router)}
 
 
 def _table(comparison: Comparison, name: str, runs: Runs) -> RobustTable:
@@ -137,7 +138,7 @@ def _plain(value: Any) -> str:
 
 
 def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]]:
-    """The rows at this k; those of a model without routers at every k."""
+    """The rows at this k; those of a model that has one k at every k."""
     return [row for row in record.get(part) or [] if record["every_k"] or row["top_k"] == k]
 
 
@@ -153,7 +154,8 @@ def _layers(name: str, part: str) -> Figure:
     """A figure of the routing, mean over layers, and over the conditions of the record."""
 
     def mean(record: Record, k: int) -> float | None:
-        return mean_of(layer.get(name) for row in _at(record, k, part) for layer in row.get("layers", {}).values())
+        rows = (record.get(part) or ()) if part == "routing" else _at(record, k, part)  # routing: at the k of training
+        return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
 
     return mean
 

@@ -87,11 +87,9 @@ class Asked:
 
     @property
     def file(self) -> str:
-        """Name of the record in the run directory: a path gives its last part, and a hash of all of it."""
-        where = ""
-        if self.path:
-            whole = os.path.realpath(self.path) if os.path.exists(self.path) else self.path
-            where = f"-{slug(Path(self.path).name)}-{_digest(whole)[:6]}"
+        """Name of the record in the run directory: of a path its last part, of a run's the last two."""
+        parts = Path(os.path.abspath(self.path)).parts[-2 if self.kind == "hard" else -1 :] if self.path else ()
+        where = "".join(f"-{slug(part)}" for part in parts)
         split = "" if self.split == "test" else f"-{self.split}"
         return f"robust-{self.kind}{where}{split}.json"
 
