@@ -169,12 +169,6 @@ def first_choice(routing: Routing, mask: Tensor | None = None) -> Tensor:
     return experts.gather(-1, best)[:, 0]
 
 
-def members(experts: Tensor, num_experts: int) -> Tensor:
-    """[tokens, E] bool: whether a token chose an expert, of `experts` [tokens, k] with -1 = none."""
-    hot = torch.zeros(experts.shape[0], num_experts + 1, dtype=torch.bool, device=experts.device)
-    return hot.scatter_(1, experts + 1, True)[:, 1:]
-
-
 def unmixed(routing: Routing) -> Tensor:
     """The distribution before mixing [tokens, E]."""
     return routing.probs if routing.unmixed is None else routing.unmixed

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, chosen, counts, first_choice, members, ratio
+from pointsman.diagnostics.base import Diagnostic, chosen, counts, first_choice, ratio
+from pointsman.ops.selection import members
 from pointsman.routing import Routing
 
 

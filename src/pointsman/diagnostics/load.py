@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, counts, members, number, numbers, table
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, counts, number, numbers, table
+from pointsman.ops.selection import members
 from pointsman.routing import Routing
 
 CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time

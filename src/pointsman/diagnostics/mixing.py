@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pointsman.diagnostics.base import Diagnostic, Moments, chosen, members, unmixed
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, unmixed
+from pointsman.ops.selection import members
 from pointsman.routing import Routing
 
 

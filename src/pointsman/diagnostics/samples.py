@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pointsman.diagnostics.base import first_choice, members
+from pointsman.diagnostics.base import first_choice
+from pointsman.ops.selection import members
 from pointsman.routing import Routing
 
 TOKENS_PER_EXPERT = 10

@@ -1,4 +1,4 @@
-"""Choosing the k largest."""
+"""Choosing the k largest, and which were chosen."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def top_k(values: Tensor, k: int) -> Tensor:
     if values.device.type == "cuda" and values.shape[-1] >= MANY and values.dtype != torch.float64:
         return keys(values).topk(k, dim=-1).indices
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def members(experts: Tensor, num_experts: int) -> Tensor:
+    """[tokens, E] bool: whether a token chose an expert, of `experts` [tokens, k] with -1 = none."""
+    hot = torch.zeros(experts.shape[0], num_experts + 1, dtype=torch.bool, device=experts.device)
+    return hot.scatter_(1, experts + 1, True)[:, 1:]
 
 
 def keys(values: Tensor) -> Tensor:

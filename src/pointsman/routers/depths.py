@@ -8,7 +8,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.ops.selection import top_k
+from pointsman.ops.selection import members, top_k
 from pointsman.routers.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.expert_choice import as_selection, best_tokens
 from pointsman.routers.stage_values import Loss, LossInput, Scores, Selection
@@ -49,10 +49,8 @@ class SomeTokens(Selector):
 def will_be_taken(given: LossInput) -> Tensor:
     """Binary cross-entropy of sg(r) with "this expert took the token", the mean over tokens and experts."""
     experts, logits = given.experts, given.logits
-    num_experts = logits.shape[-1]
-    taken = logits.new_zeros(len(logits), num_experts + 1)
-    taken.scatter_(1, experts.remainder(num_experts + 1), 1.0)  # -1 is the last column
-    each = F.binary_cross_entropy_with_logits(logits, taken[:, :-1], reduction="none")
+    taken = members(experts, logits.shape[-1]).to(logits.dtype)
+    each = F.binary_cross_entropy_with_logits(logits, taken, reduction="none")
     return given.token_mean(each).mean()
 
 

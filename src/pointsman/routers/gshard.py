@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pointsman.ops.drawing import own_rows, rand_like
-from pointsman.ops.selection import top_k
+from pointsman.ops.selection import members, top_k
 from pointsman.routers.registry import LayerSpec, register_router
 from pointsman.routers.stage_values import LossInput, Scores, Selection
 from pointsman.routers.stages import Selector, Stages
@@ -59,9 +59,7 @@ class FirstAndSecond(Selector):
         if not self.renormalize:
             return super().replay(scores, experts)
         probs, lost = scores.probs.flatten(0, 1), experts < 0
-        given = torch.zeros(len(probs), probs.shape[1] + 1, dtype=torch.bool, device=probs.device)
-        given.scatter_(1, experts.remainder(probs.shape[1] + 1), True)  # -1 is the last column
-        others = probs.masked_fill(given[:, :-1], 0).sort(-1, descending=True).values
+        others = probs.masked_fill(members(experts, probs.shape[1]), 0).sort(-1, descending=True).values
         dropped = torch.arange(probs.shape[1], device=probs.device) < lost.sum(-1, keepdim=True)
         weights = probs.gather(-1, experts.clamp_min(0)).masked_fill(lost, 0)
         total = weights.sum(-1, keepdim=True) + (others * dropped).sum(-1, keepdim=True)

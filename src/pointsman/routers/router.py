@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
+from pointsman.ops.selection import members
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers import on_gpu
 from pointsman.routers.balance import Balance
@@ -225,9 +226,8 @@ class Router(nn.Module):
 
     def _of_others(self, probs: Tensor, experts: Tensor, mask: Tensor | None) -> Tensor:
         """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""
-        chosen = torch.zeros(experts.shape[0], self.num_experts + 1, dtype=torch.bool, device=experts.device)
-        chosen.scatter_(1, experts.remainder(self.num_experts + 1), True)  # -1 is the last column
-        gone = chosen[:, :-1] if mask is None else chosen[:, :-1] | ~mask[:, None]
+        chosen = members(experts, self.num_experts)
+        gone = chosen if mask is None else chosen | ~mask[:, None]
         return (probs * self.scale).masked_fill(gone, 0)
 
     @property

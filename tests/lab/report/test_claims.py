@@ -10,7 +10,8 @@ import pytest
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.claims import CLAIMS, Page
+from pointsman.lab.report.claims import Page
+from pointsman.lab.report.claims_file import CLAIMS
 from pointsman.lab.report.differences import Differences
 from pointsman.lab.report.intervals import Paired, student_cdf, student_quantile
 from pointsman.lab.report.measures import DIAGNOSED, Measure

@@ -9,7 +9,7 @@ import pytest
 from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.claims import CLAIMS
+from pointsman.lab.report.claims_file import CLAIMS
 from pointsman.lab.report.figures import _apart
 from pointsman.lab.report.trends import Trends
 

@@ -33,7 +33,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
-from pointsman.lab.report.claims import CLAIMS, planned, read_claims_file
+from pointsman.lab.report.claims_file import CLAIMS, planned, read_toml
 from pointsman.lab.report.figures import save_lines
 from pointsman.lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman.lab.report.measures import UNITS, Measure
@@ -201,7 +201,7 @@ class Trends:
         Raises:
             RunError: an unknown field, measure or grid; a damaged grid.
         """
-        values = read_claims_file(folder / CLAIMS)
+        values = read_toml(folder / CLAIMS)
         known = values.get("grids", {})
         grids = {name: read_comparison(folder / name) for name in known if (folder / name / COMPARISON).is_file()}
         named = enumerate(values.get("trends", []), 1)

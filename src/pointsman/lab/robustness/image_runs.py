@@ -16,13 +16,12 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_whole_json, write_whole
 from pointsman.lab.data.images.image_set import ImagePart, ImageSet
 from pointsman.lab.evaluation.passes import EvaluationContext, eval_top_k
+from pointsman.lab.finetuning.run import identity
 from pointsman.lab.progress import Progress, Quiet, Stop
 from pointsman.lab.robustness.image_attacks import ATTACKS, under_gradient_attack
 from pointsman.lab.robustness.image_sources import Corrupted, check_corruptions, chosen_rows, rows_of
 from pointsman.lab.robustness.images import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
-from pointsman.lab.runs.checkpoints import checksums
 from pointsman.lab.runs.comparison import required_plan, saved_runs
-from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import run_path, slug
 from pointsman.lab.training.image_classification import open_images
 from pointsman.lab.training.run import Run, load_run
@@ -179,9 +178,9 @@ def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
     if run.config.model.reads_tokens:
         return {}  # `robustness` refuses it
     images = open_images(run.config.data)
-    found = {"weights": _weights(run), "images": images.fingerprint}
+    found = {"weights": identity(run)["sha256"], "images": images.fingerprint}
     if asked.kind == "hard":
-        found["path"] = _weights(load_run(str(asked.path)))
+        found["path"] = identity(load_run(str(asked.path)))["sha256"]
     elif asked.kind in ("a", "r", "o"):
         found["path"] = _others(run, asked, images).fingerprint
     elif asked.path:  # published files may be too many to read: down to the folders of classes
@@ -189,16 +188,8 @@ def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
         named = (place for pattern in ("*", "*/*", "*/*/*") for place in sorted(root.glob(pattern)))
         places = [place for place in named if place.exists()]  # no broken link
         about = [(str(place.relative_to(root)), (told := place.stat()).st_size, told.st_mtime_ns) for place in places]
-        found["path"] = _digest(json.dumps(about))
+        found["path"] = hashlib.sha256(json.dumps(about).encode()).hexdigest()
     return found
-
-
-def _weights(run: Run) -> str:
-    return _digest(json.dumps(checksums(RunDirectory(run.path).checkpoints / f"step-{run.step}")))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _budget(asked: Asked, run: Run) -> int | None:
