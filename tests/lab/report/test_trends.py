@@ -83,6 +83,23 @@ def test_the_word_for_a_change_is_about_the_seeds_of_both_points(folder: Path) -
     assert trend.verdict("wider", 1).startswith("**grows** (+0.400")
 
 
+def test_a_last_point_of_one_seed_leaves_the_change_before_it(folder: Path) -> None:
+    rows = {"smoe": 1.5, "wider": 1.6}
+    write_comparison(folder / "longer", routers=list(rows), missing=[(row, seed) for row in rows for seed in range(3)])
+    for router, value in rows.items():
+        write_run(folder / f"longer/runs/{router}/seed-0", router, 0, top_k=(1,), values={1: value})
+    longer = '\n[grids.longer]\ncommand = "pointsman compare --steps 160"\n'
+    (folder / CLAIMS).write_text(GRIDS + longer + LENGTH.replace('"long"]]', '"long"], [160, "longer"]]'))
+    trends = Trends.read(folder)
+    (trend,) = trends.trends
+    assert trends.comparisons == 9 + 4, "a gap of one seed has no interval"
+    assert trend.verdict("wider", 1).startswith("**grows** until steps 40 (+0.400")
+    assert trend.verdict("over", 1).startswith("**turns** (")
+    page = trends.write(folder).read_text()
+    assert "| row | steps 10 | steps 40 | steps 160 | first to last |" in page
+    assert "| +0.100, 1 seed |" in page
+
+
 def test_categories_and_points_of_two_measures(folder: Path) -> None:
     curves = """
 [[trends]]

@@ -84,30 +84,38 @@ class Trend:
             found[name] = [point for point in made if point.values and point.x != NONE]
         return {name: points for name, points in found.items() if points}
 
+    @cached_property
+    def ends(self) -> dict[str, tuple[Point, Point]]:
+        """Curve -> its first point, and the last that has three seeds in common with it; curves that have both."""
+        found = {}
+        for name, (first, *later) in self.curves.items():
+            if shared := [point for point in later if len(first.values.keys() & point.values) >= LEAST_SEEDS]:
+                found[name] = first, shared[-1]
+        return found
+
     def changes(self) -> dict[str, Paired]:
-        """Curve -> its last point minus its first, over the seeds that both have; curves of three such seeds."""
-        ends = {name: (points[0], points[-1]) for name, points in self.curves.items() if len(points) > 1}
-        paired = {
+        """Curve -> the last point of `ends` minus the first, over the seeds that both have."""
+        return {
             name: Paired([last.values[seed] - first.values[seed] for seed in sorted(first.values.keys() & last.values)])
-            for name, (first, last) in ends.items()
+            for name, (first, last) in self.ends.items()
         }
-        return {name: one for name, one in paired.items() if len(one.values) >= LEAST_SEEDS}
 
     def verdict(self, name: str, comparisons: int) -> str:
-        """From the first point to the last: grows, shrinks or turns (rises, falls), or not told apart."""
-        change = self.changes().get(name)
-        if change is None:
+        """Between the `ends`: grows, shrinks or turns (rises, falls), or not told apart."""
+        if name not in self.ends:
             return NONE
-        change = Paired(change.values, comparisons)
+        ends = self.ends[name]
+        change = Paired(self.changes()[name].values, comparisons)
+        until = "" if ends[1] is self.curves[name][-1] else f" until {self.x} {_number(ends[1].x)}"
         if not change.sign:
-            return f"not told apart ({change.text()})"
-        ends = self.curves[name][0].values, self.curves[name][-1].values
-        first, last = (statistics.fmean(of[seed] for seed in ends[0].keys() & ends[1]) for of in ends)
+            return f"not told apart{until} ({change.text()})"
+        shared = ends[0].values.keys() & ends[1].values
+        first, last = (statistics.fmean(end.values[seed] for seed in shared) for end in ends)
         words = ("rises", "falls") if change.sign > 0 else ("falls", "rises")
         if self.base:
             words = ("grows", "shrinks") if abs(last) > abs(first) else ("shrinks", "grows")
             words = ("turns", "turns") if first * last < 0 else words
-        return f"**{words[0]}** ({change.text()})"
+        return f"**{words[0]}**{until} ({change.text()})"
 
     def markdown(self, comparisons: int, pictures: str) -> str:
         """Heading, picture and table."""
@@ -226,7 +234,8 @@ class Trends:
             "A gap is paired by seed: same data order, same initial weights outside the router. Gaps: mean ± half of",
             f"the interval, corrected for the {self.comparisons} comparisons of this page (Bonferroni, Student's t);",
             f"in brackets half of the {LEVEL:.0%} interval, which the bars of the pictures show. Other figures: mean ±",
-            "sample standard deviation over seeds. Last column: the last point minus the first, paired by seed.",
+            "sample standard deviation over seeds. Last column: the last point of three seeds or more minus the first,",
+            "paired by seed.",
             "",
         ]
         lines += [one.markdown(self.comparisons, "pictures") for one in self.trends]
