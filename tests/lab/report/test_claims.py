@@ -166,7 +166,10 @@ def test_paired_differences_in_every_form(folder: Path) -> None:
 
 
 def test_figures_of_a_diagnosis(folder: Path) -> None:
-    layer = {"collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0}}
+    layer = {
+        "collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0},
+        "load": {"effective": 6.0, "cv": 1.0}, "specialisation": {"mutual_information": 0.75, "corrected": 0.5},
+    }  # fmt: skip
     history = [
         {"checkpoint": "step-5", "layers": {"a": {"fluctuation": {"top1": value, "sets": 2 * value}}}}
         for value in (0.5, 0.125)
@@ -177,7 +180,7 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
     figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}
     assert figures == {
         "collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "set fluctuation": {1: 0.25}, "neighbours": {1: 3.0},
-        "own weight": {1: 0.25},
+        "own weight": {1: 0.25}, "effective experts": {1: 6.0}, "information": {1: 0.5},
     }  # fmt: skip
     assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"
 

@@ -21,8 +21,8 @@ UNITS = {
     "imbalance": "squared coefficient of variation", "experts": "experts a token", "attacked": "",
     "attack": "loss from clean", "accuracy": "points", "transfer": "points", "english": "points", "collapse": "RC",
     "fluctuation": "share of tokens", "set fluctuation": "share of tokens", "neighbours": "tokens",
-    "own weight": "share", "drop": "points", "outliers": "points", "moved": "share of patches",
-    "consistency": "correlation",
+    "own weight": "share", "effective experts": "experts", "information": "nats", "drop": "points",
+    "outliers": "points", "moved": "share of patches", "consistency": "correlation",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
@@ -40,10 +40,11 @@ class Measure:
             English, english: its own, and transfer: the mean over the others. consistency: of the loads at k of
             fine-tunings of one run, over their pairs, a figure for each run. The others come from `pointsman diagnose
             RUN` and are means over layers: collapse (RC), fluctuation (share of tokens whose first expert changed since
-            the checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number) and own
-            weight (S[i, i]). Of image runs (`evaluate RUN --robust KIND`): drop (accuracy on clean images minus that on
-            shifted ones), outliers (their AUPR) and moved (the share of patches whose set of experts, under attack
-            whose first expert, differs between the two).
+            the checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number), own
+            weight (S[i, i]), effective experts (exp of the entropy of their loads) and information (mutual, of the
+            expert and the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust KIND`): drop
+            (accuracy on clean images minus that on shifted ones), outliers (their AUPR) and moved (the share of patches
+            whose set of experts, under attack whose first expert, differs between the two).
         k: experts a token; 0 = the largest that was evaluated.
         attack, rate: name and rate of an attack.
         task: a fine-tuning, as its files are named.
@@ -194,6 +195,8 @@ DIAGNOSED = {
     "set fluctuation": _last_change("sets"),
     "neighbours": _diagnosed("mixing", "effective_mean"),
     "own weight": _diagnosed("mixing", "own_mean"),
+    "effective experts": _diagnosed("load", "effective"),
+    "information": _diagnosed("specialisation", "corrected"),
 }
 """Measure -> its values in diagnostics.json, one a layer."""
 
