@@ -165,6 +165,12 @@ def test_paired_differences_in_every_form(folder: Path) -> None:
     assert len(lines) == 5
 
 
+def test_differences_of_one_seed_have_no_interval(tmp_path: Path) -> None:
+    path = write_comparison(tmp_path / "tiny", routers=["smoe", "xmoe"], seeds=[0])
+    caption = Differences(ComparisonTable.read(path)).caption
+    assert caption.endswith("(lower is better): mean. None has three seeds, so none has an interval.")
+
+
 def test_figures_of_a_diagnosis(folder: Path) -> None:
     layer = {
         "collapse": {"value": 2.0}, "mixing": {"own_mean": 0.25, "effective_mean": 3.0},

@@ -22,18 +22,25 @@ class Differences(Forms):
 
     @property
     def comparisons(self) -> int:
-        """How many differences have an interval: at least three seeds."""
-        cells = [cell for of in self.table.differences().values() for cell in of.values()]
-        return max(1, sum(len(cell.values) >= LEAST_SEEDS for cell in cells))
+        """What intervals are corrected for: the differences that have one, of at least three seeds; 1 without any."""
+        return max(1, self._intervals)
 
     @property
     def caption(self) -> str:
         metric = self.table.metric
+        what = f"Paired differences to {self.table.baseline} in {metric.label} ({metric.direction}): mean"
+        if not self._intervals:
+            return f"{what}. None has three seeds, so none has an interval."
         return (
-            f"Paired differences to {self.table.baseline} in {metric.label} ({metric.direction}): mean ± half of the "
-            f"{LEVEL:.0%} confidence interval (Student's t), corrected for the {self.comparisons} intervals of this "
-            "table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the interval excludes 0."
+            f"{what} ± half of the {LEVEL:.0%} confidence interval (Student's t), corrected for the {self.comparisons} "
+            "intervals of this table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the "
+            "interval excludes 0."
         )
+
+    @property
+    def _intervals(self) -> int:
+        cells = [cell for of in self.table.differences().values() for cell in of.values()]
+        return sum(len(cell.values) >= LEAST_SEEDS for cell in cells)
 
     def grid(self) -> Grid:
         """The differences as text."""

@@ -115,7 +115,8 @@ def save_lines(
 
     Args:
         path: ending in one of `FORMATS`.
-        curves: name and points, each with x, y and, for a bar, low and high.
+        curves: name and points, each with x, y and, for a bar, low and high; beside points with a bar, one without is
+            hollow.
         look: name -> which colour and marker, so that a row looks the same in several figures; by default in order.
         how: log_x, with ticks at the points; ks or names for the ticks of x; zero: a line at y = 0.
 
@@ -157,8 +158,13 @@ def _lines(
         if band:
             axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
         elif low != high:
-            spread = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-            axes.errorbar(x, y, yerr=spread, fmt="none", ecolor=style["color"], elinewidth=0.9, capsize=2.5)
+            barred, bare = [p for p in points if "low" in p], [p for p in points if "low" not in p]
+            spread = [[p["y"] - p["low"] for p in barred], [p["high"] - p["y"] for p in barred]]
+            bars = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.9, "capsize": 2.5}
+            axes.errorbar([p["x"] for p in barred], [p["y"] for p in barred], yerr=spread, **bars)
+            if bare:
+                hollow = style | {"linestyle": "none", "markerfacecolor": "white", "markevery": 1, "label": None}
+                axes.plot([p["x"] for p in bare], [p["y"] for p in bare], **hollow, zorder=3)
     if ks:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, [str(k) for k in ks])

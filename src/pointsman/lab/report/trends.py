@@ -173,9 +173,11 @@ class Trend:
         return f"{statistics.fmean(values):.3f}{spread}"
 
     def _drawn(self, point: Point, names: Sequence[X]) -> dict[str, float]:
-        half = (Paired(list(point.values.values())).half or 0.0) if len(point.values) >= LEAST_SEEDS else 0.0
-        x = float(names.index(point.x)) if names else float(point.x)
-        return {"x": x, "y": point.mean, "low": point.mean - half, "high": point.mean + half}
+        at = {"x": float(names.index(point.x)) if names else float(point.x), "y": point.mean}
+        if len(point.values) < LEAST_SEEDS:
+            return at
+        half = Paired(list(point.values.values())).half or 0.0
+        return at | {"low": point.mean - half, "high": point.mean + half}
 
     def _x(self, x: X, grid: str, row: str) -> X:
         if not self.against:
@@ -233,9 +235,9 @@ class Trends:
             "",
             "A gap is paired by seed: same data order, same initial weights outside the router. Gaps: mean ± half of",
             f"the interval, corrected for the {self.comparisons} comparisons of this page (Bonferroni, Student's t);",
-            f"in brackets half of the {LEVEL:.0%} interval, which the bars of the pictures show. Other figures: mean ±",
-            "sample standard deviation over seeds. Last column: the last point of three seeds or more minus the first,",
-            "paired by seed.",
+            f"in brackets half of the {LEVEL:.0%} interval, which the bars of the pictures show (a hollow mark: fewer",
+            "than three seeds). Other figures: mean ± sample standard deviation over seeds. Last column: the last",
+            "point of three seeds or more minus the first, paired by seed.",
             "",
         ]
         lines += [one.markdown(self.comparisons, "pictures") for one in self.trends]
