@@ -130,17 +130,43 @@ def test_deep_and_misshapen_json_is_refused_by_name(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 300
 
 
-def test_what_killed_writers_left_goes_with_the_next_file(tmp_path: Path) -> None:
+def test_what_killed_writers_left_goes_with_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    machine = module.platform.node()
-    left = tmp_path / f".config.json.writing-{gone.pid}-{machine}"
-    kept = [tmp_path / f".a.json.writing-1-{machine}", tmp_path / f".a.json.writing-{gone.pid}-elsewhere{machine}"]
+    monkeypatch.setattr(module.platform, "node", lambda: "node1")
+    left = tmp_path / f".config.json.writing-{gone.pid}-node1+"
+    others = (f"{gone.pid}-{name}+" for name in ("node10", "node1-b", "node1.a", "anode1", "Node1"))
+    kept = [tmp_path / f".a.json.writing-{name}" for name in ("1-node1+", f"{gone.pid}-node1", *others)]
     for file in (left, *kept):
         file.write_text("x")
     write_whole(tmp_path / "page.html", "new")
     assert not left.exists()
     assert all(file.exists() for file in kept)
+    monkeypatch.setattr(module.platform, "node", lambda: "")  # a machine without a name knows no file for its own
+    assert not module.is_abandoned(module.owner())
+    monkeypatch.setattr(module.platform, "node", lambda: "a+b/c")
+    monkeypatch.setattr(module.os, "getpid", lambda: gone.pid)
+    write_whole(tmp_path / "page.html", "new")
+    assert module.is_abandoned(module.owner() + "k3x_")
+
+
+def test_a_scratch_folder_goes_and_takes_only_abandoned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(module.platform, "node", lambda: "node1")
+    names = {name: tmp_path / f"{module.SCRATCH}{name}x" for name in
+             (f"{gone.pid}-node1+", "1-node1+", "1-node10+", f"{gone.pid}-node10+", "mine-")}  # fmt: skip
+    mine = tmp_path / "mine"
+    for place in (*names.values(), mine):
+        place.mkdir()
+    for name in ("1-node1+", "mine-", f"{gone.pid}-node10+"):
+        module.os.utime(names[name], (0, 0))
+    (tmp_path / f"{module.SCRATCH}{gone.pid}-node1+y").symlink_to(mine)
+    with module.scratch_folder(tmp_path) as scratch:
+        (scratch / "part").write_text("x")
+    assert not scratch.exists()
+    assert mine.is_dir()
+    assert [name for name, place in names.items() if place.exists()] == ["1-node1+", "1-node10+", "mine-"]
 
 
 @pytest.mark.skipif(not hasattr(module.os, "fork"), reason="needs fork")

@@ -10,16 +10,24 @@ import errno
 import json
 import os
 import platform
+import re
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from pointsman._errors import RunError
 from pointsman._shapes import check_shape, shape_of
 
 LOCK = ".lock"
+SCRATCH = ".tmp-"
+_OWNER = re.compile(r"([0-9]+)-([^+]+)\+")
+_DAY = 24 * 3600.0
 _REFUSED = {
     errno.ENOSPC: "no space left on the disk", errno.EACCES: "no permission", errno.EROFS: "the disk is read-only",
     errno.EDQUOT: "disk quota exceeded",
@@ -104,22 +112,49 @@ def write_synced(file: Path, content: bytes) -> None:
 
 
 def owner() -> str:
-    """This process, as the names of what it writes aside tell it: "PID-MACHINE"."""
-    return f"{os.getpid()}-{platform.node()}"
+    """This process, as the names of what it writes aside begin: "PID-MACHINE+", the machine's name without a "+"."""
+    return f"{os.getpid()}-{quote(platform.node(), safe='')}+"
 
 
-def is_abandoned(name: str) -> bool:
-    """Whether the `owner` that a name begins with was a process of this machine, and runs no more."""
-    pid, _, rest = name.partition("-")
-    if os.name != "posix" or not pid.isdecimal() or not rest.startswith(platform.node()):
+def is_abandoned(name: str, age: float = 0.0) -> bool:
+    """Whether the `owner` that a name begins with runs no more.
+
+    A process of this machine is looked for. One of another machine, which a shared disk may show, has a day.
+
+    Args:
+        age: seconds since the file was changed; 0: what another machine wrote is kept.
+    """
+    found = _OWNER.match(name)
+    if found is None:
         return False
+    if os.name != "posix" or found[2] != quote(platform.node(), safe=""):
+        return age > _DAY
     try:
-        os.kill(int(pid), 0)
+        os.kill(int(found[1]), 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
         pass
     return False
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """A new folder that is removed at the end, for what `parent` shall hold, which is made if need be.
+
+    Its name cannot be foreseen, and only this user enters it: it holds no link but those made here. What killed
+    processes left is removed.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(f"{SCRATCH}*"):
+        with suppress(OSError):  # its process has just renamed it
+            if is_abandoned(left.name.removeprefix(SCRATCH), time.time() - left.lstat().st_mtime):
+                shutil.rmtree(left)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{owner()}", dir=parent))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path) -> None:
-    old, new = tmp_path / "tokens" / ".tmp-old", tmp_path / "tokens" / ".tmp-new"
+    old, new = tmp_path / "tokens" / ".tmp-1-elsewhere+old", tmp_path / "tokens" / ".tmp-1-elsewhere+new"
     old.mkdir(parents=True)
     new.mkdir()
     os.utime(old, (time.time() - 2 * 86_400,) * 2)

@@ -10,13 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,14 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import is_abandoned, owner, sync_folder
+from pointsman._files import scratch_folder, sync_folder
 from pointsman.lab.data.download import NO_SPACE
 from pointsman.lab.data.reading import BLOCK
 from pointsman.lab.data.vocabulary import IdArray, Vocabulary
 
 FORMAT = 1
-_STALE_SECONDS = 24 * 3600.0
-_SCRATCH = ".tmp-"
 
 Write = Callable[[str, IdArray], None]
 
@@ -68,20 +63,16 @@ def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
     tokens = _open(final)
     if tokens:
         return tokens
-    scratch: Path | None = None
     try:
-        scratch = scratch_folder(root)
-        _write(scratch, build)
-        move_into_place(scratch, final, lambda: _open(final) is not None)
+        with scratch_folder(root) as scratch:
+            _write(scratch, build)
+            move_into_place(scratch, final, lambda: _open(final) is not None)
         tokens = _open(final)
     except OSError as error:
         if error.errno in NO_SPACE:
             raise RunError(f"no space left for the token cache in {root}: free some, or set XDG_CACHE_HOME") from None
         reason = error.strerror or str(error)
         warnings.warn(f"the token cache {root} cannot be used ({reason}): tokens stay in memory", stacklevel=2)
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
     return tokens or _in_memory(build)
 
 
@@ -159,19 +150,11 @@ def _raw(ids: IdArray) -> memoryview:
     return np.ascontiguousarray(ids).view(np.uint8).data
 
 
-def scratch_folder(root: Path) -> Path:
-    """A new folder in a cache, which is made if need be, and cleared of what killed processes left."""
-    root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
-    return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{owner()}-", dir=root))
-
-
 def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> None:
     """Renames a folder, unless another process was first; `valid` says whether what is there can be used."""
     if final.exists() and not valid():  # damaged, or of another format
-        aside = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=final.parent))
-        final.replace(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        with scratch_folder(final.parent) as aside:
+            final.replace(aside)
     try:
         scratch.rename(final)
     except OSError:
@@ -179,15 +162,6 @@ def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> No
             raise
         return  # another process was first
     sync_folder(final.parent)
-
-
-def _sweep(root: Path) -> None:
-    """Removes folders of killed processes: those of this machine at once, others after a day."""
-    for path in root.glob(f"{_SCRATCH}*"):
-        abandoned = is_abandoned(path.name.removeprefix(_SCRATCH))
-        with suppress(FileNotFoundError):  # its process has just renamed it
-            if abandoned or time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_memory(build: Callable[[Write], Built]) -> Tokens:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from pointsman._errors import RunError, needing
-from pointsman._files import is_abandoned, owner
+from pointsman._files import SCRATCH, is_abandoned, owner
 from pointsman.lab.data.catalog import CORPORA
 from pointsman.lab.data.reading import BLOCK, check_md5
 
@@ -178,10 +178,10 @@ def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]
 def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
     scratch = path
     try:
-        for left in path.parent.glob(".tmp-*"):
-            if is_abandoned(left.name.removeprefix(".tmp-")):
+        for left in path.parent.glob(f"{SCRATCH}*"):
+            if is_abandoned(left.name.removeprefix(SCRATCH)) and not left.is_dir():
                 left.unlink(missing_ok=True)
-        handle, scratch_name = tempfile.mkstemp(prefix=f".tmp-{owner()}-", suffix=path.suffix, dir=path.parent)
+        handle, scratch_name = tempfile.mkstemp(prefix=f"{SCRATCH}{owner()}", suffix=path.suffix, dir=path.parent)
         scratch = Path(scratch_name)
         try:
             write(scratch)

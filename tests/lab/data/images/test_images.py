@@ -160,7 +160,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     write_sheets(tmp_path / "set")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    (tmp_path / f"cache/.tmp-{ended.pid}-{platform.node()}-x").mkdir(parents=True)
+    (tmp_path / f"cache/.tmp-{ended.pid}-{platform.node()}+x").mkdir(parents=True)
     load(tmp_path / "set", tmp_path)
     [folder] = (tmp_path / "cache").iterdir()
     assert (folder / "meta.json").is_file()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import disk_errors, user_cache_folder
-from pointsman.lab.data.cache import move_into_place, scratch_folder
+from pointsman._files import disk_errors, scratch_folder, user_cache_folder
+from pointsman.lab.data.cache import move_into_place
 from pointsman.lab.data.catalog import SPLITS
 from pointsman.lab.data.images.hub import is_saved, open_hub, open_saved
 from pointsman.lab.data.images.layouts import LabelledImages, Layout, Pixels, open_layout
@@ -236,23 +235,19 @@ def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pix
 def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) -> dict[str, tuple[ImagePart, int]]:
     first = next(iter(parts.values()))
     side = size or first.load(0).shape[0]
-    with disk_errors(folder, "the images were not cached"):
-        scratch = scratch_folder(folder.parent)
-        try:
-            meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
-            for split, part in parts.items():
-                shape = (len(part), side, side, 3)
-                images = np.lib.format.open_memmap(scratch / f"{split}.npy", mode="w+", dtype=np.uint8, shape=shape)
-                for row in range(len(part)):
-                    images[row] = _decoded(part, row, size, side)
-                images.flush()
-                labels = np.asarray(part.labels, dtype=np.int64)
-                np.save(scratch / f"{split}-labels.npy", labels)
-                meta["parts"][split] = _checksum(images, labels)
-            (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-            move_into_place(scratch, folder, lambda: _open(folder) is not None)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with disk_errors(folder, "the images were not cached"), scratch_folder(folder.parent) as scratch:
+        meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
+        for split, part in parts.items():
+            shape = (len(part), side, side, 3)
+            images = np.lib.format.open_memmap(scratch / f"{split}.npy", mode="w+", dtype=np.uint8, shape=shape)
+            for row in range(len(part)):
+                images[row] = _decoded(part, row, size, side)
+            images.flush()
+            labels = np.asarray(part.labels, dtype=np.int64)
+            np.save(scratch / f"{split}-labels.npy", labels)
+            meta["parts"][split] = _checksum(images, labels)
+        (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        move_into_place(scratch, folder, lambda: _open(folder) is not None)
     opened = _open(folder)
     if opened is None:
         raise RunError(f"{folder}: the cache of decoded images was damaged while it was written")

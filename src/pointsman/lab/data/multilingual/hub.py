@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import is_abandoned, owner
+from pointsman._files import scratch_folder
 from pointsman.lab.data.download import hub_rows, on_hub
 
 REPOSITORY = "google/xtreme"
@@ -42,12 +40,8 @@ def fetch_task(name: str, folder: Path) -> None:
         RunError: no network, no permission or space to write, `datasets` is not installed, other columns.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(".tmp-*"):
-            if left.is_dir() and is_abandoned(left.name.removeprefix(".tmp-")):
-                shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f".tmp-{owner()}-", dir=folder.parent) as scratch:
-            made = Path(scratch) / folder.name
+        with scratch_folder(folder.parent) as scratch:
+            made = scratch / folder.name
             made.mkdir()
             for file, content in _TASKS[name](name):
                 (made / file).write_text(content, encoding="utf-8")
