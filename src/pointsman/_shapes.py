@@ -44,6 +44,7 @@ SHAPES: dict[str, Any] = {
         "history": {"top_k": int, "checkpoints": [{"step": int, "layers": {"*": dict}}]},
     },
     "audit.json": dict,
+    "start.json": dict,
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},
     "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.lab.report.fixtures import write_comparison
 
 from pointsman._errors import RunError
+from pointsman._files import SCRATCH, owner
 from pointsman.lab.report.page import render
 from pointsman.lab.report.tables import ComparisonTable
 from pointsman.lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record
@@ -114,10 +116,53 @@ def test_a_record_of_rows_is_still_read(tmp_path: Path) -> None:
     assert (out / RECORD).read_bytes() == content
 
 
+def test_restoring_writes_through_no_link_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text("kept")
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    write_record(out)
+    shutil.rmtree(out / "runs")
+    (out / "runs/r0").mkdir(parents=True)
+    for name in (".seed-0.restoring-7", f"{SCRATCH}{owner()}"):
+        (out / "runs/r0" / name).symlink_to(mine)
+    assert restore(out) == [out / "runs/r0/seed-0"]
+    assert (mine / "config.json").read_text() == "kept"
+    assert [file.name for file in mine.iterdir()] == ["config.json"]
+    shutil.rmtree(out / "runs/r0/seed-0")
+    (out / "runs/r0/seed-0").symlink_to(tmp_path / "grid" / "nothing")
+    with pytest.raises(RunError, match="the run of the record was not restored"):
+        restore(out)
+    assert len(list((out / "runs/r0").iterdir())) == 3, "no scratch folder stays"
+    shutil.rmtree(out / "runs")
+    (out / "runs").symlink_to(mine)
+    with pytest.raises(RunError, match="a link leads out"):
+        restore(out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/tmp/x.json", "../x.json", "sub/config.json", "finetune/../seed-1/config.json", "finetune/a/seed-x/config.json",
+     "a\\config.json", "c:config.json", ".bashrc", "x.json", "explorer.json", "vocabulary.json", "",
+     "checkpoints/step-1/state.json", "finetune/a\x00b/seed-1/config.json"],
+)  # fmt: skip
+def test_a_record_names_only_files_that_it_holds(tmp_path: Path, name: str) -> None:
+    entry = {"format": 1, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}, name: {}}}
+    (tmp_path / RECORD).write_text(json.dumps(entry))
+    with pytest.raises(RunError, match=r"record\.jsonl, line 1: .*damaged"):
+        restore(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [RECORD]
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "{",
+        '{"format": 1, "path": "runs/a/seed-0", "files": {"config.json": 1, "evaluation.json": {}}}',
+        '{"format": 1, "path": "runs/./seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 1, "path": "runs/a/seed-0/", "files": {"config.json": {}, "evaluation.json": {}}}',
+        '{"format": 1, "path": "runs/a/other", "files": {"config.json": {}, "evaluation.json": {}}}',
         '{"format": 3, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}}}',
         '{"format": 2, "path": "runs/a/seed-0", "files": {"config.json": {}, "evaluation.json": {}, '
         '"metrics.jsonl": [{"fields": ["kind", "step", "loss"], "same": {}, "each": {"step": [1, 2], "loss": [1]}}]}}',

@@ -12,14 +12,14 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, find, parse_json, read_json, read_text, within, write_whole
+from pointsman._files import disk_errors, find, parse_json, read_json, read_text, scratch_folder, within, write_whole
+from pointsman._shapes import shape_of
 from pointsman.lab.runs.metrics import read_metrics
 from pointsman.lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
 
@@ -34,6 +34,10 @@ KEPT = {
 }
 """Fields that are kept; of other kinds of rows all are."""
 DIGITS = 4
+_NAME = r"(?!\.\.?/)[^/\\:\x00-\x1f]+"
+_RUN = re.compile(rf"runs/{_NAME}/seed-[0-9]+")
+_FILE = re.compile(rf"(?:finetune/{_NAME}/seed-[0-9]+/)?([^/]+)")
+"""Paths that a record may name: of a run in its comparison, and of a file in a run."""
 
 
 def write_record(folder: Path) -> Path | None:
@@ -68,20 +72,19 @@ def restore(folder: Path) -> list[Path]:
     """
     made = []
     for entry in read_record(folder):
-        run = within(folder, *PurePosixPath(entry["path"]).parts)
+        run = within(folder, *entry["path"].split("/"))
         if run.exists():
             continue
-        aside = run.with_name(f".{run.name}.restoring-{os.getpid()}")
-        with disk_errors(run, "the run of the record was not restored"):
-            try:
-                for name, content in entry["files"].items():
-                    file = within(aside, *PurePosixPath(name).parts)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(_written(content), encoding="utf-8")
-                aside.replace(run)
-            except BaseException:
-                shutil.rmtree(aside, ignore_errors=True)
-                raise
+        with (
+            disk_errors(run, "the run of the record was not restored"),
+            scratch_folder(run.parent) as scratch,  # new, so that no link in the folder is written through
+        ):
+            for name, content in entry["files"].items():
+                file = scratch.joinpath(run.name, *name.split("/"))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("x", encoding="utf-8") as opened:
+                    opened.write(_written(content))
+            (scratch / run.name).replace(run)
         made.append(run)
     return made
 
@@ -119,7 +122,7 @@ def packed(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in [*find(run, "*.json"), *find(run, "finetune/*/seed-*/*.json")]:
         name = file.relative_to(run).as_posix()
-        if file.name not in LEFT_OUT and not file.name.startswith(".") and (content := read_json(file)) is not None:
+        if _is_kept(name) and (content := read_json(file)) is not None:
             found[name] = rounded(content) if file.name == DIAGNOSTICS else content
     for file in [*find(run, METRICS), *find(run, f"finetune/*/seed-*/{METRICS}")]:
         config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
@@ -189,10 +192,16 @@ def _is_whole(entry: Mapping[str, Any]) -> bool:
     path, files = entry.get("path"), entry.get("files")
     if not isinstance(path, str) or not isinstance(files, dict) or not {CONFIG, EVALUATION} <= files.keys():
         return False
-    parts = PurePosixPath(path).parts
-    names = [PurePosixPath(name) for name in files]
-    inside = all(not name.is_absolute() and ".." not in name.parts for name in [PurePosixPath(path), *names])
-    return inside and len(parts) == 3 and parts[0] == "runs"
+    return _RUN.fullmatch(path) is not None and all(
+        _is_kept(name) and isinstance(content, list if name.endswith(METRICS) else dict)
+        for name, content in files.items()
+    )
+
+
+def _is_kept(name: str) -> bool:
+    """Whether a record holds the file of this path in a run."""
+    found = _FILE.fullmatch(name)
+    return found is not None and (found[1] == METRICS or (found[1] not in LEFT_OUT and shape_of(found[1]) is not None))
 
 
 def _written(content: Any) -> str:
