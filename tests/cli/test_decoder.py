@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,6 +94,23 @@ def test_a_process_without_pointsman_opens_it_with_the_same_logits(run: Path, ex
     assert ids[0].tolist() == load_run(run).vocabulary.encode(PROMPT).tolist()
     torch.testing.assert_close(logits(run, ids, 2), theirs, rtol=1e-5, atol=1e-5)
     assert eval(new).decode() == PROMPT + continued(run, ["--prompt", PROMPT, "--top-k", "2"], exported.parent)[0]
+
+
+def test_an_export_goes_through_no_link_and_replaces_all_weights(
+    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {file.name for file in exported.iterdir()}
+    mine, out = tmp_path / "mine", tmp_path / "run" / "export"
+    mine.write_text("kept")
+    shutil.copytree(run, tmp_path / "run")
+    out.mkdir()
+    for name in (*names, "model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (out / name).symlink_to(mine)
+    (out / "README.md").write_text("mine, too")
+    assert main(["export", str(tmp_path / "run"), "--format", "hf"]) == 0
+    assert mine.read_text() == "kept"
+    assert {file.name for file in out.iterdir()} == names | {"README.md"}
+    assert not any(file.is_symlink() for file in out.iterdir())
 
 
 def continued(run: Path, more: Sequence[str], folder: Path) -> list[str]:

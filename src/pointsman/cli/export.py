@@ -72,7 +72,7 @@ def load(values: argparse.Namespace) -> Any:
 
 def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
-    from pointsman._files import within
+    from pointsman._files import scratch_folder, within
     from pointsman.lab.models.decoder import Decoder
     from pointsman.routers.router import check_top_k
 
@@ -95,9 +95,13 @@ def huggingface(values: argparse.Namespace) -> int:
     theirs.generation_config.eos_token_id = theirs.config.eos_token_id = saved.vocabulary.end_id
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        theirs.save_pretrained(out)
-        save_tokenizer(saved.vocabulary, out)
+        with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
+            theirs.save_pretrained(scratch)
+            save_tokenizer(saved.vocabulary, scratch)
+            for old in out.glob("model*.safetensors*"):  # weights in other parts would be read beside the new ones
+                old.unlink()
+            for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):  # last, as above
+                file.replace(out / file.name)
     except OSError as error:
         raise RunError(f"{out}: the model was not written: {error.strerror or error}") from None
     print(f"{type(theirs).__name__}, k = {top_k}", file=sys.stderr)

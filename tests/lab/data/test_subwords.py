@@ -78,6 +78,20 @@ def test_a_folder_s_tokenizer_gives_its_ids_and_is_written_again(tmp_path: Path)
     assert bare.end_id is None
 
 
+@pytest.mark.parametrize(
+    "files",
+    [{"/tmp/x": ""}, {"../../x": ""}, {"tokenizer.json": ""}, {".bashrc": ""}, {"": ""}, {"chat_template.jinja": 1},
+     {"tokenizer_config.json": {}}, ["chat_template.jinja"], "x"],
+)  # fmt: skip
+def test_a_vocabulary_names_no_file_but_a_tokenizer_s(files: object, pieces: Subwords) -> None:
+    content = json.dumps({**json.loads(pieces.to_json()), "files": files})
+    with pytest.raises(RunError, match="not a vocabulary: ") as caught:
+        Vocabulary.from_json(content)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RunError):
+        Subwords(pieces.definition, {"../x": ""})
+
+
 @pytest.mark.parametrize("level", ["byte", "char", "word"])
 def test_every_vocabulary_is_a_tokenizer(level: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -25,7 +25,7 @@ LEAST = 300  # pieces: 256 of them stand for single bytes
 CHUNK = 1 << 16
 """Characters that are tokenized at a time, up to the last end of a line among them."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files beside a `tokenizer.json` that an export writes again."""
+"""The only files beside a `tokenizer.json` that an export writes again."""
 
 
 class Subwords(Vocabulary):
@@ -36,15 +36,19 @@ class Subwords(Vocabulary):
         files: the content of the files beside it, by name (`COMPANIONS`).
 
     Raises:
-        RunError: it defines no tokenizer, or one without ids.
+        RunError: it defines no tokenizer, or one without ids; another file, or one that is no text.
     """
 
     def __init__(self, definition: str, files: Mapping[str, str] | None = None) -> None:
+        self.definition, self.files = definition, dict(files or {})
+        for name, text in self.files.items():  # a run may come from somebody else: a name could lead anywhere
+            if name not in COMPANIONS or not isinstance(text, str):
+                told = ", ".join(COMPANIONS)
+                raise RunError(f"a tokenizer has no text file {str(name)[:80]!r} beside it; allowed are {told}")
         try:
             self.tokenizer: Any = _library().Tokenizer.from_str(definition)
         except Exception as error:  # the library raises plain Exception
             raise RunError(f"not a tokenizer: {error}") from None
-        self.definition, self.files = definition, dict(files or {})
         names = {index: token for token, index in self.tokenizer.get_vocab(with_added_tokens=True).items()}
         if not names:
             raise RunError("the tokenizer has no ids")
