@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pointsman.parallel import launch as launching
 from pointsman.parallel.launch import launch
 
 RANK = "import os, sys, time, signal\nrank, out = int(os.environ['RANK']), sys.argv[1]\n"
@@ -65,3 +67,83 @@ def test_a_signal_reaches_all_ranks_and_they_end_with_the_launcher(tmp_path: Pat
     finally:
         launcher.kill()
     assert (tmp_path / "0").exists() or (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ranks_start_ends_those_started_and_starts_no_more(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = [], launching._start
+
+    def third(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments))
+        if len(started) == 3:
+            signal.raise_signal(number)
+        return started[-1]
+
+    monkeypatch.setattr(launching, "_start", third)
+    with pytest.raises(KeyboardInterrupt):
+        run("time.sleep(20)", tmp_path, count=10)
+    assert len(started) == 3
+    assert all(process.returncode in (-signal.SIGTERM, -signal.SIGKILL) for process in started)
+
+
+def test_a_signal_before_ranks_can_answer_ends_them_for_good(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Even one that is in native code, where an exception of Python waits."""
+    code = (
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "if rank == 0: os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(20)\n"
+    )
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(code, tmp_path)
+    assert time.monotonic() - began < 15
+    assert "starting again" not in capfd.readouterr().err
+
+
+def test_a_second_signal_ends_ranks_that_answer_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "PATIENCE", 0.5)
+    code = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "for _ in range(2 * (rank == 0)): os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)\n"
+        "time.sleep(20)\n"
+    )
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(code, tmp_path)
+    assert time.monotonic() - began < 15
+
+
+def test_ranks_that_still_import_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    slow = tmp_path / "torch.py"
+    slow.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "pointsman", "train", "--processes", "2"]
+    script = f"from pointsman.parallel.launch import launch\nlaunch({command!r}, 2, 0)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    launcher = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths})
+
+    def ranks() -> list[int]:
+        return [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
+
+    def alive() -> list[int]:
+        return [rank for rank in ranks() if Path(f"/proc/{rank}").exists()]
+
+    try:
+        until = time.monotonic() + 60
+        while len(ranks()) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert len(alive()) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until = time.monotonic() + 10
+    while alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    left = alive()
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert left == []

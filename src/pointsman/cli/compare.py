@@ -19,6 +19,7 @@ from pointsman.cli.ranks import add_rank_flags, in_a_rank, joined, launched
 from pointsman.cli.runs import add_run_flags, run_config, use_recorded_imports
 
 if TYPE_CHECKING:
+    from pointsman.lab.training.compare import Plan
     from pointsman.parallel.layout import Layout
     from pointsman.ranks import Ranks
 
@@ -78,7 +79,16 @@ def run(arguments: Sequence[str]) -> int:
         values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
     if values.processes:
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
-    code = launched(flags, values, device, "compare", arguments, again=())
+
+    def check(count: int, layout: Layout) -> None:
+        from pointsman.lab.training.tasks import check_on_ranks
+
+        plan = _plan(values, arguments)
+        with Display() as display:
+            configs = [plan.config(router, 0) for router in plan.routers]
+            check_on_ranks(configs, count, layout, display.data)
+
+    code = launched(flags, values, device, "compare", arguments, check, again=())
     if code is None:
         with joined(values, device) as (ranks, layout, device):
             _train(values, arguments, device, ranks, layout)
@@ -91,20 +101,26 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _train(
-    values: argparse.Namespace, arguments: Sequence[str], device: str, ranks: Ranks, layout: Layout | None
-) -> None:
-    """Trains what is missing of the comparison; writes its tables after each run."""
-    from pointsman.lab.training.compare import Plan, compare, default_jobs, ordered_seeds
+def _plan(values: argparse.Namespace, arguments: Sequence[str]) -> Plan:
+    from pointsman.lab.training.compare import Plan, ordered_seeds
 
     use_recorded_imports(values, values.routers)
     base = run_config(values, "smoe")
     command = shlex.join(["pointsman", "compare", *arguments])
-    plan = Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
+    return Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
+
+
+def _train(
+    values: argparse.Namespace, arguments: Sequence[str], device: str, ranks: Ranks, layout: Layout | None
+) -> None:
+    """Trains what is missing of the comparison; writes its tables after each run."""
+    from pointsman.lab.training.compare import compare, default_jobs
+
+    plan = _plan(values, arguments)
     tables = TableUpdates(lambda: write_tables(values.out) if ranks.first else None)
     jobs = values.jobs
     if jobs is None and ranks.count == 1:
-        jobs = default_jobs(base, device)
+        jobs = default_jobs(plan.base, device)
     display = Display()
     with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
         compare(

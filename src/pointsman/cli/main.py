@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pointsman._errors import Stopped, did_you_mean
 from pointsman._values import is_utf8
 from pointsman.ops.allocator import keep_freed_memory
+from pointsman.parallel.launch import STORE, end_with_launcher
 
 COMMANDS = {
     "compare": "train several routers with equal settings and compare them",
@@ -57,6 +58,8 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Exit codes: 0 done, 2 user error, 130 interrupted."""
+    if STORE in os.environ:
+        end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())), end="")

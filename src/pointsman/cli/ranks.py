@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,12 +14,15 @@ from typing import TYPE_CHECKING
 from pointsman._errors import RunError
 from pointsman.cli.main import explain
 from pointsman.cli.options import Parser, whole
+from pointsman.parallel.launch import LOST, STORE, available_cores, launch
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
     from pointsman.ranks import Ranks
 
 FLAGS = ("--parallel", "--timeout", "--restarts")
+RANKS_A_CORE = 4
+"""More on a CPU only wait for each other; so many let a layout be tried on a small machine."""
 
 
 def add_rank_flags(flags: Parser) -> None:
@@ -40,11 +42,14 @@ def launched(
     device: str,
     command: str,
     words: Sequence[str],
+    check: Callable[[int, Layout], None],
     again: Sequence[str] = ("--resume",),
 ) -> int | None:
     """The exit code of the ranks that --processes asks for; None in a rank, and where there is one process only.
 
-    `again` are the words that the command needs to go on after a rank was killed.
+    Args:
+        check: called with the number of ranks and their layout before any rank starts; raises what the ranks would.
+        again: the words that the command needs to go on after a rank was killed.
     """
     from pointsman.parallel.layout import Layout
 
@@ -58,27 +63,28 @@ def launched(
     if (values.processes or 1) == 1:
         parser.without_effect(values, FLAGS, "in one process: give --processes N, or start it with torchrun")
         return None
-    Layout.parse(values.parallel or "", values.processes)
-    if device.startswith("cuda"):
-        _check_devices(values.processes)
-    from pointsman.parallel.launch import launch
-
+    _check_number(values.processes, device)
+    check(values.processes, Layout.parse(values.parallel or "", values.processes))
     ranks = [sys.executable, "-m", "pointsman", command, *words]
     return launch(ranks, values.processes, values.restarts, again)
 
 
 def in_a_rank() -> bool:
     """Whether this process is one that --processes started."""
-    from pointsman.parallel.start import STORE
-
     return STORE in os.environ
 
 
-def _check_devices(count: int) -> None:
+def _check_number(count: int, device: str) -> None:
     import torch
 
-    if torch.cuda.device_count() < count:
-        raise RunError(f"--processes {count}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.startswith("cuda"):
+        if torch.cuda.device_count() < count:
+            raise RunError(f"--processes {count}: this machine has {torch.cuda.device_count()} CUDA devices")
+    elif count > (largest := RANKS_A_CORE * available_cores()):
+        raise RunError(
+            f"--processes {count}: allowed are 1 to {largest}, {RANKS_A_CORE} for each core of this machine; "
+            "torchrun starts any number"
+        )
 
 
 @contextmanager
@@ -92,8 +98,6 @@ def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Lay
     from pointsman.parallel.layout import Layout
     from pointsman.parallel.start import start
 
-    if in_a_rank():
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
     ranks = ALONE
     try:
         if device.startswith("cuda"):
@@ -117,7 +121,7 @@ def joined(values: argparse.Namespace, device: str) -> Iterator[tuple[Ranks, Lay
 
 def _leave(ranks: Ranks, error: BaseException) -> None:
     """Says why, once among all ranks, and ends this process at once, so that none waits for it."""
-    from pointsman.parallel.start import LOST, first_to_tell, is_lost, let_others_ask, lost_ranks
+    from pointsman.parallel.start import first_to_tell, is_lost, let_others_ask, lost_ranks
 
     told = explain(error)
     if ranks.count == 1:  # the ranks have not met: rank 0 says it for all
@@ -145,10 +149,3 @@ def _leave(ranks: Ranks, error: BaseException) -> None:
     sys.stderr.flush()
     let_others_ask(ranks)
     os._exit(code)
-
-
-def _end_with_launcher() -> None:
-    """Ends this process when the one that started it is gone: its end of the pipe closes."""
-    while os.read(0, 1):  # the descriptor: a lock on sys.stdin would be in the way of a normal end
-        pass
-    os._exit(1)

@@ -16,6 +16,7 @@ from pointsman.cli.ranks import add_rank_flags, joined, launched
 from pointsman.cli.runs import add_run_flags, changed, run_config, use_recorded_imports
 
 if TYPE_CHECKING:
+    from pointsman.lab.training.config import RunConfig
     from pointsman.parallel.layout import Layout
     from pointsman.ranks import Ranks
 
@@ -51,7 +52,13 @@ def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
     device = choose_device(values.device)
-    code = launched(flags, values, device, "train", arguments)
+
+    def check(count: int, layout: Layout) -> None:
+        from pointsman.lab.training.tasks import check_on_ranks
+
+        check_on_ranks([_config(values)], count, layout)
+
+    code = launched(flags, values, device, "train", arguments, check)
     if code is not None:
         return code
     with joined(values, device) as (ranks, layout, device):
@@ -59,12 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout | None) -> None:
-    from pointsman.cli.evaluate import table
-    from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman.lab.runs.paths import slug
-    from pointsman.lab.training.trainer import train
-
+def _config(values: argparse.Namespace) -> RunConfig:
+    """The settings from the recipe, the model to start from, or the preset, and from the flags."""
     use_recorded_imports(values, [values.router] if values.router else [])
     if values.recipe and values.start_from:
         raise RunError("pointsman train: --from brings its own model; leave the recipe out")
@@ -92,6 +95,16 @@ def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout
         config = run_config(values, "smoe" if values.router is None else values.router, values.seed or 0)
     if values.checkpoint_every:
         config = config.with_overrides({"checkpoint_every": values.checkpoint_every})
+    return config
+
+
+def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout | None) -> None:
+    from pointsman.cli.evaluate import table
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman.lab.runs.paths import slug
+    from pointsman.lab.training.trainer import train
+
+    config = _config(values)
     name = f"{slug(config.model.router)}-{slug(Path(config.data).name)}-{config.preset}-seed-{config.seed}"
     out = values.out or Path("runs") / name
     with Display() if ranks.first else nullcontext() as display, stop_on_signals(tell=ranks.first) as stop:

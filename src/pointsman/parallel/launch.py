@@ -7,35 +7,55 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pointsman.parallel.start import LOST, STORE
-
+STORE = "POINTSMAN_RANKS_STORE"
+"""Environment variable: the file through which the ranks of `launch` find each other."""
+LOST = 75
+"""Exit code of a rank that waited for another in vain."""
 POLL = 0.05  # seconds
+PATIENCE = 5.0  # seconds that ranks have to end after a second signal
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[str] = ("--resume",)) -> int:
     """Runs a command on `count` ranks, and returns the exit code of all: that of the first to fail.
 
     A rank that a signal ended, or that waited for another in vain, ends the others too; then all begin anew with the
-    words `again`, up to `restarts` times. A user's error, or a fault in the program, is not tried again. SIGINT and
-    SIGTERM go on to the ranks. Ranks end with this process.
+    words `again`, up to `restarts` times. A user's error, or a fault in the program, is not tried again, and neither is
+    anything after SIGINT or SIGTERM, which go on to the ranks as SIGTERM. A rank ends with this process if it calls
+    `end_with_launcher`.
+
+    Raises:
+        KeyboardInterrupt: a signal ended the ranks before they could answer it: while they started, or because they did
+            not end within `PATIENCE` of a second one. None is left.
     """
     command = list(command)
-    with _forwarding() as ranks:
+    with _forwarding() as (ranks, signals):
         for attempt in range(restarts + 1):
             with tempfile.TemporaryDirectory(prefix="pointsman-ranks-") as folder:
-                ranks[:] = [_start(command, rank, count, Path(folder)) for rank in range(count)]
                 try:
-                    rank, code = _first_failure(ranks)
+                    for rank in range(count):
+                        if not signals:
+                            ranks.append(_start(command, rank, count, Path(folder)))
+                    if signals:
+                        raise KeyboardInterrupt
+                    rank, code = _first_failure(ranks, signals)
                 finally:
                     _end(ranks)
+            if signals and code < 0:
+                raise KeyboardInterrupt
             lost = code < 0 or code == LOST
-            if not lost or attempt == restarts:
+            if not lost or signals or attempt == restarts:
                 return code if code >= 0 else 128 - code
             if code < 0:
                 print(f"pointsman: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
@@ -44,8 +64,22 @@ def launch(command: Sequence[str], count: int, restarts: int, again: Sequence[st
     raise AssertionError
 
 
+def end_with_launcher() -> None:
+    """Ends this rank as soon as the process that started it is gone: its end of the pipe closes.
+
+    To be called before anything that takes time: a rank that imports torch or waits for others must not outlive it.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):  # the descriptor: a lock on sys.stdin would be in the way of a normal end
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _start(command: Sequence[str], rank: int, count: int, folder: Path) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, available_cores() // count)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **{name: str(of) for name, of in places.items()}}
     environment[STORE] = str(folder / "store")
@@ -53,7 +87,7 @@ def _start(command: Sequence[str], rank: int, count: int, folder: Path) -> subpr
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[float]) -> tuple[int, int]:
     """Rank and exit code of the first rank that fails; (0, 0) when all are done."""
     while True:
         codes = [process.poll() for process in ranks]
@@ -63,31 +97,41 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
             return min(failed, key=lambda one: one[1])
         if all(code == 0 for code in codes):
             return 0, 0
+        if len(signals) > 1 and time.monotonic() > signals[1] + PATIENCE:
+            raise KeyboardInterrupt
         time.sleep(POLL)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         if process.poll() is None:
             process.kill()
+    for process in ranks:
         process.wait()
         if process.stdin:
             process.stdin.close()
+    ranks.clear()
 
 
 @contextmanager
-def _forwarding() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Inside, SIGINT and SIGTERM are passed on to the processes in the list."""
+def _forwarding() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[float]]]:
+    """Inside, SIGINT and SIGTERM are passed on to the processes in the first list; the second has their times.
+
+    As SIGTERM: what a rank does with both is the same once it trains; before that, SIGTERM ends it at once, even while
+    it waits for others in native code, which a KeyboardInterrupt does not.
+    """
     ranks: list[subprocess.Popen[bytes]] = []
+    signals: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        signals.append(time.monotonic())
         for process in ranks:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield ranks
+        yield ranks, signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

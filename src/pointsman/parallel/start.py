@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pointsman._errors import RunError
+from pointsman.parallel.launch import STORE
 from pointsman.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a rank that does not come."""
-STORE = "POINTSMAN_RANKS_STORE"
-"""Environment variable: the file through which the ranks of `launch` find each other."""
-LOST = 75
-"""Exit code of a rank that waited for another in vain."""
 PATIENCE = 3.0
 """Seconds in which ranks that can still answer report that they are lost."""
 

@@ -27,16 +27,16 @@ from pointsman.lab.runs.comparison import read_plan, write_plan
 from pointsman.lab.runs.directory import RunDirectory
 from pointsman.lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman.lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
-from pointsman.lab.training.jobs import Work, available_cores, do_all, one_thread
+from pointsman.lab.training.jobs import Work, do_all, one_thread
 from pointsman.lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman.lab.training.progress import Interrupted
 from pointsman.lab.training.state import check_ranks
 from pointsman.lab.training.task import Task
-from pointsman.lab.training.tasks import pretraining_task
+from pointsman.lab.training.tasks import check_models, pretraining_task
 from pointsman.lab.training.trainer import train
 from pointsman.ops.kernels import Kernels
+from pointsman.parallel.launch import available_cores
 from pointsman.parallel.layout import Layout
-from pointsman.parallel.shard import check_layers
 from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.elsewhere import import_routers
@@ -174,7 +174,7 @@ def compare(
     whole = ranks.by_first(lambda: merged(plan, out))
     task = one_after_another(ranks, lambda: pretraining_task(plan.base, data_progress))
     task.check(plan.base)
-    _check_models(plan, task, layout or Layout(ranks.count))
+    check_models([plan.config(router, 0) for router in plan.routers], task, layout or Layout(ranks.count))
     every = [(router, seed) for seed in plan.seeds for router in plan.routers]
 
     def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
@@ -250,15 +250,6 @@ def default_jobs(config: RunConfig, device: str) -> int | None:
         layers = build_model(config.model).layers
     small = sum(parameter.numel() for parameter in layers.parameters()) <= SMALL_MODEL
     return available_cores() if small and torch.device(device).type == "cpu" else None
-
-
-def _check_models(plan: Plan, task: Task, layout: Layout) -> None:
-    """Refuses rows whose model cannot be built or divided, before the rows above them are trained."""
-    for router in plan.routers:
-        with torch.device("meta"):
-            model = task.build_model(task.prepared(plan.config(router, 0)))
-        if layout.world > 1:
-            check_layers(model, layout)
 
 
 def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 import time
 import traceback
@@ -27,11 +26,6 @@ STOP = "stop"
 
 Work = Callable[[Any, Progress, "Stop | None"], None]
 """Does one job."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def side_by_side(

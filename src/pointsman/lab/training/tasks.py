@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from pointsman._errors import RunError
 from pointsman.lab.data.download import DataProgress
+from pointsman.lab.models.families import build_model
 from pointsman.lab.training.config import RunConfig
 from pointsman.lab.training.image_classification import ImageClassification
 from pointsman.lab.training.language_modelling import LanguageModelling
 from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
+from pointsman.lab.training.state import check_ranks
 from pointsman.lab.training.task import Task
 from pointsman.lab.training.translation import Translation
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.shard import check_layers
+from pointsman.ranks import Ranks
 
 TASKS: Mapping[str, Callable[[RunConfig, DataProgress | None, Any], Task]] = MappingProxyType(
     {
@@ -44,3 +51,28 @@ def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vo
         if value := getattr(config, setting):
             raise RunError(f"{setting}={value!r} has no effect on models of the family {name!r}")
     return TASKS[name](config, progress, vocabulary)
+
+
+def check_models(configs: Sequence[RunConfig], task: Task, layout: Layout) -> None:
+    """Refuses settings whose model cannot be built or divided, before anything is trained."""
+    for config in configs:
+        prepared = task.prepared(config)
+        with torch.device("meta"):
+            model = build_model(prepared.model) if config.start_from else task.build_model(prepared)
+        if layout.world > 1:
+            check_layers(model, layout)
+
+
+def check_on_ranks(
+    configs: Sequence[RunConfig], count: int, layout: Layout, progress: DataProgress | None = None
+) -> None:
+    """Reads the data and checks all that ranks will train, before one of them starts: settings of the same data.
+
+    Raises:
+        RunError: what every rank would raise.
+    """
+    for config in configs:
+        check_ranks(config, Ranks(count=count))
+    task = pretraining_task(configs[0], progress)
+    task.check(configs[0])
+    check_models(configs, task, layout)
