@@ -235,7 +235,9 @@ class AttachLosses(torch.autograd.Function):
     """The identity on the output, whose backward also sends `scale` into each loss.
 
     Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. What
-    comes out is the output's memory under another name: of a view torch would refuse to change anything in place.
+    comes out is the output's memory under another name: of a view torch would refuse to change anything in place. A
+    compiler takes that `detach` at its word where it meets one as the result of a graph, and says that the result has
+    no gradient; it gets a copy, which it fuses with what reads it.
     """
 
     @staticmethod
@@ -250,7 +252,7 @@ class AttachLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
         ctx.dtypes = [loss.dtype for loss in losses]
-        return output.detach()
+        return output.clone() if torch.compiler.is_compiling() else output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

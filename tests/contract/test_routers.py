@@ -11,7 +11,7 @@ from pointsman.routers.stages import Mixer
 from pointsman.testing import CHECKS, Case
 from pointsman.testing import routing as checks
 from pointsman.testing.contract import Check
-from pointsman.testing.layer import compiles_in_training
+from pointsman.testing.layer import compiles_in_training, trains_the_same_parameters
 
 NON_CAUSAL = (
     "smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft", "smoe:capacity=1.0:capacity_order",
@@ -65,7 +65,7 @@ PAPERS = ("smoe", "smoe-dropout", "hyperrouter", "xmoe")
 """Routers whose mixtures are always run; those of all others are marked slow."""
 
 
-COMPILED = (checks.compiles, compiles_in_training)
+COMPILED = (checks.compiles, compiles_in_training, trains_the_same_parameters)
 
 
 def spec_param(spec: str) -> object:
@@ -85,7 +85,7 @@ def case(spec: str) -> Case:
     ids=lambda check: check.__name__,
 )
 def test_contract(check: Check, spec: str) -> None:
-    if check is compiles_in_training and "+" in spec and not spec.startswith("smoe+"):
+    if check in COMPILED[1:] and "+" in spec and not spec.startswith("smoe+"):
         pytest.skip("a mixer compiles alike on every router")
     check(case(spec))
 
@@ -98,6 +98,13 @@ def test_generated_code_trains_as_eager(spec: str) -> None:
 
 def test_a_layer_in_training_compiles() -> None:
     compiles_in_training(case("smoe:balance=0.1:z_loss=0.1"))
+
+
+@pytest.mark.parametrize("spec", ["smoe:balance=0.5", "smoe:balance=0.1:weigh=input", "top-p:weigh=input"])
+def test_a_compiled_layer_with_attached_losses_trains_its_experts(spec: str) -> None:
+    trains_the_same_parameters(case(spec))
+    if "weigh" in spec:
+        compiles_in_training(case(spec))
 
 
 @pytest.mark.parametrize("spec", SPECS)

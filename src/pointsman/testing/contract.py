@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     layer.materialized,
     routing.compiles,
     layer.compiles_in_training,
+    layer.trains_the_same_parameters,
 )
 """The contract, a function a promise."""
 

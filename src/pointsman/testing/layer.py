@@ -230,6 +230,7 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
 
     for compiled in (False, True):
         layer, hidden = case.layer(), case.hidden().requires_grad_()
+        layer.router.balance = layer.router.balance or 0.5
         context = context_for(layer.router, hidden.detach())
         torch._dynamo.reset()
         torch.manual_seed(3)
@@ -260,6 +261,29 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
     for name, one in plain.items():
         expect_close(other[name], one, name, rtol=1e-4, atol=1e-6)
     expect(not whole or len(graphs) == 1, f"{len(graphs)} graphs instead of one")
+
+
+def trains_the_same_parameters(case: Case) -> None:
+    """In float64 the same parameters get a gradient through a residual connection, eager and under torch.compile."""
+    found: list[dict[str, Tensor]] = []
+    for compiled in (False, True):
+        layer = case.layer().double()
+        layer.router.balance = layer.router.balance or 0.5
+        hidden = case.hidden().double().requires_grad_()
+        context = context_for(layer.router, hidden.detach())
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        with warnings.catch_warnings():  # the compiler's own
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            output = (torch.compile(layer, backend="aot_eager") if compiled else layer)(hidden, context)
+        (hidden + output).square().mean().backward()
+        found.append({name: one.grad for name, one in layer.named_parameters() if one.grad is not None})
+    plain, other = found
+    missing = sorted(plain.keys() ^ other.keys())
+    expect(not missing, f"a gradient only with or only without torch.compile: {', '.join(missing)}")
+    for name, one in plain.items():
+        expect_close(other[name], one, name, rtol=1e-7, atol=1e-9)
 
 
 def resumed(case: Case) -> None:
