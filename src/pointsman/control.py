@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
 from pointsman.layer import MoE
+from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.registry import COMMON, format_spec, parse_spec
 from pointsman.routers.router import Router, check_top_k
 from pointsman.routers.topk import LinearScorer
@@ -188,7 +189,7 @@ def track_steps(
     return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
 
 
-def add_losses(loss: Tensor, model: nn.Module) -> Tensor:
+def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
     """The loss with the routers' own losses (balance, z-loss, …) added: for a training loop of your own.
 
         output = model(inputs)
@@ -202,9 +203,13 @@ def add_losses(loss: Tensor, model: nn.Module) -> Tensor:
     Args:
         loss: a scalar, before any scaling.
         model: the model whose forward made it, wrapped or not; its MoE layers have `attach_losses=False`.
+        ranks: the W ranks over which `parallel.parallelize` divided the model. The mean over ranks of their losses is
+            then the loss of the batch, and a W-th of each is what comes back: gradients are added over ranks, and the
+            routers' losses are parts of a sum already. Divide by W neither before nor after.
 
     Raises:
-        ValueError: no MoE layer, a layer that attaches its losses itself, or forwards without gradients.
+        ValueError: no MoE layer, a layer that attaches its losses itself, forwards without gradients, or other ranks
+            than those of the model.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
     if not layers:
@@ -212,6 +217,18 @@ def add_losses(loss: Tensor, model: nn.Module) -> Tensor:
     for name, layer in layers:
         if layer.attach_losses:
             raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it with attach_losses=False")
+        if layer.router.ranks.count > ranks.count:
+            raise ValueError(
+                f"add_losses: the model is divided over {layer.router.ranks.count} ranks: write "
+                "add_losses(loss, model, ranks), which divides the loss; divide it neither before nor after"
+            )
+        if layer.router.ranks.count < ranks.count:
+            raise ValueError(
+                f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under DDP, which "
+                "averages gradients, leave ranks out"
+            )
+    if ranks.count > 1:
+        loss = loss / ranks.count
     if torch.is_grad_enabled():
         for _, layer in layers:
             for value in layer.take_losses():

@@ -95,8 +95,9 @@ def test_every_parameter_has_a_gradient_on_every_rank() -> None:
     assert on_ranks("every_gradient", 2, specs=specs) == [[], []]
 
 
-def test_somebody_elses_model() -> None:
-    assert max(on_ranks("own_model", 2, layout="experts=2")) < BOUND
+@pytest.mark.parametrize("through", ["", "add_losses"])
+def test_somebody_elses_model(through: str) -> None:
+    assert max(on_ranks("own_model", 2, layout="experts=2", through=through)) < BOUND
 
 
 @pytest.mark.slow
@@ -114,11 +115,13 @@ def test_a_replayed_routing() -> None:
 
 
 def test_mistakes_are_one_line() -> None:
-    for world, weights, experts, one_process in on_ranks("refused", 2):
+    for world, weights, experts, one_process, order, whole in on_ranks("refused", 2):
         assert world == "layout shards is of 4 ranks; there are 2"
         assert weights.startswith("ranks differ in the initial weights: rank 0 has")
         assert experts == "layer '0': experts=2 does not divide the 3 experts of a layer; 1, 3 do"
         assert one_process.startswith("layer '0': router 'compete' trains in one process: in a competition")
+        assert "divided over 2 ranks: write add_losses(loss, model, ranks), which divides the loss" in order
+        assert "not divided by parallelize: under DDP, which averages gradients, leave ranks out" in whole
 
 
 def test_recording_on_a_sharded_model() -> None:

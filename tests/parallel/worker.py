@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
-from pointsman.control import named_routers, set_loss_scale
+from pointsman.control import add_losses, named_routers, set_loss_scale
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts.modules import EXPERTS
 from pointsman.lab.models.config import TransformerXLConfig
@@ -212,9 +213,10 @@ def every_gradient(ranks: Ranks, specs: list[str]) -> list[str]:
 class Block(nn.Module):
     """A block of somebody else's model."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, attach: bool) -> None:
         super().__init__()
-        self.norm, self.moe = nn.LayerNorm(dim), MoE(dim, 24, 4, router="hyperrouter:balance=0.05", top_k=2)
+        self.norm = nn.LayerNorm(dim)
+        self.moe = MoE(dim, 24, 4, router="hyperrouter:balance=0.05", top_k=2, attach_losses=attach)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.moe(self.norm(hidden))
@@ -223,9 +225,9 @@ class Block(nn.Module):
 class Foreign(nn.Module):
     """Somebody else's model."""
 
-    def __init__(self, dim: int = 16) -> None:
+    def __init__(self, dim: int = 16, attach: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(dim), Block(dim)])
+        self.blocks = nn.ModuleList([Block(dim, attach), Block(dim, attach)])
         self.head = nn.Linear(dim, 5)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -245,12 +247,15 @@ def own_batches() -> list[tuple[Tensor, Tensor]]:
 
 def own_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
     rows = ranks.rows(len(inputs))
-    return nn.functional.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()) / ranks.count
+    loss = nn.functional.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten())
+    if any(isinstance(module, MoE) and module.attach_losses for module in model.modules()):
+        return loss / ranks.count
+    return add_losses(loss, model, ranks)
 
 
 def own_model(ranks: Ranks, layout: str, through: str = "") -> float:
-    """A plain training loop around somebody else's model, accelerate's, or Lightning's: the largest difference of the
-    weights."""
+    """A plain training loop around somebody else's model, with attached losses or `add_losses`, accelerate's, or
+    Lightning's: the largest difference of the weights."""
 
     def loop(model: Foreign, ranks: Ranks, through: str = "") -> Foreign:
         if through == "lightning":
@@ -270,7 +275,7 @@ def own_model(ranks: Ranks, layout: str, through: str = "") -> float:
 
     def fresh() -> Foreign:
         torch.manual_seed(1)
-        return Foreign().double()
+        return Foreign(attach=through != "add_losses").double()
 
     alone = loop(fresh(), ALONE).state_dict()
     divided = parallelize(fresh(), Layout.parse(layout, ranks.count), ranks)
@@ -378,6 +383,16 @@ def refused(ranks: Ranks) -> list[str]:
     attempt(Layout(ranks.count), Foreign())
     attempt(Layout(ranks.count, experts=2), nn.Sequential(MoE(8, 8, 3)))
     attempt(Layout(ranks.count), nn.Sequential(MoE(8, 8, 4, router="compete")))
+    torch.manual_seed(1)
+    undivided = Foreign(attach=False)
+    for model, given in (
+        (parallelize(copy.deepcopy(undivided), Layout(ranks.count), ranks), ALONE),
+        (undivided, ranks),
+    ):
+        try:
+            add_losses(model(torch.ones(1, 2, 16)).sum(), model, given)
+        except ValueError as error:
+            told.append(str(error))
     return told
 
 
