@@ -19,13 +19,13 @@ help:
 	@echo "make docs         build the documentation into site/; any warning is an error"
 	@echo "make wheel        build the wheel, install it in a clean environment and try it"
 
-$(RUN): pyproject.toml constraints.txt
+$(RUN): packages/pointsman/pyproject.toml packages/pointsman-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable '.[report]'
+	$(INSTALL) --editable packages/pointsman --editable 'packages/pointsman-lab[report]'
 	@touch $@
 
 $(DEV): $(RUN)
-	$(INSTALL) --editable '.[report,hf,track,dev]'
+	$(INSTALL) --editable 'packages/pointsman[hf]' --editable 'packages/pointsman-lab[report,track,dev]'
 	@touch $@
 
 quickstart: $(RUN)
@@ -46,14 +46,14 @@ check: $(DEV)
 	$(BIN)/mypy
 
 bench: $(DEV)
-	$(INSTALL) --editable '.[bench]'
+	$(INSTALL) --editable 'packages/pointsman-lab[bench]'
 	$(BIN)/pointsman bench --out benchmarks/results
 
 results: $(RUN)
 	$(BIN)/python benchmarks/results.py
 
 docs: $(RUN)
-	$(INSTALL) --editable '.[docs]'
+	$(INSTALL) --editable 'packages/pointsman-lab[docs]'
 	$(BIN)/zensical build --strict --clean
 
 wheel:

@@ -1,4 +1,4 @@
-"""Prints the lowest versions that pyproject.toml allows, as pip constraints: torch>=2.10 becomes torch==2.10.*."""
+"""Prints the lowest versions that the packages allow, as pip constraints: torch>=2.10 becomes torch==2.10.*."""
 
 import re
 import sys
@@ -7,9 +7,14 @@ from pathlib import Path
 
 EXTRAS = ("report", "hf", "track")
 
-project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in EXTRAS)]
-for requirement in sorted({requirement for one in lists for requirement in one}):
+lists: list[list[str]] = []
+for package in ("pointsman", "pointsman-lab"):
+    file = Path(__file__).parents[1] / "packages" / package / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    lists += [project["dependencies"], *(project["optional-dependencies"].get(extra, []) for extra in EXTRAS)]
+for requirement in sorted(
+    {requirement for one in lists for requirement in one if not requirement.startswith("pointsman")}
+):
     found = re.fullmatch(r"([A-Za-z0-9._-]+)>=([0-9.]+)", requirement)
     if found is None:
         sys.exit(f"pyproject.toml: {requirement!r}: allowed is name>=version")

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.control import step_end
-from pointsman.lab.benchmark.report import machine
-from pointsman.lab.data.vocabulary import Vocabulary  # noqa: F401 - imported before anything is timed
-from pointsman.lab.evaluation.generation import Sampling, generate
-from pointsman.lab.models import Decoder
-from pointsman.lab.recipes import preset
-from pointsman.lab.training.kernels import choose_kernels
 from pointsman.ops.kernels import using
+from pointsman_lab.benchmark.report import machine
+from pointsman_lab.data.vocabulary import Vocabulary  # noqa: F401 - imported before anything is timed
+from pointsman_lab.evaluation.generation import Sampling, generate
+from pointsman_lab.models import Decoder
+from pointsman_lab.recipes import preset
+from pointsman_lab.training.kernels import choose_kernels
 
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 VOCABULARY = 205

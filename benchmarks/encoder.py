@@ -19,14 +19,14 @@ import torch
 
 from decoder import measured
 from pointsman.control import step_end
-from pointsman.lab.benchmark.report import machine
-from pointsman.lab.models.families import build_model
-from pointsman.lab.recipes import preset
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.kernels import choose_kernels
-from pointsman.lab.training.masked_language_modelling import masked_loss
-from pointsman.lab.training.optimizer import build_adam, trainable
 from pointsman.ops.kernels import using
+from pointsman_lab.benchmark.report import machine
+from pointsman_lab.models.families import build_model
+from pointsman_lab.recipes import preset
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import choose_kernels
+from pointsman_lab.training.masked_language_modelling import masked_loss
+from pointsman_lab.training.optimizer import build_adam, trainable
 
 VOCABULARY, SPECIAL, MASK = 8192, 5, 4
 

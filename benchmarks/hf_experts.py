@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from pointsman.lab.benchmark.process import Process
-from pointsman.lab.benchmark.report import machine
-from pointsman.lab.benchmark.run import PAUSE
-from pointsman.lab.benchmark.worker import awake
+from pointsman_lab.benchmark.process import Process
+from pointsman_lab.benchmark.report import machine
+from pointsman_lab.benchmark.run import PAUSE
+from pointsman_lab.benchmark.worker import awake
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pointsman")
 SHAPES = {  # dim, hidden, experts, k, tokens

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
 from pointsman._files import write_whole
-from pointsman.lab.benchmark.peak import peak_bytes
-from pointsman.lab.benchmark.report import machine
-from pointsman.lab.models.blocks import RelativeAttention, RelativeContext
-from pointsman.lab.models.families import preset_config
-from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
 from pointsman.routers.mutual.visible import Visible
+from pointsman_lab.benchmark.peak import peak_bytes
+from pointsman_lab.benchmark.report import machine
+from pointsman_lab.models.blocks import RelativeAttention, RelativeContext
+from pointsman_lab.models.families import preset_config
+from pointsman_lab.models.transformer_xl import TransformerXL
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735
@@ -154,7 +154,7 @@ def neighbours(args: argparse.Namespace) -> None:
     """On the model at its initial weights, or on a run's model; the text is Python's own `argparse` module."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     if args.run:
-        from pointsman.lab.training.run import load_run
+        from pointsman_lab.training.run import load_run
 
         run = load_run(args.run)
         model = run.model

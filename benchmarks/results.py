@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman.cli.compare import write_tables
-from pointsman.cli.finetune import write_task_tables
-from pointsman.lab.report import attack_tables, series, write_report
-from pointsman.lab.report.claims import Page
-from pointsman.lab.report.figures import save_lines
-from pointsman.lab.report.load_table import LoadTable, measured_shares
-from pointsman.lab.report.prose import write_prose
-from pointsman.lab.report.robust_table import robust_tables
-from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.report.trends import Trends
-from pointsman.lab.runs.comparison import read_comparison
-from pointsman.lab.runs.paths import COMPARISON
+from pointsman_lab.cli.compare import write_tables
+from pointsman_lab.cli.finetune import write_task_tables
+from pointsman_lab.report import attack_tables, series, write_report
+from pointsman_lab.report.claims import Page
+from pointsman_lab.report.figures import save_lines
+from pointsman_lab.report.load_table import LoadTable, measured_shares
+from pointsman_lab.report.prose import write_prose
+from pointsman_lab.report.robust_table import robust_tables
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.report.trends import Trends
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.paths import COMPARISON
 
 MAIN, ROWS = "enwik8-tiny", ("smoe", "smoe-dropout", "hyperrouter", "frozen-scaled", "frozen-temperature")
 ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # pointsman bench --case routers

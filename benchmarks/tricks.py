@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from pointsman.experts.cpu import decode, dense, function, permute, sparse
-from pointsman.lab.benchmark.cases import DECODING, TRAINING, Case
-from pointsman.lab.benchmark.process import Process
-from pointsman.lab.benchmark.worker import Worker, serve
 from pointsman.ops import allocator, dots, gemm
 from pointsman.ops.kernels import Kernels
+from pointsman_lab.benchmark.cases import DECODING, TRAINING, Case
+from pointsman_lab.benchmark.process import Process
+from pointsman_lab.benchmark.worker import Worker, serve
 
 
 def put(value: Any, *places: tuple[Any, str]) -> None:

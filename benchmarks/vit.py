@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman.lab.benchmark.report import machine
-from pointsman.lab.models import build_model, preset_config
+from pointsman_lab.benchmark.report import machine
+from pointsman_lab.models import build_model, preset_config
 
 BATCH, LEAST, WARM_UP = 64, 5, 2
 ROUTERS = ("smoe", "vmoe", "xmoe", "hyperrouter", "vmoe+similarity", "vmoe+attention:heads=lowest-entropy-sequence")

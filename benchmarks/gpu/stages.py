@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pointsman.experts import on_gpu
-from pointsman.lab.benchmark.cases import Case
-from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, Implementation
 from pointsman.ops.kernels import Kernels, using
+from pointsman_lab.benchmark.cases import Case
+from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, Implementation
 
 ROOT = Path(__file__).parents[2]
 WARM, ROUNDS = 0.5, 20
@@ -96,7 +96,7 @@ def facts(record: Record) -> None:
 
 def tests(record: Record) -> None:
     """The tests that need a GPU; warnings are listed, not errors."""
-    paths = ["tests/experts", "tests/ops", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
+    paths = ["tests/library/experts", "tests/library/ops", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
     options = ["--collect-only"] if record.tiny else []
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:xdist", *options, *paths]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -204,7 +204,7 @@ def one_layer(record: Record, case: Case, implementation: Implementation, kernel
 
 def steps(record: Record) -> None:
     """Training steps of HyperRouter's small model: eager and as a graph."""
-    from pointsman.lab.benchmark.steps import SETTINGS, Steps
+    from pointsman_lab.benchmark.steps import SETTINGS, Steps
 
     settings = {**SETTINGS, "preset": "tiny"} if record.tiny else SETTINGS
     found = []
@@ -293,7 +293,7 @@ def run(record: Record) -> None:
         sizes = ["--preset", "small", "--steps", str(steps_), "--routers", ",".join(routers), "--data", "enwik8",
                  "--eval-tokens", "500000", "--top-k", "1,2,4,8,16", "--set", "cuda_graph=true"]  # fmt: skip
     out = str(record.file.with_suffix(""))
-    command = [sys.executable, "-m", "pointsman", "compare", *sizes, "--device", str(record.device), "--out", out]
+    command = [sys.executable, "-m", "pointsman_lab", "compare", *sizes, "--device", str(record.device), "--out", out]
     record["command"] = command
     record["code"] = code = subprocess.run(command, cwd=ROOT, check=False).returncode
     record["summary"] = f"see {out}" if code == 0 else f"failed: the comparison ended with {code}: see {out}.log"

@@ -27,7 +27,7 @@ from typing import Any
 import fixtures
 from frame import Campaign, Program, Wrong
 
-from pointsman.cli.main import COMMANDS
+from pointsman_lab.cli.main import COMMANDS
 
 LINES = 50  # a program
 PATIENCE, HANG = 1.0, 25.0  # seconds until a line is interrupted, and until it must have ended
@@ -131,7 +131,7 @@ class CommandLines(Campaign):
 
 def _tiny_stdlib(folder: Path) -> None:
     """A few files stand for the standard library: reading all of it takes seconds."""
-    from pointsman.lab.data import sources
+    from pointsman_lab.data import sources
 
     real = Path(sysconfig.get_path("stdlib"))
     (folder / "stdlib").mkdir()
@@ -150,10 +150,10 @@ class Patched:
         def reached(*_: object, **__: object) -> None:
             raise Reached
 
-        places = [("pointsman.lab.benchmark.run", "run"), ("pointsman.lab.training.jobs", "side_by_side")]
+        places = [("pointsman_lab.benchmark.run", "run"), ("pointsman_lab.training.jobs", "side_by_side")]
         modules = [(importlib.import_module(module), name) for module, name in places]
         if self.checked:
-            modules.append((importlib.import_module("pointsman.lab.training.loop").TrainingLoop, "loop"))
+            modules.append((importlib.import_module("pointsman_lab.training.loop").TrainingLoop, "loop"))
         self.before = [(owner, name, getattr(owner, name)) for owner, name in modules]
         for owner, name in modules:
             setattr(owner, name, reached)
@@ -258,7 +258,7 @@ def drawn_value(random: Random, action: Action) -> str:
 
 def drawn_spec(random: Random) -> str:
     """A router spec: name, options of its own and common ones, perhaps a mixer."""
-    from pointsman.routers.registry import BASELINES, COMMON, ROUTERS, entry, list_mixers, list_routers
+    from pointsman.routers.frame.registry import BASELINES, COMMON, ROUTERS, entry, list_mixers, list_routers
 
     def part(name: str, extra: list[str]) -> str:
         options = [*(entry(name).options if name in ROUTERS or name in list_mixers() else ()), *extra, "nope"]
@@ -318,14 +318,14 @@ _CACHE: dict[str, Any] = {}
 def _actions(command: str) -> list[Action]:
     if command not in _CACHE:
         name, *action = command.split()
-        _CACHE[command] = importlib.import_module(f"pointsman.cli.{name}").parser(*action)._actions
+        _CACHE[command] = importlib.import_module(f"pointsman_lab.cli.{name}").parser(*action)._actions
     return list(_CACHE[command])
 
 
 def _settings() -> list[str]:
     if "settings" not in _CACHE:
-        from pointsman.lab.models.families import FAMILIES
-        from pointsman.lab.training.config import settings
+        from pointsman_lab.models.families import FAMILIES
+        from pointsman_lab.training.config import settings
 
         names = dict.fromkeys(name for family in FAMILIES for name in settings(family))
         _CACHE["settings"] = [*names, "model.seed", "nope", "model", "model.", "", "model.dim.x"]

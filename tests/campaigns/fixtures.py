@@ -15,8 +15,8 @@ from random import Random
 
 import torch
 
-from pointsman.cli.main import main
-from pointsman.lab.runs import environment
+from pointsman_lab.cli.main import main
+from pointsman_lab.runs import environment
 
 SMALL = """
 steps = 4
@@ -42,9 +42,9 @@ eval-tokens = 64
 "deterministic" = true
 """
 OWN_ROUTER = """
-from pointsman.routers.registry import LayerSpec, register_router
-from pointsman.routers.stages import Stages
-from pointsman.routers.topk import LinearScorer
+from pointsman.routers.frame.registry import LayerSpec, register_router
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer
 
 @register_router("mine", paper="none")
 def mine(layer: LayerSpec, *, noise: float = 0.0) -> Stages:

@@ -31,7 +31,7 @@ import fixtures
 from frame import Campaign, Program, Wrong
 
 from pointsman._errors import RunError
-from pointsman.lab.runs.checkpoints import open_checkpoint
+from pointsman_lab.runs.checkpoints import open_checkpoint
 
 RESUMED = [
     "train",

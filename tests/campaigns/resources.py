@@ -28,7 +28,7 @@ from sequences import MIXERS, ROUTERS
 import pointsman
 from pointsman import MoE
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.runs.checkpoints import write_folder
+from pointsman_lab.runs.checkpoints import write_folder
 
 GROWTH = 3 << 20  # bytes that may be added: the allocator's own
 OBJECTS = 300

@@ -82,7 +82,7 @@ class State:
 
     def expected(self, hidden: Tensor, mask: Tensor | None, chosen: list[Tensor], values: dict[str, Tensor]) -> Any:
         """Output and losses in float64; Wrong unless the chosen experts are the best ones."""
-        layers = [plain.Layer(pointsman.routers.registry.parse_spec(spec), self.shape) for spec in self.specs]
+        layers = [plain.Layer(pointsman.routers.frame.registry.parse_spec(spec), self.shape) for spec in self.specs]
         output, seen, losses = plain.stack(layers, hidden, values, mask, chosen)
         real = slice(None) if mask is None else mask.flatten()
         for index, (experts, (_, choice)) in enumerate(zip(chosen, seen, strict=True)):

@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_programs(tmp_path: Path, capfd: pytest.Cap
 def test_no_command_line_starts_a_worker() -> None:
     import commands
 
-    from pointsman.lab.training import jobs
+    from pointsman_lab.training import jobs
 
     with commands.Patched(checked=True), pytest.raises(commands.Reached):
         jobs.side_by_side([1, 2], lambda: None, 2)  # type: ignore[call-arg, arg-type]

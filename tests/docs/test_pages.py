@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import pointsman
-from pointsman.cli.finetune import settings_of_comparison
-from pointsman.cli.main import main
-from pointsman.cli.runs import run_config
-from pointsman.routers import registry
+from pointsman.routers.frame import registry
+from pointsman_lab.cli.finetune import settings_of_comparison
+from pointsman_lab.cli.main import main
+from pointsman_lab.cli.runs import run_config
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -105,7 +105,7 @@ def claims_commands() -> list[str]:
 @pytest.mark.parametrize("command", claims_commands())
 def test_a_command_of_the_claims_is_taken(command: str) -> None:
     _, name, *words = shlex.split(command)
-    values = importlib.import_module(f"pointsman.cli.{name}").parser().read(words)
+    values = importlib.import_module(f"pointsman_lab.cli.{name}").parser().read(words)
     if name == "compare" and values.task:
         for settings in settings_of_comparison(values):
             settings.check(run_config(values, "smoe"))

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pointsman.cli.main import main
 from pointsman.diagnostics import RoutingMonitor
 from pointsman.diagnostics.summary import summary
-from pointsman.lab.diagnosis import Settings, diagnose_path
-from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.runs.paths import run_path
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.trainer import train
+from pointsman_lab.cli.main import main
+from pointsman_lab.diagnosis import Settings, diagnose_path
+from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.runs.paths import run_path
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.trainer import train
 
 
 @pytest.fixture(scope="module")

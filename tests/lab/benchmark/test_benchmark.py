@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from pointsman.cli.main import main
 from pointsman.control import named_routers
-from pointsman.lab.benchmark import report
-from pointsman.lab.benchmark.cases import NAMES, A, Case, cases, growth, steps
-from pointsman.lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
-from pointsman.lab.benchmark.process import Process
-from pointsman.lab.benchmark.run import (
+from pointsman_lab.benchmark import report
+from pointsman_lab.benchmark.cases import NAMES, A, Case, cases, growth, steps
+from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from pointsman_lab.benchmark.process import Process
+from pointsman_lab.benchmark.run import (
     Benchmark,
     Point,
     Result,
@@ -30,8 +29,9 @@ from pointsman.lab.benchmark.run import (
     run_routers,
     run_steps,
 )
-from pointsman.lab.benchmark.steps import Steps
-from pointsman.lab.benchmark.worker import Worker
+from pointsman_lab.benchmark.steps import Steps
+from pointsman_lab.benchmark.worker import Worker
+from pointsman_lab.cli.main import main
 
 
 @pytest.fixture

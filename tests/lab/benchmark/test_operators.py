@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pointsman.experts.modules import Experts
-from pointsman.lab.benchmark.operators import Counts, as_on_a_gpu, count_step
-from pointsman.lab.recipes import preset
 from pointsman.routing import Routing
+from pointsman_lab.benchmark.operators import Counts, as_on_a_gpu, count_step
+from pointsman_lab.recipes import preset
 
 
 def test_a_step_of_the_small_model() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman._files import user_cache_folder
-from pointsman.lab.data import Vocabulary, cache
-from pointsman.lab.data.cache import Built, Write, cached
+from pointsman_lab.data import Vocabulary, cache
+from pointsman_lab.data.cache import Built, Write, cached
 
 VOCABULARY = Vocabulary.of_bytes(b"abcd")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data import Vocabulary, catalog, corpus, download, load_corpus, sources
-from pointsman.lab.data.corpus import Corpus
+from pointsman_lab.data import Vocabulary, catalog, corpus, download, load_corpus, sources
+from pointsman_lab.data.corpus import Corpus
 
 TEXT = "".join(f"line {number} of a small text\n" for number in range(200))
 TINY_ENWIK8 = bytes(range(9, 100)) * 10  # 910 bytes: 700, 110 and 100

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
-from pointsman.lab.data import reading
-from pointsman.lab.data.reading import Reader, Span, align, check_md5
+from pointsman_lab.data import reading
+from pointsman_lab.data.reading import Reader, Span, align, check_md5
 
 
 def whole(path: Path) -> Span:

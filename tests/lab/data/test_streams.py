@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
-from pointsman.lab.data import IGNORE, BatchStream, EvalStream, streams
+from pointsman_lab.data import IGNORE, BatchStream, EvalStream, streams
 
 
 def test_columns_are_contiguous_and_rows_go_on() -> None:

@@ -9,8 +9,8 @@ import pytest
 import sentencepiece
 
 from pointsman._errors import RunError
-from pointsman.lab.data import Vocabulary, load_corpus
-from pointsman.lab.data.subwords import (
+from pointsman_lab.data import Vocabulary, load_corpus
+from pointsman_lab.data.subwords import (
     Subwords,
     as_tokenizer,
     learn_pieces,

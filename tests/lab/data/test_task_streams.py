@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data.task_streams import TaskStream, encode_examples, eval_batches
-from pointsman.lab.data.tasks import Examples
-from pointsman.lab.data.vocabulary import Vocabulary
+from pointsman_lab.data.task_streams import TaskStream, encode_examples, eval_batches
+from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.vocabulary import Vocabulary
 
 BYTES = Vocabulary.of_bytes(b"abcdefghijklmnopqrstuvwxyz \n")
 TEXTS = tuple("x" * (1 + 7 * i % 60) for i in range(333))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.tasks import TASKS, load_task, parse_task
+from pointsman_lab.data.tasks import TASKS, load_task, parse_task
 
 ROWS = [("good film", "pos"), ("bad film", "neg"), ("fine, really", "pos"), ('a "dull" one', "neg")]
 

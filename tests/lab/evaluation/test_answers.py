@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.lab.evaluation.answers import normalized, normalized_in, score_answers
+from pointsman_lab.evaluation.answers import normalized, normalized_in, score_answers
 
 
 def test_squad_removes_articles_case_and_ascii_punctuation() -> None:

@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 
-from pointsman.lab.data.multilingual.xtreme import PANX_TAGS, UPOS
-from pointsman.lab.evaluation.entities import Entity, entities, entity_f1, f1_xtreme
+from pointsman_lab.data.multilingual.xtreme import PANX_TAGS, UPOS
+from pointsman_lab.evaluation.entities import Entity, entities, entity_f1, f1_xtreme
 
 DRAW = random.Random(0)
 

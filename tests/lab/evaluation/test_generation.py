@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data import Vocabulary
-from pointsman.lab.evaluation.generation import Sampling, TextStream, check_prompts, generate, sparse_layer
-from pointsman.lab.models import Decoder, DecoderConfig, TransformerXL, TransformerXLConfig
+from pointsman_lab.data import Vocabulary
+from pointsman_lab.evaluation.generation import Sampling, TextStream, check_prompts, generate, sparse_layer
+from pointsman_lab.models import Decoder, DecoderConfig, TransformerXL, TransformerXLConfig
 
 SHAPE = {"num_layers": 1, "dim": 16, "num_heads": 2, "head_dim": 8, "hidden_dim": 8, "num_experts": 4}
 

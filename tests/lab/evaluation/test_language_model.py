@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.lab.training.test_graph import TapeRecorder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman._errors import Stopped
 from pointsman.control import record_routing, set_top_k
 from pointsman.experts import apply
-from pointsman.lab.evaluation.language_model import EvalProtocol, evaluate, quality
-from pointsman.lab.evaluation.passes import EvaluationContext
-from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.models.transformer_xl import TransformerXL
 from pointsman.ops.kernels import Kernels, using
+from pointsman_lab.evaluation.language_model import EvalProtocol, evaluate, quality
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.models.transformer_xl import TransformerXL
+from tests.lab.training.test_graph import TapeRecorder
 
 TOKENS = np.random.default_rng(0).integers(0, 20, 200).astype(np.uint8)
 WHOLE = EvalProtocol(batch_size=1, segment_length=16, memory_length=200)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.lab.progress import Quiet
-from pointsman.lab.recipes import preset
-from pointsman.lab.training.compare import Plan, compare
+from pointsman_lab.progress import Quiet
+from pointsman_lab.recipes import preset
+from pointsman_lab.training.compare import Plan, compare
 
 ROUTERS = ("smoe", "xmoe", "dense")
 

@@ -7,9 +7,9 @@ import json
 import random
 from pathlib import Path
 
-from pointsman.lab.models.encoder import EncoderConfig
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.trainer import train
+from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.trainer import train
 
 WORDS = ["".join(random.Random(n).choices("abcdefghijklmno", k=2 + n % 6)) for n in range(80)]
 

@@ -18,24 +18,24 @@ import torch
 pytest.importorskip("sentencepiece")
 
 from safetensors.torch import load_file
-from tests.lab.finetuning.crosslingual import WORDS, pretrained, questions, sentence, write_data
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
 from pointsman.diagnostics import RoutingMonitor
 from pointsman.diagnostics.summary import summary
-from pointsman.lab.data.multilingual.features import answers, features, probabilities
-from pointsman.lab.data.multilingual.formats import Question
-from pointsman.lab.data.multilingual.pieces import train_pieces
-from pointsman.lab.data.multilingual.splits import load_xtreme
-from pointsman.lab.data.multilingual.xtreme import UPOS
-from pointsman.lab.diagnosis import Settings, diagnose_path
-from pointsman.lab.finetuning import Finetuning, finetune
-from pointsman.lab.finetuning.run import load_finetuned
-from pointsman.lab.progress import Quiet
-from pointsman.lab.runs.metrics import read_metrics
-from pointsman.lab.training.progress import Interrupted
-from pointsman.lab.training.run import load_run
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.multilingual.features import answers, features, probabilities
+from pointsman_lab.data.multilingual.formats import Question
+from pointsman_lab.data.multilingual.pieces import train_pieces
+from pointsman_lab.data.multilingual.splits import load_xtreme
+from pointsman_lab.data.multilingual.xtreme import UPOS
+from pointsman_lab.diagnosis import Settings, diagnose_path
+from pointsman_lab.finetuning import Finetuning, finetune
+from pointsman_lab.finetuning.run import load_finetuned
+from pointsman_lab.progress import Quiet
+from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.run import load_run
+from tests.lab.finetuning.crosslingual import WORDS, pretrained, questions, sentence, write_data
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,9 @@ def test_the_best_english_validation_chooses_and_a_stopped_run_chooses_the_same(
 
 
 def test_pre_training_is_not_chosen(run: Path, data: Path, tmp_path: Path) -> None:
-    from pointsman.lab.runs.directory import RunDirectory
-    from pointsman.lab.training.config import RunConfig
-    from pointsman.lab.training.trainer import train
+    from pointsman_lab.runs.directory import RunDirectory
+    from pointsman_lab.training.config import RunConfig
+    from pointsman_lab.training.trainer import train
 
     config = RunDirectory(run).config(RunConfig).with_overrides({"choose": "best-valid", "validate_every": 1})
     with pytest.raises(RunError, match=r"choose=best-valid: it is for fine-tuning"):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError, Stopped
-from pointsman.cli.main import main
-from pointsman.lab.finetuning import Finetuning, compare_tasks
-from pointsman.lab.progress import Quiet
-from pointsman.lab.report import TaskTable
-from pointsman.lab.report.task_table import published_for
+from pointsman_lab.cli.main import main
+from pointsman_lab.finetuning import Finetuning, compare_tasks
+from pointsman_lab.progress import Quiet
+from pointsman_lab.report import TaskTable
+from pointsman_lab.report.task_table import published_for
 
 
 class Watch:

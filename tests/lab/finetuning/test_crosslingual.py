@@ -11,27 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from tests.lab.finetuning.crosslingual import WORDS, pretrained, sentence, write_data
 
 pytest.importorskip("sentencepiece")
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.data.multilingual.features import answers, features
-from pointsman.lab.data.multilingual.formats import Pair, Question, Tagged
-from pointsman.lab.data.multilingual.pieces import Pieces, train_pieces
-from pointsman.lab.data.multilingual.splits import groups_of, load_xtreme
-from pointsman.lab.data.multilingual.xtreme import PANX_TAGS
-from pointsman.lab.evaluation.floors import floors
-from pointsman.lab.evaluation.scores import mean_error, resampled, score
-from pointsman.lab.finetuning import Finetuning, finetune
-from pointsman.lab.finetuning.crosslingual import submission
-from pointsman.lab.finetuning.run import task_of
-from pointsman.lab.models.encoder import EncoderConfig
-from pointsman.lab.models.token_classifier import TokenClassifier
-from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.run import load_run
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.multilingual.features import answers, features
+from pointsman_lab.data.multilingual.formats import Pair, Question, Tagged
+from pointsman_lab.data.multilingual.pieces import Pieces, train_pieces
+from pointsman_lab.data.multilingual.splits import groups_of, load_xtreme
+from pointsman_lab.data.multilingual.xtreme import PANX_TAGS
+from pointsman_lab.evaluation.floors import floors
+from pointsman_lab.evaluation.scores import mean_error, resampled, score
+from pointsman_lab.finetuning import Finetuning, finetune
+from pointsman_lab.finetuning.crosslingual import submission
+from pointsman_lab.finetuning.run import task_of
+from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.models.token_classifier import TokenClassifier
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import load_run
 
 TAGS = {tag: place for place, tag in enumerate(PANX_TAGS)}
 
@@ -296,7 +297,7 @@ def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None
 
 
 def test_a_language_model_is_no_encoder(data: Path, run: Path) -> None:
-    from pointsman.lab.data import Vocabulary
+    from pointsman_lab.data import Vocabulary
 
     with pytest.raises(RunError, match="for encoders, which read pieces"):
         task_of(load_xtreme("xnli", data), Finetuning("xnli"), Vocabulary.of_bytes(b"abc"), None)

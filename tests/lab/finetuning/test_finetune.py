@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
-from pointsman.lab.finetuning.run import finetuned_path, identity
-from pointsman.lab.recipes import preset
-from pointsman.lab.report.task_table import routing_of
-from pointsman.lab.runs.checkpoints import last_checkpoint
-from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.runs.record import read_run
-from pointsman.lab.training.checkpoint import checkpoint_tensors
-from pointsman.lab.training.progress import Interrupted
-from pointsman.lab.training.run import load_run
+from pointsman_lab.cli.main import main
+from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman_lab.finetuning.run import finetuned_path, identity
+from pointsman_lab.recipes import preset
+from pointsman_lab.report.task_table import routing_of
+from pointsman_lab.runs.checkpoints import last_checkpoint
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.runs.record import read_run
+from pointsman_lab.training.checkpoint import checkpoint_tensors
+from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.run import load_run
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}
 
@@ -53,7 +53,7 @@ class Notes:
 
 
 def test_the_papers_settings_are_the_defaults(task: str) -> None:
-    from pointsman.lab.data.tasks import load_task
+    from pointsman_lab.data.tasks import load_task
 
     loaded = load_task(task)
     pretrained = preset("tiny", router="smoe").with_vocabulary(50)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pointsman.lab.models import attention as room
-from pointsman.lab.models.attention import Attention
+from pointsman_lab.models import attention as room
+from pointsman_lab.models.attention import Attention
 
 B, T, M, DIM, H, D = 2, 7, 3, 12, 4, 6
 

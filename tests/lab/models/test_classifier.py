@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman.lab.models.classifier import Classifier
-from pointsman.lab.models.config import TransformerXLConfig
+from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.models.config import TransformerXLConfig
 
 ROUTERS = ["smoe:balance=0.1", "hyperrouter", "xmoe", "smoe-dropout", "smoe+similarity", "xmoe+attention", "dense"]
 

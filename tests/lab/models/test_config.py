@@ -2,8 +2,8 @@
 
 import pytest
 
-from pointsman.lab.models import MODEL_PRESETS, TransformerXLConfig, preset_config
-from pointsman.lab.models.config import parse_moe_layers
+from pointsman_lab.models import MODEL_PRESETS, TransformerXLConfig, preset_config
+from pointsman_lab.models.config import parse_moe_layers
 
 
 @pytest.mark.parametrize(

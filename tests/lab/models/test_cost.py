@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pointsman.lab.models import TransformerXL, TransformerXLConfig, preset_config
-from pointsman.lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
-from pointsman.lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
+from pointsman_lab.models import TransformerXL, TransformerXLConfig, preset_config
+from pointsman_lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
+from pointsman_lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
 
 SMALL = preset_config("small", 204)
 

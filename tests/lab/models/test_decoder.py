@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.lab.models import Decoder, DecoderConfig
-from pointsman.lab.models.huggingface import load_theirs, read_config
-from pointsman.lab.models.memory import Memory
-from pointsman.routers.registry import build_router, list_mixers, list_routers
+from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
+from pointsman_lab.models import Decoder, DecoderConfig
+from pointsman_lab.models.huggingface import load_theirs, read_config
+from pointsman_lab.models.memory import Memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 2, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 24,

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from pointsman.control import record_routing
-from pointsman.lab.models.encoder import Encoder, EncoderConfig, buckets
-from pointsman.routers.registry import build_router, list_mixers, list_routers
+from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
+from pointsman_lab.models.encoder import Encoder, EncoderConfig, buckets
 
 SHAPE = {
     "vocab_size": 30, "num_layers": 3, "dim": 32, "num_heads": 4, "head_dim": 8, "hidden_dim": 48, "max_length": 24,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pointsman.lab.models import FAMILIES, MODEL_PRESETS, TransformerXL, TransformerXLConfig, build_model, preset_config
-from pointsman.lab.models.cost import cost_row, inference_flops
-from pointsman.lab.models.families import family
-from pointsman.lab.models.layout import parse_moe_layers
+from pointsman_lab.models import FAMILIES, MODEL_PRESETS, TransformerXL, TransformerXLConfig, build_model, preset_config
+from pointsman_lab.models.cost import cost_row, inference_flops
+from pointsman_lab.models.families import family
+from pointsman_lab.models.layout import parse_moe_layers
 
 
 def test_every_preset_is_of_a_family_that_builds_it() -> None:

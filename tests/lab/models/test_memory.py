@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pointsman.lab.models.memory import appended
+from pointsman_lab.models.memory import appended
 
 
 def grown(steps: int, width: int = 3) -> list[torch.Tensor]:

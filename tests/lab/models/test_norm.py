@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pointsman.lab.models.norm import rms_norm
+from pointsman_lab.models.norm import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 4, 6), (1, 1), (0, 4)])

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, set_top_k
-from pointsman.lab.models import Memory, TransformerXL, TransformerXLConfig
-from pointsman.lab.models.vocabulary import AdaptiveEmbedding
-from pointsman.routers.stages import Mixer
+from pointsman.routers.frame.stages import Mixer
+from pointsman_lab.models import Memory, TransformerXL, TransformerXLConfig
+from pointsman_lab.models.vocabulary import AdaptiveEmbedding
 
 VOCABULARY = 31
 
@@ -255,7 +255,7 @@ def test_padded_and_negative_targets_count_nothing():
 
 def test_a_router_that_sees_later_tokens_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(InformedMixer, "causal", False)
-    from pointsman.routers.registry import MIXERS, register_mixer
+    from pointsman.routers.frame.registry import MIXERS, register_mixer
 
     register_mixer("informed", paper="none")(lambda site: InformedMixer())
     try:
@@ -268,7 +268,7 @@ def test_a_router_that_sees_later_tokens_is_refused_by_name(monkeypatch):
 
 def test_a_router_that_sees_later_tokens_in_training_only_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(InformedMixer, "training_causal", False)
-    from pointsman.routers.registry import MIXERS, register_mixer
+    from pointsman.routers.frame.registry import MIXERS, register_mixer
 
     register_mixer("informed", paper="none")(lambda site: InformedMixer())
     try:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pointsman.control import record_routing
-from pointsman.lab.models.families import preset_config
-from pointsman.lab.models.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
+from pointsman_lab.models.families import preset_config
+from pointsman_lab.models.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
 
 SHAPE = {
     "image_size": 16, "patch": 4, "num_classes": 5, "num_layers": 4, "dim": 32, "num_heads": 4, "head_dim": 8,

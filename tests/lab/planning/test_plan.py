@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.models.families import build_model, preset_config
-from pointsman.lab.planning.machines import machine, published_billions, runs, shapes
-from pointsman.lab.planning.plan import Job, estimate, layouts, memory, plan
-from pointsman.lab.planning.shapes import Shape
-from pointsman.lab.planning.time import calibration, distinct_ranks, exchange_bytes, fit, parts
 from pointsman.parallel.layout import Layout
+from pointsman_lab.cli.main import main
+from pointsman_lab.models.families import build_model, preset_config
+from pointsman_lab.planning.machines import machine, published_billions, runs, shapes
+from pointsman_lab.planning.plan import Job, estimate, layouts, memory, plan
+from pointsman_lab.planning.shapes import Shape
+from pointsman_lab.planning.time import calibration, distinct_ranks, exchange_bytes, fit, parts
 
 
 def test_parameters_are_the_published_ones():

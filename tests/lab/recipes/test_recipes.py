@@ -2,9 +2,9 @@
 
 import pytest
 
-from pointsman.lab.models.families import MODEL_PRESETS
-from pointsman.lab.recipes import PRESETS, RECIPES, list_recipes, preset, recipe
-from pointsman.lab.training.config import RunConfig
+from pointsman_lab.models.families import MODEL_PRESETS
+from pointsman_lab.recipes import PRESETS, RECIPES, list_recipes, preset, recipe
+from pointsman_lab.training.config import RunConfig
 
 
 def test_every_row_of_the_papers_tables_has_a_recipe_and_one_for_the_scripts() -> None:

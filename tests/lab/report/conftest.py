@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from tests.lab.report.fixtures import WORDS, dump
 
 
@@ -13,9 +14,9 @@ from tests.lab.report.fixtures import WORDS, dump
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison directory with two real, very small runs."""
 
-    from pointsman.lab.models.config import TransformerXLConfig
-    from pointsman.lab.training.config import RunConfig
-    from pointsman.lab.training.trainer import train
+    from pointsman_lab.models.config import TransformerXLConfig
+    from pointsman_lab.training.config import RunConfig
+    from pointsman_lab.training.trainer import train
 
     root = tmp_path_factory.mktemp("trained")
     text = root / "text.txt"

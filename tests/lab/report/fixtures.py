@@ -106,8 +106,8 @@ def write_explorer(
     """An explorer.json of invented routing, packed by the real packer."""
     import torch
 
-    from pointsman.lab.report.samples import pack
     from pointsman.routing import Routing
+    from pointsman_lab.report.samples import pack
 
     generator = torch.Generator().manual_seed(100 * seed + len(router))
     text = (WORDS * 12)[:900]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning
 
-from pointsman.lab.report import write_report
+from pointsman_lab.report import write_report
+from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning
 
 webdriver = pytest.importorskip("selenium.webdriver")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -7,18 +7,18 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.claims import Page
-from pointsman.lab.report.claims_file import CLAIMS
-from pointsman.lab.report.differences import Differences
-from pointsman.lab.report.intervals import Paired, student_cdf, student_quantile
-from pointsman.lab.report.measures import DIAGNOSED, Measure
-from pointsman.lab.report.results import COLUMNS, load_comparison, write_results
-from pointsman.lab.report.robust_table import robust_tables
-from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.runs.comparison import read_comparison
+from pointsman_lab.report.claims import Page
+from pointsman_lab.report.claims_file import CLAIMS
+from pointsman_lab.report.differences import Differences
+from pointsman_lab.report.intervals import Paired, student_cdf, student_quantile
+from pointsman_lab.report.measures import DIAGNOSED, Measure
+from pointsman_lab.report.results import COLUMNS, load_comparison, write_results
+from pointsman_lab.report.robust_table import robust_tables
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 
 @pytest.mark.parametrize(

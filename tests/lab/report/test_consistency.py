@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_finetuning
 
-from pointsman.lab.report.consistency import consistency
-from pointsman.lab.report.page import render
-from pointsman.lab.runs.comparison import read_comparison
+from pointsman_lab.report.consistency import consistency
+from pointsman_lab.report.page import render
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import write_comparison, write_finetuning
 
 
 @pytest.fixture

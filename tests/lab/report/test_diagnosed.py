@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pointsman_lab.report import write_report
+from pointsman_lab.report.diagnosed import diagnosis_grid, history_of
+from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tests.lab.report.test_page import Page
-
-from pointsman.lab.report import write_report
-from pointsman.lab.report.diagnosed import diagnosis_grid, history_of
-from pointsman.lab.runs.comparison import read_comparison
 
 
 def layer(collapse: float | None, moved: float | None = None) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_a_comparisons_own_diagnosis(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_diagnosis_fills_the_page(trained: Path) -> None:
-    from pointsman.lab.diagnosis import Settings, diagnose_path
+    from pointsman_lab.diagnosis import Settings, diagnose_path
 
     run = trained / "runs" / "smoe" / "seed-0"
     dump(run / "diagnostics.json", diagnose_path(run, settings=Settings(tokens=300)))

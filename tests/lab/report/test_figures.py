@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report import figures
+from pointsman_lab.report import figures
+from tests.lab.report.fixtures import write_comparison, write_run
 
 HEADS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

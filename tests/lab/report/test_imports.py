@@ -7,5 +7,5 @@ import sys
 
 
 def test_reports_are_read_without_torch() -> None:
-    code = "import sys, pointsman.lab.report; print('torch' in sys.modules)"
+    code = "import sys, pointsman_lab.report; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report import write_report
-from pointsman.lab.report.page import asset
-from pointsman.lab.report.protocol import command, pairing
-from pointsman.lab.report.series import binned, over_seeds
-from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.runs.comparison import read_comparison
+from pointsman_lab.report import write_report
+from pointsman_lab.report.page import asset
+from pointsman_lab.report.protocol import command, pairing
+from pointsman_lab.report.series import binned, over_seeds
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning, write_run
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
 

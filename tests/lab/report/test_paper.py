@@ -9,17 +9,17 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import dump, write_comparison, write_run
-from tests.lab.report.test_page import Page
 
 from pointsman._errors import RunError
-from pointsman.lab.recipes import PRESETS, RECIPES, recipe
-from pointsman.lab.recipes import preset as make_preset
-from pointsman.lab.report import protocol
-from pointsman.lab.report.cells import canonical, has_settings_of
-from pointsman.lab.report.paper import PaperComparison, paper_tables
-from pointsman.lab.report.published import open_paper, papers, parse_paper
-from pointsman.lab.runs.record import read_run
+from pointsman_lab.recipes import PRESETS, RECIPES, recipe
+from pointsman_lab.recipes import preset as make_preset
+from pointsman_lab.report import protocol
+from pointsman_lab.report.cells import canonical, has_settings_of
+from pointsman_lab.report.paper import PaperComparison, paper_tables
+from pointsman_lab.report.published import open_paper, papers, parse_paper
+from pointsman_lab.runs.record import read_run
+from tests.lab.report.fixtures import dump, write_comparison, write_run
+from tests.lab.report.test_page import Page
 
 FINETUNED = {
     "format": 1, "task": "sst2", "classes": ["bad", "good"], "freeze": [], "balance": None, "pooling": "mean",
@@ -318,7 +318,7 @@ def test_specs_are_compared_by_meaning() -> None:
 
 
 def test_every_spec_is_one_that_can_be_asked_for() -> None:
-    from pointsman.routers.registry import list_mixers, list_routers, parse_spec
+    from pointsman.routers.frame.registry import list_mixers, list_routers, parse_spec
 
     for each_paper in papers().values():
         for one in each_paper.tables:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
+from pointsman_lab.report.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
+from tests.lab.report.fixtures import write_comparison, write_run
 
 VALUES = {"smoe": (3.0, 3.1, 3.2), "xmoe": (2.9, 2.98, 3.06), "smoe+mix": (3.4, 3.0, 3.5), "young": (3.0, 3.5)}
 

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.lab.report.fixtures import write_comparison
-from tests.lab.report.test_page import Page
 
 from pointsman._errors import RunError
 from pointsman.diagnostics.samples import most_taken, pack
-from pointsman.lab.data.vocabulary import Vocabulary
-from pointsman.lab.report import inside, write_report
-from pointsman.lab.report.embedding import embed, pca
-from pointsman.lab.report.samples import collect_all, collect_samples, display_tokens
-from pointsman.lab.runs.comparison import read_comparison
 from pointsman.routing import Routing
+from pointsman_lab.data.vocabulary import Vocabulary
+from pointsman_lab.report import inside, write_report
+from pointsman_lab.report.embedding import embed, pca
+from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import write_comparison
+from tests.lab.report.test_page import Page
 
 
 def unpacked(sample: dict[str, Any], k: int, layer: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -148,7 +148,7 @@ def test_umap_separates_what_is_apart() -> None:
 @pytest.mark.slow
 def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
     from pointsman.control import record_routing, set_top_k
-    from pointsman.lab.training.run import load_run
+    from pointsman_lab.training.run import load_run
 
     path = trained / "runs" / "smoe" / "seed-0"
     assert collect_samples(path, tokens=40, points=25, method="pca") == path / "explorer.json"

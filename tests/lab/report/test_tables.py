@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.results import tidy
-from pointsman.lab.report.tables import Cell, ComparisonTable, told_apart
-from pointsman.lab.runs.comparison import read_comparison
-from pointsman.lab.runs.paths import REPEAT
+from pointsman_lab.report.results import tidy
+from pointsman_lab.report.tables import Cell, ComparisonTable, told_apart
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.paths import REPEAT
+from tests.lab.report.fixtures import write_comparison, write_run
 
 
 def test_cell_statistics_by_hand() -> None:
@@ -171,8 +171,8 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
-    from pointsman.lab.runs.comparison import gather
-    from pointsman.lab.runs.record import read_run
+    from pointsman_lab.runs.comparison import gather
+    from pointsman_lab.runs.record import read_run
 
     runs = [read_run(write_run(tmp_path / name, "smoe", 0)) for name in ("a", "b")]
     with pytest.raises(RunError, match="two runs with router 'smoe' and seed 0"):
@@ -180,8 +180,8 @@ def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:
-    from pointsman.lab.report.attack_table import AttackTable
-    from pointsman.lab.runs.comparison import read_comparison
+    from pointsman_lab.report.attack_table import AttackTable
+    from pointsman_lab.runs.comparison import read_comparison
 
     comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
     row = {"split": "test", "metric": "bits_per_character", "tokens": 9}

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison, write_run
 
 from pointsman._errors import RunError
-from pointsman.lab.report.claims_file import CLAIMS
-from pointsman.lab.report.figures import _apart
-from pointsman.lab.report.trends import Trends
+from pointsman_lab.report.claims_file import CLAIMS
+from pointsman_lab.report.figures import _apart
+from pointsman_lab.report.trends import Trends
+from tests.lab.report.fixtures import write_comparison, write_run
 
 GRIDS = """
 [grids.short]

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.report.fixtures import dump, write_comparison, write_run
 
-from pointsman.lab.report.language_table import LanguageTable, Line
-from pointsman.lab.report.measures import Measure
-from pointsman.lab.report.metrics import metric
-from pointsman.lab.report.paper import paper_tables
-from pointsman.lab.report.published import open_paper
-from pointsman.lab.report.tables import Cell
-from pointsman.lab.report.xtreme_table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
-from pointsman.lab.runs.comparison import read_comparison
+from pointsman_lab.report.language_table import LanguageTable, Line
+from pointsman_lab.report.measures import Measure
+from pointsman_lab.report.metrics import metric
+from pointsman_lab.report.paper import paper_tables
+from pointsman_lab.report.published import open_paper
+from pointsman_lab.report.tables import Cell
+from pointsman_lab.report.xtreme_table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import dump, write_comparison, write_run
 
 ROUTERS = ("switch", "xmoe")
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data.tasks import Examples
-from pointsman.lab.data.vocabulary import IdArray, Vocabulary
-from pointsman.lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
-from pointsman.lab.models.classifier import Classifier
-from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.robustness.attacked import (
+from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.evaluation.language_model import EvalProtocol, MarkedText, evaluate
+from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.robustness.attacked import (
     attack_examples,
     attack_part,
     change_under_attack,
     evaluate_attack,
     evaluate_task_attack,
 )
-from pointsman.lab.robustness.attacks import RATES, Attack, attack_texts
+from pointsman_lab.robustness.attacks import RATES, Attack, attack_texts
 
 TEXT = (
     " ".join(f"{'word' * (i % 3 + 1)}{chr(97 + i % 26)}\n" if i % 9 == 0 else f"Some{i}" for i in range(500)) + "  end"

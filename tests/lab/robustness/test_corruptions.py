@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.robustness.corruptions import CORRUPTIONS, _disk, _streaked, corrupt
-from pointsman.lab.robustness.severities import PARAMETERS, SIDES
+from pointsman_lab.robustness.corruptions import CORRUPTIONS, _disk, _streaked, corrupt
+from pointsman_lab.robustness.severities import PARAMETERS, SIDES
 
 pytest.importorskip("PIL")
 pytest.importorskip("scipy")

@@ -14,28 +14,28 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
 from pointsman.control import record_routing
 from pointsman.diagnostics.base import first_choice
-from pointsman.lab.data.images.augment import to_tensor
-from pointsman.lab.data.images.image_set import ImagePart
-from pointsman.lab.models.vit import VisionTransformer, VisionTransformerConfig
-from pointsman.lab.progress import Quiet
-from pointsman.lab.report import write_report
-from pointsman.lab.report.pictures import pictures
-from pointsman.lab.report.robust_table import robust_tables
-from pointsman.lab.robustness import image_scores as scores
-from pointsman.lab.robustness.corruptions import CORRUPTIONS, corrupt
-from pointsman.lab.robustness.image_attacks import ATTACKS, attacked, under_gradient_attack
-from pointsman.lab.robustness.image_runs import Asked, robustness, save_robustness
-from pointsman.lab.robustness.image_sources import Corrupted, chosen_rows
-from pointsman.lab.robustness.images import Frame, Seen, on_outliers, under_corruptions
-from pointsman.lab.runs.comparison import read_comparison
-from pointsman.lab.training.compare import Plan, compare
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.image_classification import open_images
-from pointsman.lab.training.run import load_run
 from pointsman.layer import MoE
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.images.augment import to_tensor
+from pointsman_lab.data.images.image_set import ImagePart
+from pointsman_lab.models.vit import VisionTransformer, VisionTransformerConfig
+from pointsman_lab.progress import Quiet
+from pointsman_lab.report import write_report
+from pointsman_lab.report.pictures import pictures
+from pointsman_lab.report.robust_table import robust_tables
+from pointsman_lab.robustness import image_scores as scores
+from pointsman_lab.robustness.corruptions import CORRUPTIONS, corrupt
+from pointsman_lab.robustness.image_attacks import ATTACKS, attacked, under_gradient_attack
+from pointsman_lab.robustness.image_runs import Asked, robustness, save_robustness
+from pointsman_lab.robustness.image_sources import Corrupted, chosen_rows
+from pointsman_lab.robustness.images import Frame, Seen, on_outliers, under_corruptions
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.image_classification import open_images
+from pointsman_lab.training.run import load_run
 
 Image = pytest.importorskip("PIL.Image")
 FRAME = Frame(16)
@@ -291,7 +291,7 @@ def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:
 def test_corruptions_of_a_comparison(
     comparison: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pointsman.lab.robustness.image_sources.corrupt", lambda images, *_: images)
+    monkeypatch.setattr("pointsman_lab.robustness.image_sources.corrupt", lambda images, *_: images)
     assert main(["evaluate", str(comparison), "--robust", "c", "--eval-tokens", "160"]) == 0
     printed = capsys.readouterr().out
     assert "relative mCE" in printed

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.finetuning import Finetuning, finetune, load_finetuned
-from pointsman.lab.finetuning.run import task_data
-from pointsman.lab.progress import Quiet
-from pointsman.lab.recipes import preset
-from pointsman.lab.robustness import recipe_attack
-from pointsman.lab.training.compare import Plan, compare
+from pointsman_lab.cli.main import main
+from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman_lab.finetuning.run import task_data
+from pointsman_lab.progress import Quiet
+from pointsman_lab.recipes import preset
+from pointsman_lab.robustness import recipe_attack
+from pointsman_lab.training.compare import Plan, compare
 
 
 class Silent:

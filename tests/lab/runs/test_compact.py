@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.lab.report.fixtures import write_comparison
 
 from pointsman._errors import RunError
 from pointsman._files import SCRATCH, owner
-from pointsman.lab.report.page import render
-from pointsman.lab.report.tables import ComparisonTable
-from pointsman.lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record
-from pointsman.lab.runs.comparison import read_comparison
+from pointsman_lab.report.page import render
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.compact import RECORD, from_columns, packed, restore, thinned, to_columns, write_record
+from pointsman_lab.runs.comparison import read_comparison
+from tests.lab.report.fixtures import write_comparison
 
 
 def test_tables_and_page_come_out_the_same(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman._values import finite
-from pointsman.lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
-from pointsman.lab.runs.compact import RECORD, read_record
-from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.kernels import recorded_kernels
+from pointsman_lab.runs.checkpoints import open_checkpoint, prune, remove_leftovers, steps_of, write_folder
+from pointsman_lab.runs.compact import RECORD, read_record
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import recorded_kernels
 
 READERS: dict[str, Callable[[Path], object]] = {
     "vocabulary.json": lambda folder: RunDirectory(folder).vocabulary(),

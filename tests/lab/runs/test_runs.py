@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-import pointsman.lab.runs
+import pointsman_lab.runs
 from pointsman._errors import RunError
-from pointsman.lab.runs.comparison import read_comparison, read_plan, write_plan
-from pointsman.lab.runs.environment import differing_bits, environment
-from pointsman.lab.runs.evaluation import clean_results, evaluation_record, is_current
-from pointsman.lab.runs.metrics import MetricsFile, read_metrics
-from pointsman.lab.runs.paths import finetuned_path, run_path, slug
+from pointsman_lab.runs.comparison import read_comparison, read_plan, write_plan
+from pointsman_lab.runs.environment import differing_bits, environment
+from pointsman_lab.runs.evaluation import clean_results, evaluation_record, is_current
+from pointsman_lab.runs.metrics import MetricsFile, read_metrics
+from pointsman_lab.runs.paths import finetuned_path, run_path, slug
 
 
 def test_the_disk_format_needs_no_torch() -> None:
-    modules = [f"pointsman.lab.runs.{file.stem}" for file in Path(pointsman.lab.runs.__file__).parent.glob("[!_]*.py")]
+    modules = [f"pointsman_lab.runs.{file.stem}" for file in Path(pointsman_lab.runs.__file__).parent.glob("[!_]*.py")]
     code = f"import sys\nimport {', '.join(modules)}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

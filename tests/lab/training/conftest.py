@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pointsman.lab.data import Corpus, load_corpus
-from pointsman.lab.models.config import TransformerXLConfig
-from pointsman.lab.training.config import RunConfig
+from pointsman_lab.data import Corpus, load_corpus
+from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.training.config import RunConfig
 
 
 @pytest.fixture(scope="session")

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman._files import alone
-from pointsman.lab.data import Corpus
-from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.runs import checkpoints as module
-from pointsman.lab.runs.checkpoints import (
+from pointsman.ops.kernels import Kernels
+from pointsman_lab.data import Corpus
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.runs import checkpoints as module
+from pointsman_lab.runs.checkpoints import (
     CheckpointError,
     last_checkpoint,
     open_checkpoint,
     steps_of,
     whole_checkpoint,
 )
-from pointsman.lab.training.checkpoint import checkpoint_tensors, write_checkpoint
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.progress import Interrupted
-from pointsman.lab.training.trainer import train
-from pointsman.ops.kernels import Kernels
+from pointsman_lab.training.checkpoint import checkpoint_tensors, write_checkpoint
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.trainer import train
 
 Settings = Callable[..., RunConfig]
 

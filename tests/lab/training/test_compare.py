@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.runs.comparison import write_plan
-from pointsman.lab.runs.paths import COMPARISON
-from pointsman.lab.training.compare import Plan, merged
-from pointsman.lab.training.config import RunConfig
+from pointsman_lab.runs.comparison import write_plan
+from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.training.compare import Plan, merged
+from pointsman_lab.training.config import RunConfig
 
 
 def test_a_comparison_of_an_earlier_version_goes_on(settings: Callable[..., RunConfig], tmp_path: Path) -> None:

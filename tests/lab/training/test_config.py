@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.models.encoder import EncoderConfig
-from pointsman.lab.training.config import DERIVED, RunConfig, default_top_k, differing_settings
-from pointsman.lab.training.config import settings as all_settings
+from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.training.config import DERIVED, RunConfig, default_top_k, differing_settings
+from pointsman_lab.training.config import settings as all_settings
 
 Settings = Callable[..., RunConfig]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.triton_tools import interpreted, needs_triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,24 +21,25 @@ from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
 from pointsman.experts import on_gpu as experts_on_gpu
-from pointsman.lab.data import Corpus
-from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.runs.checkpoints import open_checkpoint
-from pointsman.lab.training import state as state_module
-from pointsman.lab.training.checkpoint import write_checkpoint
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.graph import WARM_UP, Passed, cuda_recorder
-from pointsman.lab.training.language_modelling import LanguageModelling
-from pointsman.lab.training.objectives import objective_of
-from pointsman.lab.training.progress import Diverged
-from pointsman.lab.training.state import TrainingState
-from pointsman.lab.training.trainer import train
 from pointsman.ops import attention_on_gpu
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers import on_gpu as routers_on_gpu
+from pointsman.routers.frame.select import TopK
 from pointsman.routers.mutual import on_gpu as mutual_on_gpu
 from pointsman.routers.mutual import posterior
-from pointsman.routers.select import TopK
+from pointsman_lab.data import Corpus
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.runs.checkpoints import open_checkpoint
+from pointsman_lab.training import state as state_module
+from pointsman_lab.training.checkpoint import write_checkpoint
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.graph import WARM_UP, Passed, cuda_recorder
+from pointsman_lab.training.language_modelling import LanguageModelling
+from pointsman_lab.training.objectives import objective_of
+from pointsman_lab.training.progress import Diverged
+from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.trainer import train
+from tests.library.triton_tools import interpreted, needs_triton
 
 Settings = Callable[..., RunConfig]
 NOISY = "smoe:noise=0.5:balance=0.01:z_loss=0.1:capacity=1.0"

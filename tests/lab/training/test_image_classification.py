@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.diagnosis import Settings as DiagnosisSettings
-from pointsman.lab.diagnosis import diagnose_path
-from pointsman.lab.finetuning.images import finetune_images
-from pointsman.lab.models.vit import VisionTransformerConfig
-from pointsman.lab.progress import Quiet
-from pointsman.lab.recipes import preset
-from pointsman.lab.runs.checkpoints import open_checkpoint
-from pointsman.lab.training.checkpoint import checkpoint_tensors
-from pointsman.lab.training.compare import Plan, compare
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.image_classification import ImageClassification, image_logits, image_loss, open_images
-from pointsman.lab.training.objectives import consistency, smoothed
-from pointsman.lab.training.progress import Interrupted
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.trainer import train
+from pointsman_lab.cli.main import main
+from pointsman_lab.diagnosis import Settings as DiagnosisSettings
+from pointsman_lab.diagnosis import diagnose_path
+from pointsman_lab.finetuning.images import finetune_images
+from pointsman_lab.models.vit import VisionTransformerConfig
+from pointsman_lab.progress import Quiet
+from pointsman_lab.recipes import preset
+from pointsman_lab.runs.checkpoints import open_checkpoint
+from pointsman_lab.training.checkpoint import checkpoint_tensors
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.image_classification import ImageClassification, image_logits, image_loss, open_images
+from pointsman_lab.training.objectives import consistency, smoothed
+from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.trainer import train
 
 Image = pytest.importorskip("PIL.Image")
 Settings = Callable[..., RunConfig]

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from pointsman._errors import RunError, Stopped
-from pointsman.lab.progress import Progress, Quiet, Stop
-from pointsman.lab.training.compare import Plan, compare, default_jobs
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.jobs import Work, side_by_side
-from pointsman.routers import entries
-from pointsman.routers.elsewhere import import_routers
+from pointsman.routers.frame import entries
+from pointsman.routers.frame.elsewhere import import_routers
+from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.training.compare import Plan, compare, default_jobs
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.jobs import Work, side_by_side
 
 
 class Notes(Quiet):
@@ -119,8 +119,8 @@ def test_any_number_of_jobs_gives_the_same_bits(
     """Also of a router that only a file of the user registers: every worker imports it."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "from pointsman.routers.registry import register_router\n"
-        "from pointsman.routers.topk import smoe\n\n\n"
+        "from pointsman.routers.frame.registry import register_router\n"
+        "from pointsman.routers.papers.topk import smoe\n\n\n"
         "@register_router('of-a-file', paper='none')\n"
         "def mine(layer):\n    'As smoe.'\n    return smoe(layer)\n"
     )

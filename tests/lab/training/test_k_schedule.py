@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pointsman.lab.training.k_schedule import SHAPES, TopKSchedule, build_schedule, doublings, parse_top_k
+from pointsman_lab.training.k_schedule import SHAPES, TopKSchedule, build_schedule, doublings, parse_top_k
 
 T = 400_000
 

@@ -15,21 +15,21 @@ import torch
 pytest.importorskip("sentencepiece")
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.data.multilingual import prepared
-from pointsman.lab.data.multilingual.blocks import Masking
-from pointsman.lab.data.multilingual.prepared import open_blocks
-from pointsman.lab.evaluation import masked_language_model
-from pointsman.lab.evaluation.masked_language_model import evaluate_masked, masked_batches
-from pointsman.lab.models.encoder import EncoderConfig
-from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.training.compare import Plan, compare
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.masked_language_modelling import MaskedLanguageModelling
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.state import TrainingState
-from pointsman.lab.training.tasks import pretraining_task
-from pointsman.lab.training.trainer import train
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.multilingual import prepared
+from pointsman_lab.data.multilingual.blocks import Masking
+from pointsman_lab.data.multilingual.prepared import open_blocks
+from pointsman_lab.evaluation import masked_language_model
+from pointsman_lab.evaluation.masked_language_model import evaluate_masked, masked_batches
+from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.masked_language_modelling import MaskedLanguageModelling
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.trainer import train
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +103,8 @@ def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Pat
     import json
 
     from pointsman.diagnostics.summary import summary
-    from pointsman.lab.diagnosis import Settings, diagnose_path
-    from pointsman.lab.report.samples import collect_samples
+    from pointsman_lab.diagnosis import Settings, diagnose_path
+    from pointsman_lab.report.samples import collect_samples
 
     train(masked("xmoe"), tmp_path / "run")
     found = diagnose_path(tmp_path / "run", settings=Settings(tokens=600))
@@ -182,8 +182,8 @@ def _gradient(state: TrainingState) -> torch.Tensor:
 
 
 def test_routers_of_a_comparison_see_the_same_masks(masked: Make, tmp_path: Path) -> None:
-    from pointsman.lab.progress import Quiet
-    from pointsman.lab.report.tables import ComparisonTable
+    from pointsman_lab.progress import Quiet
+    from pointsman_lab.report.tables import ComparisonTable
 
     class Watcher:
         def begins(self, *_: object) -> None: ...

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman.lab.data.streams import IGNORE
-from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.objectives import consistency, objective_of
+from pointsman_lab.data.streams import IGNORE
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.objectives import consistency, objective_of
 
 Settings = Callable[..., RunConfig]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from pointsman.lab.models.transformer_xl import TransformerXL
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.optimizer import (
+from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.optimizer import (
     build_adam,
     clip_gradient,
     gradient_norm,

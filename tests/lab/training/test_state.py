@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.lab.data import Corpus
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.language_modelling import LanguageModelling
-from pointsman.lab.training.optimizer import optimizer_tensors, restore_optimizer
-from pointsman.lab.training.progress import Diverged
-from pointsman.lab.training.state import TrainingState
+from pointsman_lab.data import Corpus
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.language_modelling import LanguageModelling
+from pointsman_lab.training.optimizer import optimizer_tensors, restore_optimizer
+from pointsman_lab.training.progress import Diverged
+from pointsman_lab.training.state import TrainingState
 
 Settings = Callable[..., RunConfig]
 CPU = torch.device("cpu")

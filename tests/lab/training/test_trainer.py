@@ -22,16 +22,16 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.lab.data import Corpus
-from pointsman.lab.runs.checkpoints import open_checkpoint, steps_of
-from pointsman.lab.runs.directory import RunDirectory
-from pointsman.lab.training.checkpoint import checkpoint_tensors
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.language_modelling import LanguageModelling, token_counts
-from pointsman.lab.training.progress import Diverged, Interrupted
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.trainer import TrainResult, train
 from pointsman.ops.kernels import Kernels
+from pointsman_lab.data import Corpus
+from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.training.checkpoint import checkpoint_tensors
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.language_modelling import LanguageModelling, token_counts
+from pointsman_lab.training.progress import Diverged, Interrupted
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.trainer import TrainResult, train
 
 Settings = Callable[..., RunConfig]
 KERNELS = Kernels()
@@ -144,8 +144,8 @@ def test_killed_with_signal_9_and_resumed(
     program = (
         "import sys, pathlib, torch; torch.set_num_threads(1)\n"
         "from pointsman.ops.kernels import Kernels\n"
-        "from pointsman.lab.training.config import RunConfig\n"
-        "from pointsman.lab.training.trainer import train\n"
+        "from pointsman_lab.training.config import RunConfig\n"
+        "from pointsman_lab.training.trainer import train\n"
         "config = RunConfig.from_json(pathlib.Path(sys.argv[1], 'config.json').read_text())\n"
         "train(config, pathlib.Path(sys.argv[1], 'killed'), kernels=Kernels())\n"
     )

@@ -16,15 +16,15 @@ pytest.importorskip("sentencepiece")
 pytest.importorskip("sacrebleu")
 
 from pointsman._errors import RunError
-from pointsman.cli.main import main
-from pointsman.lab.data.multilingual.pieces import END, START
-from pointsman.lab.data.parallel import ids_of, load_parallel
-from pointsman.lab.evaluation.translation import padded, search
-from pointsman.lab.models.translation import TranslationConfig, Translator
-from pointsman.lab.training.config import RunConfig
-from pointsman.lab.training.run import load_run
-from pointsman.lab.training.tasks import pretraining_task
-from pointsman.lab.training.trainer import train
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.multilingual.pieces import END, START
+from pointsman_lab.data.parallel import ids_of, load_parallel
+from pointsman_lab.evaluation.translation import padded, search
+from pointsman_lab.models.translation import TranslationConfig, Translator
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.trainer import train
 
 SOURCES = padded([[5, 6, 7, 8, 9, 2], [10, 11, 2], [12, 2]])
 
@@ -165,8 +165,8 @@ def test_a_run_is_judged_by_bleu_and_resumes_bit_for_bit(
 def test_both_sides_are_diagnosed_without_padding_and_by_language(
     settings: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    from pointsman.lab.diagnosis import Settings, diagnose_path
-    from pointsman.lab.report.samples import collect_samples
+    from pointsman_lab.diagnosis import Settings, diagnose_path
+    from pointsman_lab.report.samples import collect_samples
 
     train(settings("xmoe", **{"model.moe_layers": "every:1", "model.decoder_moe_layers": "every:1"}), tmp_path / "run")
     found = diagnose_path(tmp_path / "run", settings=Settings(tokens=None))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data.images.augment import (
+from pointsman_lab.data.images.augment import (
     Augmentation,
     crop,
     cutout,
@@ -16,8 +16,8 @@ from pointsman.lab.data.images.augment import (
     to_tensor,
     uniforms,
 )
-from pointsman.lab.data.images.image_set import ImagePart
-from pointsman.lab.data.images.stream import ImageStream, evaluation_batches
+from pointsman_lab.data.images.image_set import ImagePart
+from pointsman_lab.data.images.stream import ImageStream, evaluation_batches
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
 LABELS = torch.eye(6)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from pointsman._errors import RunError
-from pointsman.lab.data.images.image_set import load_images
+from pointsman_lab.data.images.image_set import load_images
 
 datasets = pytest.importorskip("datasets")
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.images import image_set
-from pointsman.lab.data.images.image_set import ImageSet, fit, load_images
+from pointsman_lab.data.images import image_set
+from pointsman_lab.data.images.image_set import ImageSet, fit, load_images
 
 Image = pytest.importorskip("PIL.Image")
 CLASSES = ("n01", "n02", "n03")

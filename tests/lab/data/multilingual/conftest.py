@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("sentencepiece")
 
-from pointsman.lab.data.multilingual.pieces import Pieces, train_pieces
-from pointsman.lab.data.multilingual.sentences import MultilingualText
+from pointsman_lab.data.multilingual.pieces import Pieces, train_pieces
+from pointsman_lab.data.multilingual.sentences import MultilingualText
 
 
 def sentences(seed: int, count: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.lab.data.multilingual.blocks import (
+from pointsman_lab.data.multilingual.blocks import (
     MaskedStream,
     Masking,
     PackedText,
@@ -18,8 +18,8 @@ from pointsman.lab.data.multilingual.blocks import (
     shares,
     validation_batch,
 )
-from pointsman.lab.data.multilingual.pieces import Pieces
-from pointsman.lab.data.multilingual.sentences import MultilingualText
+from pointsman_lab.data.multilingual.pieces import Pieces
+from pointsman_lab.data.multilingual.sentences import MultilingualText
 
 
 @pytest.fixture(scope="session")

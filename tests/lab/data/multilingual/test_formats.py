@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.multilingual.formats import Pair, Tagged, read_pairs, read_questions, read_tagged
-from pointsman.lab.data.multilingual.sentences import normal, read_text, reported_sentences
-from pointsman.lab.data.multilingual.xtreme import PANX_TAGS, UPOS, XTREME, components, load_task, texts
+from pointsman_lab.data.multilingual.formats import Pair, Tagged, read_pairs, read_questions, read_tagged
+from pointsman_lab.data.multilingual.sentences import normal, read_text, reported_sentences
+from pointsman_lab.data.multilingual.xtreme import PANX_TAGS, UPOS, XTREME, components, load_task, texts
 
 LABELS = ("contradiction", "entailment", "neutral")
 

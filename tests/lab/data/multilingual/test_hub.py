@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.multilingual import hub
-from pointsman.lab.data.multilingual.formats import Pair, Question, Tagged
-from pointsman.lab.data.multilingual.hub import fetch_task
-from pointsman.lab.data.multilingual.xtreme import PANX_TAGS, UPOS, XTREME, load_task
+from pointsman_lab.data.multilingual import hub
+from pointsman_lab.data.multilingual.formats import Pair, Question, Tagged
+from pointsman_lab.data.multilingual.hub import fetch_task
+from pointsman_lab.data.multilingual.xtreme import PANX_TAGS, UPOS, XTREME, load_task
 
 datasets = pytest.importorskip("datasets")
 

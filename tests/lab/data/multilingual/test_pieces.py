@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pointsman._errors import RunError
-from pointsman.lab.data.multilingual.pieces import Pieces, train_pieces
-from pointsman.lab.data.multilingual.sentences import MultilingualText
+from pointsman_lab.data.multilingual.pieces import Pieces, train_pieces
+from pointsman_lab.data.multilingual.sentences import MultilingualText
 
 
 def test_training_twice_gives_the_same_model(text: MultilingualText) -> None:

@@ -1,0 +1,278 @@
+"""The implementations: our layer, its limit and its peers, each a function of hidden states with router and experts.
+
+Peers use their own routers. All experts do the same work: ReLU, no biases (st-moe-pytorch has only gated experts; their
+width gives the same number of operations).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.layer import MoE
+from pointsman.ops.gemm import BLAS
+from pointsman.ops.kernels import active_gemm
+from pointsman_lab.benchmark.cases import Case
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How to build a layer, and for which cases.
+
+    Attributes:
+        build: returns the layer, and the module with its parameters.
+        package: the required package, or None.
+        suits: whether it supports a case, in reasonable time and memory.
+    """
+
+    build: Callable[[Case], tuple[Layer, nn.Module]]
+    package: str | None = None
+    suits: Callable[[Case], bool] = lambda case: True
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def pointsman(case: Case) -> tuple[Layer, nn.Module]:
+    layer = MoE(case.dim, case.hidden_dim, case.num_experts, top_k=case.k, router="smoe:bias=false", bias=False)
+    return layer, layer
+
+
+def dense(case: Case) -> tuple[Layer, nn.Module]:
+    """A plain torch feed-forward layer on k copies of each token."""
+    inward, outward = nn.Linear(case.dim, case.hidden_dim, False), nn.Linear(case.hidden_dim, case.dim, False)
+
+    def layer(hidden: Tensor) -> Tensor:
+        output: Tensor = outward(F.relu(inward(hidden.repeat(case.k, 1))))
+        return output[: hidden.shape[0]]
+
+    return layer, nn.ModuleList([inward, outward])
+
+
+class Limit(nn.Module):
+    """The same matrix products as a dense chain, with the faster GEMM library, in chunks that fit in cache."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.device, self.dtype = case.device, getattr(torch, case.dtype)
+        self.rows = case.tokens * case.k
+        self.chunk = self.rows if case.device != "cpu" else min(self.rows, 2048)
+        self.inward = torch.randn(case.hidden_dim, case.dim, dtype=self.dtype, device=case.device) / case.dim**0.5
+        self.outward = torch.randn(case.dim, case.hidden_dim, dtype=self.dtype, device=case.device)
+        self.outward /= case.hidden_dim**0.5
+        self.input = torch.randn(self.chunk, case.dim, dtype=self.dtype, device=case.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gemm = active_gemm(self.dtype) if self.device == "cpu" else BLAS
+        for start in range(0, self.rows, self.chunk):
+            part = self.input[: min(self.chunk, self.rows - start)]
+            gemm.linear(gemm.linear(part, self.inward, None, relu=True), self.outward)
+        return hidden
+
+
+def limit(case: Case) -> tuple[Layer, nn.Module]:
+    module = Limit(case)
+    return module, module
+
+
+def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
+    """For few tokens: reads once the weights of as many experts as uniform routing would use."""
+    dtype = getattr(torch, case.dtype)
+    used = min(case.num_experts, round(case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)))
+    weights = torch.randn(case.num_experts, 2 * case.dim * case.hidden_dim, device=case.device).to(dtype)
+    order = torch.randperm(case.num_experts)
+    turn = 0
+
+    def layer(hidden: Tensor) -> Tensor:
+        nonlocal turn
+        for _ in range(used):
+            weights[int(order[turn % case.num_experts])].view(torch.int64).sum()
+            turn += 1
+        return hidden
+
+    return layer, nn.Module()
+
+
+def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
+    """The experts of transformers (NemotronH's, which have no gate projection) with its usual softmax router."""
+
+    def build(case: Case) -> tuple[Layer, nn.Module]:
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+        config = SimpleNamespace(
+            n_routed_experts=case.num_experts,
+            hidden_size=case.dim,
+            moe_intermediate_size=case.hidden_dim,
+            moe_latent_size=None,
+            mlp_hidden_act="relu",
+            _experts_implementation=implementation,
+        )
+        experts = NemotronHExperts(config)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            experts.up_proj.normal_(0, case.dim**-0.5)
+            experts.down_proj.normal_(0, case.hidden_dim**-0.5)
+        return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, chosen, weights))
+
+    return build
+
+
+def _in_sequences(hidden: Tensor) -> Tensor:
+    length = 512 if hidden.shape[0] % 512 == 0 else hidden.shape[0]
+    return hidden.view(-1, length, hidden.shape[1])
+
+
+def st_moe(case: Case) -> tuple[Layer, nn.Module]:
+    from st_moe_pytorch.st_moe_pytorch import MoE as StMoE
+
+    module = StMoE(case.dim, case.num_experts, case.hidden_dim / case.dim, gating_top_n=case.k)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def mixture_of_experts(case: Case) -> tuple[Layer, nn.Module]:
+    from mixture_of_experts.mixture_of_experts import MoE as TopTwo
+
+    module = TopTwo(case.dim, case.num_experts, case.hidden_dim)
+    return lambda hidden: module(_in_sequences(hidden))[0].reshape(hidden.shape), module
+
+
+def megablocks(case: Case) -> tuple[Layer, nn.Module]:
+    """Dropless experts on a GPU, through the package grouped_gemm."""
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    module = dMoE(
+        Arguments(
+            hidden_size=case.dim,
+            ffn_hidden_size=case.hidden_dim,
+            moe_num_experts=case.num_experts,
+            moe_top_k=case.k,
+            moe_normalize_expert_weights=1,
+            moe_loss_weight=0.0,
+            activation_fn=F.relu,
+            bias=False,
+            return_bias=False,
+            mlp_impl="grouped",
+            fp16=False,
+            bf16=True,
+            device=torch.device(case.device),
+        )
+    )
+
+    def layer(hidden: Tensor) -> Tensor:
+        found = module(_in_sequences(hidden))
+        output: Tensor = found[0] if isinstance(found, tuple) else found  # versions differ
+        return output.reshape(hidden.shape)
+
+    return layer, module
+
+
+def scattermoe(case: Case) -> tuple[Layer, nn.Module]:
+    """ScatterMoE's experts (Tan et al. 2024) with the usual softmax router."""
+    from scattermoe.mlp import MLP
+
+    experts = MLP(case.dim, case.hidden_dim, case.num_experts, case.k, activation=nn.ReLU())
+    return _with_router(case, experts, lambda hidden, weights, chosen: experts(hidden, weights, chosen))
+
+
+def liger(case: Case) -> tuple[Layer, nn.Module]:
+    """Liger Kernel's experts, which are gated: of two thirds of the width, so that operations are as many."""
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    width = max(16, round(case.hidden_dim * 2 / 3 / 16) * 16)
+    experts = nn.Module()
+    experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
+    experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
+
+    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        output: Tensor = LigerFusedMoEFunction.apply(
+            hidden, experts.both, experts.down, chosen.to(torch.int32), weights
+        )
+        return output
+
+    return _with_router(case, experts, apply)
+
+
+def sonicmoe(case: Case) -> tuple[Layer, nn.Module]:
+    """SonicMoE's experts, which are gated: of two thirds of the width, in multiples of 64."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_general_routing_inputs
+
+    width = max(64, round(case.hidden_dim * 2 / 3 / 64) * 64)
+    experts = nn.Module()
+    both = experts.both = nn.Parameter(torch.randn(case.num_experts, 2 * width, case.dim) * case.dim**-0.5)
+    down = experts.down = nn.Parameter(torch.randn(case.num_experts, case.dim, width) * width**-0.5)
+
+    def apply(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        tokens, k = chosen.shape
+        token = torch.arange(tokens, dtype=torch.int32, device=hidden.device).repeat_interleave(k)
+        output: Tensor = moe_general_routing_inputs(
+            hidden, weights.reshape(-1).float(), token, chosen.reshape(-1).to(torch.int32),
+            both.permute(1, 2, 0), None, down.permute(1, 2, 0), None, case.num_experts,
+            torch.cuda.current_stream(hidden.device).cuda_stream, ActivationType.SWIGLU, not case.train,
+        )[0]  # fmt: skip
+        return output
+
+    return _with_router(case, experts, apply)
+
+
+def _with_router(
+    case: Case, experts: nn.Module, apply: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> tuple[Layer, nn.Module]:
+    """Experts, a function of hidden states, weights and chosen experts, behind a softmax router."""
+    gate = nn.Linear(case.dim, case.num_experts, False)
+
+    def layer(hidden: Tensor) -> Tensor:
+        weights, chosen = torch.topk(F.softmax(gate(hidden).float(), -1), case.k, dim=-1)
+        return apply(hidden, (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype), chosen)
+
+    return layer, nn.ModuleList([experts, gate])
+
+
+def _on_gpu(case: Case) -> bool:
+    return case.device != "cpu"
+
+
+def _pairs_fit(case: Case) -> bool:
+    """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
+    return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "pointsman": Implementation(pointsman),
+    "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
+    "transformers eager": Implementation(transformers("eager"), "transformers"),
+    "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
+    "st-moe-pytorch": Implementation(
+        st_moe, "st_moe_pytorch", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "mixture-of-experts": Implementation(
+        mixture_of_experts, "mixture_of_experts", lambda case: case.k == 2 and case.dtype == "float32" and case.train
+    ),
+    "megablocks": Implementation(
+        megablocks, "megablocks", lambda case: case.device != "cpu" and case.dtype == "bfloat16"
+    ),
+    "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
+    "liger": Implementation(liger, "liger_kernel", _on_gpu),
+    "sonicmoe": Implementation(sonicmoe, "sonicmoe", lambda case: case.device != "cpu" and case.dtype == "bfloat16"),
+    "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
+    "limit": Implementation(limit, suits=lambda case: case.train),
+    "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
+}
+MODULES = (
+    "transformers.models.nemotron_h.modeling_nemotron_h",
+    "st_moe_pytorch.st_moe_pytorch",
+    "mixture_of_experts.mixture_of_experts",
+)
+"""Modules of the peers on a CPU, if installed."""
+LIMITS = ("limit", "limit (reading weights)")
+OWN = ("pointsman", "dense, stock torch", *LIMITS)
+"""These are always measured; the others are peers."""

@@ -1,0 +1,92 @@
+"""Training steps of HyperRouter's small Transformer-XL: eager, compiled, and as CUDA graphs.
+
+A worker process (`worker.serve`) trains one run in one of these ways and answers the same requests as for a layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pointsman.ops.kernels import using
+from pointsman_lab.data import open_corpus
+from pointsman_lab.recipes import preset
+from pointsman_lab.training.kernels import choose_kernels
+from pointsman_lab.training.language_modelling import LanguageModelling
+from pointsman_lab.training.state import TrainingState
+
+SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
+"""HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
+
+WAYS = ("eager", "compiled", "graph")
+FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation, graph capture), and steps of a measurement
+
+Settings = Mapping[str, Any]
+
+
+class Steps:
+    """A run under way.
+
+    Args:
+        way: one of `WAYS`.
+        device: where it trains; graphs need a CUDA device.
+        settings: of the run: what `recipes.preset` takes, its name as "preset".
+    """
+
+    def __init__(self, way: str, device: str, settings: Settings) -> None:
+        name, rest = settings["preset"], {key: value for key, value in settings.items() if key != "preset"}
+        config = preset(name, cuda_graph=way == "graph", **rest)
+        corpus = open_corpus(config.data)
+        self.device = torch.device(device)
+        task = LanguageModelling(corpus)
+        self.state = TrainingState(task.prepared(config), task, self.device)
+        self.kernels = choose_kernels(config, None, self.device)
+        if way == "compiled":
+            self.state.model.compile(dynamic=False)
+        with using(self.kernels):
+            for _ in range(FIRST):
+                self.state.train_step()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measure(self, turn: int) -> dict[str, float]:
+        """Mean seconds of a few consecutive steps, after one step of warm-up."""
+        with using(self.kernels):
+            self.state.train_step()
+            start = self._now()
+            for _ in range(STEPS):
+                self.state.train_step(read=False)
+            end = self._now()
+        return {"total": (end - start) / STEPS}
+
+    def launches(self) -> dict[str, float]:
+        """How many kernels and copies one step starts on the device, and the share of its time in which none runs.
+
+        A graph's nodes count as the kernels that they are.
+        """
+        if self.device.type != "cuda":
+            return {}
+        from torch.profiler import ProfilerActivity, profile
+
+        with using(self.kernels), profile(activities=[ProfilerActivity.CUDA]) as found:
+            began = self._now()
+            self.state.train_step(read=False)
+            took = self._now() - began
+        events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
+        busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap
+        return {"launches": len(events), "idle": max(0.0, 1 - busy / took)}
+
+    def memory(self, turn: int) -> dict[str, float]:
+        """Peak bytes reserved on the device; memory in a graph's pool is never released."""
+        if self.device.type != "cuda":
+            return {}
+        return {"memory": torch.cuda.max_memory_reserved(self.device)}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

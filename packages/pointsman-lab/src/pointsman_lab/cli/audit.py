@@ -1,0 +1,106 @@
+"""`pointsman audit MODEL`: routing statistics and the loss at every k of a Hugging Face mixture of experts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._files import parse_json
+from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
+
+EPILOG = """examples:
+  pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
+  pointsman audit ./my-mixtral --data notes.txt --out audits/my-mixtral
+  pointsman audit ./tuned --against ./before --data chats.jsonl
+
+--data: a data set's name, a text file, or JSON lines with "text" or "messages" (a conversation).
+The figures and their conventions: docs/huggingface.md.
+"""
+PIECE = 1 << 16
+
+
+def parser() -> Parser:
+    flags = Parser("audit", "Routing statistics and loss at every k of a Hugging Face MoE.", EPILOG)
+    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
+    flags.add_argument("--data", default="stdlib", help="default: stdlib")
+    flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
+    flags.add_argument("--top-k", help="default: 1, 2, 4, … up to four times the model's k, and its k")
+    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
+    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
+    flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
+    flags.add_argument("--dtype")
+    flags.common("where the results go (default: audit-NAME)", settings="")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    device = choose_device(values.device)
+    texts = read_texts(values.data)
+    from pointsman.hf import audit
+    from pointsman.hf.loading import load_model, load_tokenizer
+    from pointsman.hf.text import count_tokens
+    from pointsman_lab.cli.progress import Display
+
+    out = values.out or Path(f"audit-{Path(values.model).name}")
+    refuse_runs(out, unless=("audit.json",))
+    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
+    against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
+    budget = None if values.eval_tokens == "all" else values.eval_tokens
+    total = count_tokens(tokenizer, texts, length=values.length, max_tokens=budget)
+    if not total:
+        raise RunError(f"pointsman audit: --data {values.data}: there is no text to read")
+    with Display() as display:
+        display.phase("audit", total=total)
+        result = audit(
+            model, tokenizer, read_texts(values.data), top_k=values.top_k, against=against, max_tokens=total,
+            length=values.length, batch_size=values.batch_size, progress=lambda done, _: display.advance(done, {}),
+        )  # fmt: skip
+    print(result.markdown())
+    result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
+    print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)
+    return 0
+
+
+def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
+    """The texts of a file, or of a data set's test split. Errors about a missing file are raised at once."""
+    path = Path(data)
+    if path.is_file():
+        return _lines(path) if path.suffix in (".jsonl", ".json") else _pieces(path)
+    from pointsman_lab.data import open_corpus
+
+    corpus = open_corpus(data)
+    return iter([corpus.vocabulary.decode(corpus.split("test"))])
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while piece := file.read(PIECE):
+            yield piece
+
+
+def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise RunError(f"{path}, line {number}: not UTF-8 (byte 0x{raw[error.start]:02x})") from None
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise RunError(f"{path}, line {number}: not JSON: {error}") from None
+            found = row.get("messages", row.get("text")) if isinstance(row, dict) else None
+            if not isinstance(found, (str, list)):
+                raise RunError(f'{path}, line {number}: needs "text" or "messages", found {_names(row)}')
+            yield found
+
+
+def _names(row: Any) -> str:
+    return ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__

@@ -1,0 +1,78 @@
+"""`pointsman bench`: measures the MoE layer against the dense limit and other libraries."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.options import Parser, choose_device, number_from, words
+
+EPILOG = """peers are measured where they are installed: pip install 'pointsman[bench]'
+
+examples:
+  pointsman bench --quick
+  pointsman bench --case decode,decode-small
+  pointsman bench --case routers
+  pointsman bench --peers 'transformers grouped_mm,transformers eager' --out runs/bench
+
+cases, as tokens x width, hidden units, experts, k: a 11264 x 256, 512, 16, 2 (and fewer tokens, other k); b 4096 x 352,
+352, 16, 2; c 2048 x 768, 3072, 32, 1; decode: 1, 4 and 32 tokens x 1024, 2048, 64, 8; decode-small the same x 256, 512,
+16, 2; routers, the share of each in configuration a; on a GPU (--device cuda) instead: gpu, 32768 tokens x 1024 and
+2048, twice and four times as many hidden units, 16 and 64, 2 and 8, in bf16 (one of them:
+gpu-1024x2048-e16-k2); and steps, training steps of HyperRouter's small Transformer-XL: eager, compiled, as CUDA graphs.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("bench", "Measure the MoE layer against the dense limit and other libraries.", EPILOG)
+    flags.add_argument("--quick", action="store_true", help="about a minute: case a, and decoding of one token")
+    flags.add_argument("--case", type=words, metavar="A,B", help="only these cases (below)")
+    flags.add_argument(
+        "--peers", type=words, metavar="A,B", help="only these peers, or `none` (default: all installed)"
+    )
+    flags.add_argument(
+        "--seconds",
+        type=number_from(0.0, name="seconds"),
+        default=math.inf,
+        metavar="N",
+        help="begin no further measurement after N seconds; the report names what is left",
+    )
+    flags.common("where layer.md, layer.json and layer.svg go (default: runs/bench)", settings="")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    from pointsman_lab.benchmark import report
+    from pointsman_lab.benchmark.cases import NAMES, cases, router_cases, steps
+    from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, OWN
+    from pointsman_lab.benchmark.run import run as measure
+
+    peers = values.peers
+    if peers == ["none"]:
+        peers = []
+    allowed = [name for name in IMPLEMENTATIONS if name not in OWN]
+    for name in peers or ():
+        if name not in allowed:
+            raise RunError(f"pointsman bench: --peers {name!r}: {did_you_mean(name, allowed)}")
+        if not IMPLEMENTATIONS[name].installed:
+            raise RunError(f"pointsman bench: --peers {name!r}: not installed here; pip install 'pointsman[bench]'")
+    device = choose_device(values.device)
+    for name in values.case or ():
+        if name not in NAMES:
+            raise RunError(f"pointsman bench: --case {name!r}: {did_you_mean(name, NAMES)}")
+    wanted = cases(device, values.quick, values.case) or steps(device, values.quick, values.case)
+    if not wanted and not router_cases(device, values.case):
+        raise RunError(
+            f"pointsman bench: --case {','.join(values.case)!r}: not measured on {device!r}, or not with --quick"
+        )
+    announce = partial(print, file=sys.stderr, flush=True)
+    benchmark = measure(device, values.quick, peers, values.case, announce, values.seconds)
+    written = report.write(benchmark, values.out or Path("runs/bench"))
+    print(written[0].read_text(encoding="utf-8"))
+    print("written: " + ", ".join(map(str, written)), file=sys.stderr)
+    return 0

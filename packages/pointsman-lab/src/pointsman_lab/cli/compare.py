@@ -1,0 +1,161 @@
+"""`pointsman compare`: trains several routers with equal settings and compares them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
+from pointsman_lab.cli.options import Parser, choose_device, whole, words
+from pointsman_lab.cli.progress import Display, TableUpdates, stop_on_signals
+from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
+from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
+from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports
+
+if TYPE_CHECKING:
+    from pointsman.parallel.layout import Layout
+    from pointsman.ranks import Ranks
+    from pointsman_lab.training.compare import Plan
+
+EPILOG = """examples:
+  pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
+  pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
+  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine      # adds a row
+  pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine      # fine-tunes every row
+  pointsman compare --routers smoe,hyperrouter --data enwik8 --out runs/mine --processes 8    # each run on 8 processes
+
+After an interruption the same command continues. The table is also written as CSV, Markdown, LaTeX and as a page.
+"""
+
+
+TRAINING_FLAGS = (
+    "--seeds", "--data", "--tokenizer", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens",
+    "--tensorboard", "--track", "--set", "--processes", *RANK_FLAGS,
+)  # fmt: skip
+
+
+def parser() -> Parser:
+    flags = Parser("compare", "Train several routers with equal settings and compare them at every k.", EPILOG)
+    flags.add_argument("--routers", type=words, metavar="A,B,C", help="router specs; `pointsman routers` lists them")
+    flags.add_argument("--seeds")
+    told = "runs or fine-tunings at a time, one thread each (default: as many as cores where the model is small)"
+    flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
+    add_run_flags(flags)
+    add_compare_flags(flags)
+    add_rank_flags(flags)
+    flags.common("the comparison's directory (default: runs/compare-DATA-PRESET)")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    if not values.routers and not (values.task and values.out):
+        raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
+    if not values.task:
+        flags.without_effect(values, TASK_FLAGS, "without --task")
+    elif not values.routers:
+        flags.without_effect(values, TRAINING_FLAGS, "without --routers: nothing is trained, only fine-tuned")
+    else:
+        from pointsman_lab.finetuning.run import check_task
+
+        for task in values.task:
+            check_task(task)
+        for one in settings_of_comparison(values):  # a mistake is told before the training, not after it
+            one.check(run_config(values, "smoe"))
+    device = choose_device(values.device)
+    if not values.routers:
+        fine_tune_comparison(values, values.out, device)
+        print(write_page(values.out, look_inside=False), file=sys.stderr)
+        return 0
+    if values.out is None:
+        data = run_config(values, "smoe").data
+        values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
+    if values.processes:
+        flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
+
+    def check(count: int, layout: Layout) -> None:
+        from pointsman_lab.training.tasks import check_on_ranks
+
+        plan = _plan(values, arguments)
+        with Display() as display:
+            configs = [plan.config(router, 0) for router in plan.routers]
+            check_on_ranks(configs, count, layout, display.data)
+
+    code = launched(flags, values, device, "compare", arguments, check, again=())
+    if code is None:
+        with joined(values, device) as (ranks, layout, device):
+            _train(values, arguments, device, ranks, layout)
+    if code or in_a_rank():
+        return code or 0
+    print(write_tables(values.out))
+    if values.task:
+        fine_tune_comparison(values, values.out, device)
+    print(f"\n{write_page(values.out)}", file=sys.stderr)
+    return 0
+
+
+def _plan(values: argparse.Namespace, arguments: Sequence[str]) -> Plan:
+    from pointsman_lab.training.compare import Plan, ordered_seeds
+
+    use_recorded_imports(values, values.routers)
+    base = run_config(values, "smoe")
+    command = shlex.join(["pointsman", "compare", *arguments])
+    return Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
+
+
+def _train(
+    values: argparse.Namespace, arguments: Sequence[str], device: str, ranks: Ranks, layout: Layout | None
+) -> None:
+    """Trains what is missing of the comparison; writes its tables after each run."""
+    from pointsman_lab.training.compare import compare, default_jobs
+
+    plan = _plan(values, arguments)
+    tables = TableUpdates(lambda: write_tables(values.out) if ranks.first else None)
+    jobs = values.jobs
+    if jobs is None and ranks.count == 1:
+        jobs = default_jobs(plan.base, device)
+    display = Display()
+    with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
+        compare(
+            plan, values.out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop,
+            data_progress=display.data, ranks=ranks, layout=layout,
+        )  # fmt: skip
+
+
+def write_tables(out: Path) -> str:
+    """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
+    from pointsman_lab.report.differences import Differences
+    from pointsman_lab.report.language_table import LanguageTable
+    from pointsman_lab.report.results import write_results
+    from pointsman_lab.report.tables import ComparisonTable
+    from pointsman_lab.runs.compact import write_record
+    from pointsman_lab.runs.comparison import read_comparison
+
+    comparison = read_comparison(out)
+    table = ComparisonTable.of(comparison)
+    table.write(out)
+    Differences(table).write(out)
+    write_results(out)
+    write_record(out)
+    languages = LanguageTable.of([run for router in comparison.routers for run in comparison.of(router)], "languages")
+    if languages is None:
+        return table.text()
+    languages.write(out)
+    return f"{table.text()}\n{languages.text()}"
+
+
+def write_page(out: Path, *, look_inside: bool = True) -> str:
+    """Writes report.html, with a look inside every router; without the packages for it, says what to install."""
+    from pointsman_lab.report import write_report
+
+    try:
+        return f"page: {write_report(out, samples='pca' if look_inside else None)}"
+    except RunError as missing:
+        return f"no page: {missing}"

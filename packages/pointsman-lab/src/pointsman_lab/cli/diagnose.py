@@ -1,0 +1,58 @@
+"""`pointsman diagnose RUN|MODEL`: routing diagnostics, comparisons with other models and earlier checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman_lab.cli.options import Parser, choose_device, overrides
+
+EPILOG = """examples:
+  pointsman diagnose runs/hyper
+  pointsman diagnose runs/hyper --against runs/smoe
+  pointsman diagnose runs/hyper/checkpoints/step-2000 --against runs/hyper/checkpoints/step-1000
+  pointsman diagnose runs/compare-enwik8-tiny      # a comparison: every router, over its seeds
+
+The figures and their conventions: docs/diagnostics.md.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("diagnose", "Routing diagnostics of a run or a model.", EPILOG)
+    flags.add_argument("target", metavar="RUN|MODEL", help="a run, a checkpoint, a comparison, or a Hugging Face model")
+    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument(
+        "--split", choices=("train", "valid", "test"), help="default: the one that the run reports, mostly test"
+    )
+    flags.add_argument(
+        "--against", action="append", default=[], metavar="OTHER", help="another run or checkpoint; may be repeated"
+    )
+    flags.add_argument("--top-k", help="k values to compare with its own (default: a run's; of a model none)")
+    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
+    flags.common(
+        "where diagnostics.json goes (default: the run)",
+        settings="settings of a run: eval_batch_size, eval_segment_length, eval_memory_length",
+    )
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    device = choose_device(values.device)
+    from pointsman._files import write_whole
+    from pointsman.diagnostics.summary import summary
+    from pointsman_lab.cli.progress import Display
+    from pointsman_lab.diagnosis import FILE, Settings, diagnose_path
+
+    tokens = None if values.eval_tokens == "all" else values.eval_tokens
+    settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))
+    with Display() as display:
+        found = diagnose_path(values.target, values.against, settings, display)
+    print(summary(found))
+    target = Path(values.target)
+    out = values.out or (target if target.is_dir() and target.parent.name != "checkpoints" else Path())
+    write_whole(out / FILE, json.dumps(found, allow_nan=False) + "\n")
+    print(f"\nall figures: {out / FILE}", file=sys.stderr)
+    return 0

@@ -1,0 +1,169 @@
+"""`pointsman evaluate RUN`: evaluates a run at every k."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
+from pointsman_lab.cli.options import Parser, aligned, choose_device, overrides
+from pointsman_lab.cli.progress import Display, stop_on_signals
+from pointsman_lab.cli.robust import run_robust
+
+if TYPE_CHECKING:
+    from pointsman_lab.progress import Stop
+    from pointsman_lab.training.config import RunConfig
+    from pointsman_lab.training.run import Run
+    from pointsman_lab.training.task import Task
+
+EPILOG = """examples:
+  pointsman evaluate runs/hyper --top-k 1,2,4,8
+  pointsman evaluate runs/hyper --data wikitext-2 --split valid --eval-tokens all
+  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05,0.1
+  pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
+  pointsman evaluate runs/compare-enwik8-tiny --attack word      # every run of a comparison, and its tables
+  pointsman evaluate runs/compare-cifar10-10k-tiny-vit --robust c      # corrupted images
+"""
+
+
+SETTINGS = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "precision")
+
+
+def parser() -> Parser:
+    flags = Parser("evaluate", "Evaluate a run at any k, on its own or other data.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory, a fine-tuned one too")
+    flags.add_argument("--data", help="other data, in the run's vocabulary (default: the run's)")
+    flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
+    flags.add_argument("--top-k", help="default: those of the run")
+    flags.add_argument("--eval-tokens", help="tokens to score (default: as the run's settings say)")
+    add_attack_flags(flags)
+    flags.add_argument(
+        "--robust",
+        metavar="KIND[:PATH]",
+        help="of image runs: c (corruptions), a, r (other pictures of the classes), o (outliers), hard, pgd, fgsm",
+    )
+    flags.common(
+        "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
+        settings="how to evaluate: " + ", ".join((*SETTINGS, "n_best")),
+    )
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    if not values.attack:
+        flags.without_effect(values, ATTACK_FLAGS, "without --attack")
+    elif values.attack.lower() in ("word", "char"):
+        flags.without_effect(values, ("--attack-examples",), f"with --attack {values.attack}, which reads all examples")
+    else:
+        flags.without_effect(
+            values, ("--attack-rate",), f"with --attack {values.attack}: only word and char have rates"
+        )
+    changes = overrides(values.set)
+    allowed = ("n_best",) if crosslingual(values.run) else SETTINGS
+    for key in changes:
+        if key not in allowed:
+            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, allowed)}")
+    device = choose_device(values.device)
+    if values.robust:
+        if changes or values.attack:
+            raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
+        return run_robust(values, device)
+    if not values.attack and crosslingual(values.run):
+        if values.data:
+            raise RunError("pointsman evaluate: --data has no effect on fine-tuned runs; leave it out")
+        return languages(values, device, changes)
+    if values.attack or (values.run / "finetune.json").is_file():
+        if changes:
+            raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
+        return run_attacks(values, device)
+    from pointsman_lab.training.run import load_run
+
+    with Display() as display, stop_on_signals() as stop:
+        saved = load_run(values.run, device=device, note=display.note)
+        task = saved.task(values.data, display.data)
+        record, file, _ = evaluated(saved, task, values, changes, display, stop)
+    print(table(record["results"]))
+    print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def evaluated(
+    saved: Run, task: Task, values: argparse.Namespace, changes: Mapping[str, Any], display: Display, stop: Stop
+) -> tuple[dict[str, Any], Path, RunConfig]:
+    """The record of a task's evaluation by the flags, its file, and the settings."""
+    from pointsman._files import write_whole
+    from pointsman.ops.kernels import using
+    from pointsman_lab.evaluation.passes import EvaluationContext
+    from pointsman_lab.runs.paths import slug
+    from pointsman_lab.training.precision import autocast
+
+    given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
+    config = saved.config.with_overrides({**changes, **given})
+    split = values.split or task.reported_split(config)
+    context = EvaluationContext(autocast(config, next(saved.model.parameters()).device), display, stop)
+    with using(saved.kernels):
+        results = task.evaluate(saved.model, config, split, values.top_k or config.eval_top_k, context)
+    protocol = {**task.protocol(config), **task.description()}
+    record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
+    file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
+    return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config
+
+
+def crosslingual(run: Path) -> bool:
+    """Whether this is the directory of a run fine-tuned on one of XTREME's tasks."""
+    from pointsman._files import read_whole_json
+    from pointsman_lab.data.multilingual.splits import is_crosslingual
+
+    return is_crosslingual(str((read_whole_json(run / "finetune.json") or {}).get("task", "")))
+
+
+def languages(values: argparse.Namespace, device: str, changes: Mapping[str, Any]) -> int:
+    """Evaluates a run that was fine-tuned on one of XTREME's tasks, and writes its predictions anew."""
+    from pointsman._files import within, write_whole
+    from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
+    from pointsman_lab.report.language_table import LanguageTable
+    from pointsman_lab.runs.record import RunRecord
+
+    with Display() as display, stop_on_signals() as stop:
+        saved = load_finetuned(values.run, device=device, note=display.note)
+        task = finetuned_task(saved)
+        assert task is not None, "crosslingual"
+        record, file, config = evaluated(saved, task, values, changes, display, stop)
+    split = values.split or task.reported_split(config)
+    if split == "test":
+        for name, content in task.result_files(config).items():
+            write_whole(within(file.parent, *name.split("/")), content)
+    run = RunRecord(values.run, config.model.router, config.seed, {}, evaluation=record)
+    shown = LanguageTable.of([run], f"xtreme-{task.name}", split=split)
+    assert shown is not None, "every result has languages"
+    print(shown.text(), end="")
+    print(f"\nsaved: {file}", file=sys.stderr)
+    return 0
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
+    from pointsman_lab.report.results import experts_per_token
+    from pointsman_lab.runs.evaluation import over_layers
+
+    each = [experts_per_token(dict(result)) for result in results]
+    varies = any(
+        mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
+    )
+    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
+    rows = [titles + ["experts/token"] * varies]
+    for result, mean in zip(results, each, strict=True):
+        mean_entropy = over_layers(result, "entropy")
+        entropy = "-" if mean_entropy is None else f"{mean_entropy:.3f}"
+        value = "-" if result["value"] is None else f"{result['value']:.4f}"
+        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
+        if varies:
+            rows[-1].append("-" if mean is None else f"{mean:.2f}")
+    return aligned(rows)

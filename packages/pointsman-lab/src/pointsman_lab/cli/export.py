@@ -1,0 +1,109 @@
+"""`pointsman export RUN`: a run's weights for use elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.options import Parser, check_device, refuse_runs, whole
+
+EPILOG = """examples:
+  pointsman export runs/hyper --out hyper
+  pointsman export runs/hyper --out plain --materialize      # HyperRouter becomes a plain linear router
+  pointsman export runs/decoder --format hf --out model      # opened by transformers without pointsman
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("export", "Write a run's weights, settings and vocabulary.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    flags.add_argument("--format", default="safetensors", choices=("safetensors", "hf"),
+                       help="safetensors (default), or hf: a decoder as a model of transformers")  # fmt: skip
+    flags.add_argument("--materialize", action="store_true", help="generated and frozen routers as plain linear ones")
+    flags.add_argument("--top-k", type=whole(1), metavar="K", help="experts a token, with hf (default: the last k)")
+    flags.common("the folder to write (default: RUN/export)", settings="")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    check_device(values.device)
+    if values.format == "hf":
+        flags.without_effect(values, ("--materialize",), "with --format hf, which always does it")
+        return huggingface(values)
+    flags.without_effect(values, ("--top-k",), "without --format hf")
+    import safetensors
+    import safetensors.torch
+
+    from pointsman._files import replacing, within, write_whole
+    from pointsman.control import materialize, named_routers
+
+    out = values.out or within(values.run, "export")
+    refuse_runs(out, unless=("model.safetensors", "vocabulary.json"))
+    saved = load(values)
+    config = saved.config
+    if values.materialize:
+        materialize(saved.model)
+        specs = "|".join(router.spec for _, router in named_routers(saved.model))
+        config = config.with_overrides({"model.router": specs})
+    with replacing(out / "model.safetensors") as aside:
+        try:
+            metadata = {"format": "pt", "step": str(saved.step)}
+            safetensors.torch.save_model(saved.model, str(aside), metadata=metadata)
+        except safetensors.SafetensorError as error:
+            raise RunError(f"{out}: the weights were not written: {error}") from None
+    write_whole(out / "vocabulary.json", saved.vocabulary.to_json())
+    write_whole(out / "config.json", config.to_json())  # last: without the others it would be somebody else's
+    print(out)
+    return 0
+
+
+def load(values: argparse.Namespace) -> Any:
+    """The run to export."""
+    from pointsman_lab.training.run import load_run
+
+    return load_run(values.run, note=lambda message: print(message, file=sys.stderr))
+
+
+def huggingface(values: argparse.Namespace) -> int:
+    """Writes a model of transformers with its tokenizer."""
+    from pointsman._files import scratch_folder, within
+    from pointsman.routers.frame.router import check_top_k
+    from pointsman_lab.models.decoder import Decoder
+
+    out = values.out or within(values.run, "export")
+    refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))
+    saved = load(values)
+    model = saved.model
+    if not isinstance(model, Decoder):
+        family = saved.config.model.family
+        raise RunError(
+            f"{values.run}: no class of transformers is a model of the family {family!r}: allowed is decoder"
+        )
+    from transformers.utils import logging
+
+    from pointsman_lab.data.subwords import save_tokenizer
+    from pointsman_lab.models.huggingface import to_transformers
+
+    top_k = saved.last_top_k if values.top_k is None else check_top_k(values.top_k, saved.config.model.num_experts)
+    theirs = to_transformers(model, top_k=top_k, length=saved.context)
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = saved.vocabulary.end_id
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with scratch_folder(out) as scratch:  # new, so that no link in `out` is written through
+            theirs.save_pretrained(scratch)
+            save_tokenizer(saved.vocabulary, scratch)
+            for old in out.glob("model*.safetensors*"):  # weights in other parts would be read beside the new ones
+                old.unlink()
+            for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):  # last, as above
+                file.replace(out / file.name)
+    except OSError as error:
+        raise RunError(f"{out}: the model was not written: {error.strerror or error}") from None
+    print(f"{type(theirs).__name__}, k = {top_k}", file=sys.stderr)
+    print(out)
+    return 0

@@ -1,0 +1,269 @@
+"""`pointsman finetune RUN`: fine-tunes a pre-trained run on a classification task."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError, Stopped
+from pointsman._files import within
+from pointsman._grid import NONE
+from pointsman_lab.cli import options
+from pointsman_lab.cli.options import Parser, choose_device, number_from, whole, words
+from pointsman_lab.cli.progress import Display, TableUpdates, stop_on_signals
+
+if TYPE_CHECKING:
+    from pointsman_lab.finetuning import Finetuning
+    from pointsman_lab.report.forms import Forms
+    from pointsman_lab.runs.record import RunRecord
+
+EPILOG = """examples:
+  pointsman finetune runs/hyper --task sst2
+  pointsman finetune runs/hyper --task sst2 --from-scratch      # the control: the same model, fresh weights
+  pointsman finetune runs/xmoe --task banking77 --freeze router,experts --balance 0,0.001,0.01,0.1 --seeds 5
+  pointsman finetune runs/hyper --task reviews.csv:text=body:label=stars --steps 500
+  pointsman finetune runs/vmoe --task cifar10-10k:size=64 --epochs 2      # images, at another size
+
+tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
+Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
+512. Encoders (tiny-mlm) learn XTREME's tasks: xnli, pawsx, pawsx-test, udpos, panx, tydiqa, xquad, mlqa, each also as
+NAME:languages=en+de, from English alone; all languages are scored. After an interruption the same command continues.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("finetune", "Fine-tune a pre-trained run on a classification task.", EPILOG)
+    flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
+    flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
+    flags.add_argument("--steps", help="optimizer steps")
+    flags.add_argument(
+        "--epochs", type=number_from(0, name="epochs"), metavar="N", help="passes over the training split"
+    )
+    flags.add_argument("--seeds")
+    flags.add_argument("--top-k", help="the k values of the evaluation (default: the run's)")
+    flags.add_argument("--eval-tokens", help="tokens of the test split to score, in whole texts")
+    add_task_settings(flags)
+    flags.common("the run directory (default: RUN/finetune/TASK/seed-S; with several runs: a folder of them)")
+    return flags
+
+
+TASK_FLAGS = (
+    "--task-routers", "--task-steps", "--task-epochs", "--task-set", "--task-seeds", "--task-top-k", "--freeze",
+    "--balance", "--pooling", "--length", "--from-scratch", "--task-preset",
+)  # fmt: skip
+"""Flags of `compare` without effect unless `--task` is given."""
+
+
+def add_task_settings(flags: Parser) -> None:
+    """Flags of both `finetune` and `compare --task`."""
+    flags.add_argument(
+        "--task-top-k",
+        metavar="K",
+        help="k while fine-tuning (default: N, dense; of XTREME's tasks as in pre-training)",
+    )
+    flags.add_argument("--task-preset", metavar="NAME", default="", help="finetune-xmoe: X-MoE's settings on XTREME")
+    flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
+    flags.add_argument(
+        "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
+    )
+    flags.add_argument("--pooling", metavar="HOW", help="last (default; of pairs first), first or mean hidden state")
+    flags.add_argument(
+        "--length", type=whole(2, "length"), metavar="N", help="tokens of a text (512; of XTREME's tasks 128 or 384)"
+    )
+    flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
+
+
+def add_compare_flags(flags: Parser) -> None:
+    """--task and its flags, for `compare`."""
+    flags.add_argument(
+        "--task", type=words, metavar="A,B", help="fine-tune every row on these tasks; alone: a trained comparison's"
+    )
+    flags.add_argument("--task-routers", type=words, metavar="A,B", help="fine-tune these rows only (default: all)")
+    flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")
+    passes = number_from(0, name="epochs")
+    flags.add_argument("--task-epochs", type=passes, metavar="N", help="the same as passes over the training split")
+    flags.add_argument(
+        "--task-set", action="append", default=[], metavar="KEY=VALUE", help="any setting of the fine-tunings"
+    )
+    seeds = whole(1, "seeds")
+    flags.add_argument("--task-seeds", type=seeds, default=1, metavar="S", help="fine-tunings of each run (default: 1)")
+    add_task_settings(flags)
+
+
+def settings_of_comparison(values: argparse.Namespace) -> list[Finetuning]:
+    """The settings of `compare --task`, one for each task and balance weight."""
+    if values.task_steps and values.task_epochs:
+        raise RunError("pointsman compare: --task-steps and --task-epochs exclude each other")
+    changes: dict[str, Any] = dict(options.overrides(values.task_set))
+    if values.top_k is not None:
+        changes["eval_top_k"] = values.top_k
+    steps, epochs = values.task_steps, values.task_epochs
+    return [one for task in values.task for one in settings_of(values, task, steps, epochs, changes)]
+
+
+def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
+    """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
+    from pointsman_lab.finetuning import compare_tasks
+    from pointsman_lab.finetuning.compare import jobs_of
+    from pointsman_lab.runs.compact import write_record
+
+    variants = settings_of_comparison(values)
+
+    def write_tables() -> list[Forms]:
+        return write_task_tables(out, [one.variant for one in variants])
+
+    with Display() as display, stop_on_signals() as stop:
+        watcher = TableUpdates(write_tables)
+        compare_tasks(
+            out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
+            jobs=values.jobs or jobs_of(out, device), progress=display, watcher=watcher, stop=stop,
+        )  # fmt: skip
+    tables = write_tables()
+    write_record(out)
+    print("\n".join(table.text() for table in tables))
+    files = ", ".join(f"{table.file}.txt" for table in tables)
+    print(f"saved: {files} in {out}, also .csv, .md, .tex", file=sys.stderr)
+
+
+def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> list[Forms]:
+    """Writes the tables of a comparison's fine-tunings, by default of all, one by one and beside each other."""
+    from pointsman_lab.report.language_table import LanguageTable
+    from pointsman_lab.report.task_table import TaskTable, finetunings
+    from pointsman_lab.report.task_table import variants as all_variants
+    from pointsman_lab.report.xtreme_table import XtremeTable
+    from pointsman_lab.runs.comparison import read_comparison
+
+    comparison = read_comparison(folder)
+    tables: list[Forms] = []
+    for name in all_variants(comparison) if variants is None else variants:
+        table = TaskTable.of(comparison, name)
+        languages = LanguageTable.of(finetunings(comparison, name), f"xtreme-{name}", table.note)
+        tables += [table, *([languages] if languages else [])]
+    tables += XtremeTable.all(comparison)
+    for each in tables:
+        each.write(folder)
+    return tables
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """`0,0.001` as numbers from 0."""
+    return tuple(dict.fromkeys(number_from(0)(part) for part in text.split(",")))
+
+
+def settings_of(
+    values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
+) -> list[Finetuning]:
+    """The settings from the flags, one for each balance weight."""
+    from pointsman_lab.finetuning import Finetuning
+
+    return [
+        Finetuning(
+            task, steps=steps, epochs=epochs, train_top_k=values.task_top_k, freeze=tuple(values.freeze or ()),
+            balance=balance, pooling=values.pooling, length=values.length, from_scratch=values.from_scratch,
+            preset=values.task_preset,
+            settings=changes,
+        )
+        for balance in (values.balance or (None,))
+    ]  # fmt: skip
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    if not values.task:
+        raise RunError("pointsman finetune: --task is missing: sst2, sst2-glue, sst5, imdb, banking77 or a file")
+    if values.steps and values.epochs:
+        raise RunError("pointsman finetune: --steps and --epochs exclude each other")
+    device = choose_device(values.device)
+    from pointsman_lab.runs.directory import RunDirectory
+    from pointsman_lab.training.config import RunConfig
+
+    if not RunDirectory(values.run).config(RunConfig).model.reads_tokens:
+        return run_images(flags, values, device)
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman_lab.finetuning import finetune
+    from pointsman_lab.finetuning.run import finetuned_path, open_task
+    from pointsman_lab.runs.record import read_run
+    from pointsman_lab.training.progress import Interrupted
+
+    changes: dict[str, Any] = dict(options.overrides(values.set))
+    if values.top_k:
+        changes["eval_top_k"] = values.top_k
+    if values.eval_tokens is not None:
+        changes["eval_tokens"] = values.eval_tokens
+    variants = settings_of(values, values.task, values.steps, values.epochs, changes)
+    data = open_task(values.task)
+    todo = [(settings, seed) for seed in range(values.seeds) for settings in variants]
+    found: dict[str, list[RunRecord]] = {}
+    with Display() as display, stop_on_signals() as stop:
+        for place, (settings, seed) in enumerate(todo, 1):
+            out = finetuned_path(values.run, settings, seed)
+            if values.out:
+                out = values.out if len(todo) == 1 else within(values.out, settings.variant, f"seed-{seed}")
+            display.title = f"{place}/{len(todo)} {settings.variant}, seed {seed}"
+            try:
+                result = finetune(
+                    values.run, settings, seed=seed, out=out, data=data, device=device,
+                    progress=display, monitor=RoutingMonitor, stop=stop,
+                )  # fmt: skip
+            except Interrupted as saved:
+                raise Stopped(f"stopped after step {saved.step} of {out}; saved: the same command continues") from None
+            found.setdefault(settings.variant, []).append(read_run(result.out))
+            print(f"run: {out}", file=sys.stderr)
+    print(data.description, file=sys.stderr)
+    print(accuracy_table(found, data.reported))
+    from pointsman_lab.report.language_table import LanguageTable
+
+    for name, runs in found.items():
+        if table := LanguageTable.of(runs, f"xtreme-{name}"):
+            print(f"\n{table.text()}", end="")
+    return 0
+
+
+TEXT_FLAGS = (
+    "--task-top-k", "--task-preset", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds",
+)  # fmt: skip
+
+
+def run_images(flags: options.Parser, values: argparse.Namespace, device: str) -> int:
+    """Fine-tunes a run on images."""
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman_lab.cli.evaluate import table
+    from pointsman_lab.finetuning.images import finetune_images
+
+    flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
+    changes: dict[str, Any] = dict(options.overrides(values.set))
+    given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
+    changes |= {key: value for key, value in given.items() if value is not None}
+    with Display() as display, stop_on_signals() as stop:
+        result = finetune_images(
+            values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
+            device=device, progress=display, monitor=RoutingMonitor, stop=stop,
+        )  # fmt: skip
+    print(table(result.evaluation["results"]))
+    print(f"\nrun: {result.out}", file=sys.stderr)
+    return 0
+
+
+def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
+    """Accuracy or F1 (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
+    from pointsman_lab.report.tables import Cell
+    from pointsman_lab.report.task_table import ROUTING_KEYS, routing_of
+
+    rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}
+    columns = sorted({row["top_k"] for of in rows.values() for row in of})
+    moved = {name: routing_of(runs) for name, runs in found.items()}
+    kept = [key for key in ROUTING_KEYS if any(of[key] is not None for of in moved.values())]
+    shown = {"top1": "routing moved: top1", "sets": "sets", "consistency": "consistency over seeds"}
+    metric = next((str(row["metric"]) for of in rows.values() for row in of), "accuracy")
+    title = "accuracy" if metric == "accuracy" else metric.upper()
+    lines = [[f"{title} (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
+    for name, runs in found.items():
+        values = [Cell(dict(enumerate(row["value"] for row in rows[name] if row["top_k"] == k))) for k in columns]
+        figures = [moved[name][key] for key in kept]
+        cells = [*(cell.text(2, 100.0) for cell in values), str(len(runs))]
+        lines.append([name, *cells, *(NONE if one is None else f"{one:.3f}" for one in figures)])
+    return options.aligned(lines)

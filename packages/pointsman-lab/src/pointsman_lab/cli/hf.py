@@ -1,0 +1,103 @@
+"""`pointsman hf replace|materialize|upcycle MODEL --out DIR`: changes the routers of a saved Hugging Face model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.options import Parser, choose_device, number_from, refuse_runs, whole
+
+ACTIONS = {
+    "replace": "give every sparse layer a router of pointsman",
+    "materialize": "turn replaced routers into the class's own gates, for programs without pointsman",
+    "upcycle": "make a mixture of experts of a dense model, each expert a copy of its feed-forward layer",
+}
+USAGE = """usage: pointsman hf ACTION MODEL --out DIR [options]
+
+actions:
+{actions}
+
+examples:
+  pointsman hf replace allenai/OLMoE-1B-7B-0924 --router hyperrouter --out olmoe-hyper
+  pointsman hf materialize olmoe-hyper --out olmoe-plain
+  pointsman hf upcycle Qwen/Qwen3-0.6B --experts 8 --top-k 2 --out qwen3-8x
+
+`pointsman hf ACTION --help` explains an action; docs/huggingface.md says what each keeps of the model.
+"""
+
+
+def parser(action: str) -> Parser:
+    flags = Parser(f"hf {action}", f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}.")
+    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
+    if action == "replace":
+        flags.add_argument("--router", help="the router; a|b is cycled over the sparse layers")
+        flags.add_argument(
+            "--start", choices=("pretrained", "fresh"), default="pretrained", help="the routers' first weights"
+        )
+    if action == "upcycle":
+        flags.add_argument("--experts", type=whole(1, "num_experts"), metavar="N", help="experts a layer")
+        flags.add_argument("--top-k", type=whole(1), default=2, metavar="K", help="experts a token (2)")
+        flags.add_argument("--router", help="a router of pointsman (default: the class's own gate)")
+        flags.add_argument(
+            "--noise", type=number_from(0, 10), default=0.0, metavar="S", help="noise on the copies, relative (0)"
+        )
+    flags.add_argument("--dtype")
+    flags.common("the folder to write", settings="")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    if not words:
+        raise RunError(f"pointsman hf: the action is missing; allowed: {', '.join(ACTIONS)}")
+    action = words[0]
+    if action in ("-h", "--help"):
+        print(USAGE.format(actions="\n".join(f"  {name:<12} {text}" for name, text in ACTIONS.items())), end="")
+        return 0
+    if action not in ACTIONS:
+        raise RunError(f"pointsman hf: unknown action {action!r}: {did_you_mean(action, ACTIONS)}")
+    flags = parser(action)
+    values = flags.read(words[1:])
+    needed = {"replace": ("out", "router"), "materialize": ("out",), "upcycle": ("out", "experts")}[action]
+    for name in needed:
+        if getattr(values, name) is None:
+            raise RunError(f"pointsman hf {action}: --{name} is missing")
+    check_out(values.out, values.model)
+    if getattr(values, "router", None):
+        from pointsman.routers.frame.registry import split_specs
+
+        split_specs(values.router)
+    device = choose_device(values.device)
+    from pointsman.hf.loading import load_model, load_tokenizer
+
+    model = changed(action, load_model(values.model, dtype=values.dtype, device=device), values)
+    try:
+        tokenizer: Any = load_tokenizer(values.model)
+    except RunError as error:
+        tokenizer = None
+        print(f"pointsman: without a tokenizer: {error}", file=sys.stderr)
+    model.save_pretrained(values.out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(values.out)
+    print(values.out)
+    return 0
+
+
+def changed(action: str, model: Any, values: Any) -> Any:
+    """The model after the action."""
+    from pointsman import hf
+
+    if action == "replace":
+        return hf.replace_routers(model, values.router, start=values.start)
+    if action == "materialize":
+        return hf.materialize(model)
+    return hf.upcycle(model, values.experts, top_k=values.top_k, router=values.router, noise=values.noise)
+
+
+def check_out(out: Path, model: str) -> None:
+    """Raises RunError if the folder to write holds the model to read, or a run."""
+    if Path(model).is_dir() and out.exists() and out.resolve() == Path(model).resolve():
+        raise RunError(f"--out {out}: this is the model to read; choose another folder")
+    refuse_runs(out, unless=("config.json", "generation_config.json"))

@@ -1,0 +1,155 @@
+"""`pointsman COMMAND …`: runs a command; a user error becomes one line and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+
+from pointsman._errors import Stopped, did_you_mean
+from pointsman._values import is_utf8
+from pointsman.ops.allocator import keep_freed_memory
+from pointsman.parallel.launch import STORE, end_with_launcher
+
+COMMANDS = {
+    "compare": "train several routers with equal settings and compare them",
+    "train": "train one model, from flags or from a paper's recipe",
+    "evaluate": "evaluate a run at every k",
+    "finetune": "fine-tune a run on a classification task",
+    "diagnose": "routing diagnostics of a run or a model",
+    "audit": "routing statistics and loss at every k of a Hugging Face MoE",
+    "report": "write the page, the figures and the papers' tables of runs",
+    "routers": "list and explain the routers; show their cost",
+    "plan": "estimate what training on several GPUs will take",
+    "bench": "measure the MoE layer against the dense limit and other libraries",
+    "export": "write a run's weights for use elsewhere",
+    "generate": "continue prompts with a run's language model, at any k",
+    "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
+}
+OVER_RANKS = ("train",)
+"""The commands that torchrun may start on several ranks."""
+EXTRAS = {
+    "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
+    "report": ("matplotlib", "jinja2", "umap"),
+    "track": ("tensorboard", "wandb", "trackio"),
+    "vision": ("PIL", "scipy"),
+    "text": ("sentencepiece",),
+    "attack": ("textattack",),
+}
+"""The packages of each extra of pyproject.toml that commands import."""
+USAGE = """usage: pointsman COMMAND [options]
+
+routing for sparse mixtures of experts
+
+commands:
+{commands}
+
+options:
+  -h, --help     this text; `pointsman COMMAND --help` explains a command
+  --version      the version
+
+start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit codes: 0 done, 2 user error, 130 interrupted."""
+    if STORE in os.environ:
+        end_with_launcher()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"pointsman {version('pointsman')}")
+        return 0
+    for word in words:
+        if not is_utf8(word):
+            return fail(f"argument {word!r}: its bytes are not UTF-8; rename the file or folder")
+    name = words[0]
+    if name not in COMMANDS:
+        return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")
+    if name not in OVER_RANKS and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        other = "start compare with --processes N" if name == "compare" else "this command runs in one process"
+        return 2 if os.environ.get("RANK", "0") != "0" else fail(f"torchrun starts `pointsman train` only; {other}")
+    warnings.formatwarning = one_line
+    keep_freed_memory()
+    try:
+        return int(importlib.import_module(f"pointsman_lab.cli.{name}").run(words[1:]))
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        told = explain(error)
+        if told is None:
+            raise
+        code, line = told
+        if os.environ.get("RANK", "0") == "0":  # of ranks that all read the same flags, one says so
+            print(line, file=sys.stderr)
+        return code
+
+
+def explain(error: BaseException) -> tuple[int, str] | None:
+    """Exit code and line of what the user can do something about; None for a fault of the program."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "interrupted"
+    if isinstance(error, Stopped):
+        return 128 + signal.SIGINT, f"pointsman: {error}"
+    if isinstance(error, OSError):
+        return 2, as_line(describe(error))
+    if isinstance(error, ValueError):
+        return 2, as_line(str(error))
+    if isinstance(error, MemoryError | RuntimeError) and out_of_memory(error):
+        told = "; ".join([*str(error).splitlines()[:1], "a smaller model, batch_size or segment_length takes less"])
+        return 2, as_line(f"out of memory: {told}")
+    if isinstance(error, ImportError):
+        package = (error.name or "pointsman").partition(".")[0]
+        if package != "pointsman":
+            extra = next((f"'pointsman[{name}]'" for name, of in EXTRAS.items() if package in of), package)
+            return 2, as_line(f"the package {package!r} is not installed: pip install {extra}")
+    return None
+
+
+def one_line(message: Warning | str, *_: object, **__: object) -> str:
+    """A warning as one line, without the source location."""
+    return f"pointsman: {' '.join(str(message).split())}\n"
+
+
+def describe(error: OSError) -> str:
+    """An operating-system error as one line: what, where, and how to solve it."""
+    place = f": {error.filename}" if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"no space left on the disk{place}; nothing already saved is lost; free some space and run it again"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission{place}; choose another folder with --out"
+    return f"{error.strerror or error}{place}"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: in numpy, or in torch on a CPU or another device."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    )
+
+
+def fail(message: str) -> int:
+    print(as_line(message), file=sys.stderr)
+    return 2
+
+
+def as_line(message: str) -> str:
+    """An error as one line."""
+    line = " ".join(message.split())
+    return line if line.startswith("pointsman ") else f"pointsman: {line}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Flags that commands share, configuration files, and one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json, read_ordinary
+from pointsman._grid import Grid
+from pointsman._values import most, upper
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors that name the most similar flag; flags may also come from a --config file."""
+
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"pointsman {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        """argparse's, with the type and the metavar that a flag of this name has in every command (`USUAL`)."""
+        return super().add_argument(*names, **{**USUAL.get(names[0], {}), **how})
+
+    def error(self, message: str) -> NoReturn:
+        raise RunError(f"{self.prog}: {message}")
+
+    def common(
+        self, out: str, settings: str = "any setting of the run, e.g. learning_rate=1e-3", *, folder: bool = True
+    ) -> None:
+        """--out, --device, --config, --import, --set.
+
+        Args:
+            settings: what --set takes; "" = nothing.
+            folder: whether --out is a folder.
+        """
+        self.add_argument("--out", type=Path, metavar="DIR", help=out)
+        self.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+        self.add_argument("--config", type=Path, metavar="FILE", help="flags from a TOML or JSON file; flags here win")
+        told = "import routers of your own; a run records it (may be repeated)"
+        many: Any = {"action": "append", "default": []}
+        self.add_argument("--import", dest="imports", metavar="MODULE|FILE.py", help=told, **many)
+        self.add_argument("--set", metavar="KEY=VALUE", help=settings or "this command has nothing to set", **many)
+        self.has_settings = bool(settings)
+        self.out_is_folder = folder
+
+    def flags(self) -> list[str]:
+        return [word for action in self._actions for word in action.option_strings if word.startswith("--")]
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The parsed flags: command line over --config file over defaults."""
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--") and equals and value == "--":  # argparse takes it for the end of the flags
+                raise RunError(f"{self.prog}: {flag} '--': not a value")
+        self.defaults = {action.dest: action.default for action in self._actions}
+        values, unknown = self.parse_known_args(list(words))
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if flag.startswith("-"):
+                raise RunError(f"{self.prog}: unknown flag {flag}: {did_you_mean(flag, self.flags())}")
+            raise RunError(f"{self.prog}: unexpected argument {flag!r}")
+        if getattr(values, "config", None) is not None:
+            self.set_defaults(**self._from_file(values.config))
+            values = self.parse_args(list(words))
+        if getattr(values, "imports", None):
+            from pointsman.routers.frame.elsewhere import import_routers
+
+            values.imports = [import_routers(name) for name in values.imports]
+        if getattr(values, "set", None) and not self.has_settings:
+            raise RunError(f"{self.prog}: --set {values.set[0]!r}: this command has nothing to set")
+        if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
+            raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
+        return values
+
+    def without_effect(self, values: argparse.Namespace, flags: Sequence[str], unless: str) -> None:
+        """Raises RunError if one of `flags` was given; `unless` says when it has no effect, as "without --task"."""
+        for action in self._actions:
+            for flag in set(action.option_strings).intersection(flags):
+                if getattr(values, action.dest) != self.defaults[action.dest]:
+                    raise RunError(f"{self.prog}: {flag} has no effect {unless}")
+
+    def _from_file(self, path: Path) -> dict[str, Any]:
+        where = f"{self.prog}: --config {path}"
+        try:
+            text = read_ordinary(path).decode("utf-8")
+            table = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+        except RunError as error:
+            raise RunError(f"{self.prog}: --config {error}") from None
+        except RecursionError:
+            raise RunError(f"{where}: nested too deeply") from None
+        except OSError as error:
+            raise RunError(f"{where}: {error.strerror}") from None
+        except ValueError as error:
+            raise RunError(f"{where}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+        if not isinstance(table, dict):
+            raise RunError(f"{where}: allowed is a table of flags and values, not a {type(table).__name__}")
+        actions = {word[2:]: action for action in self._actions for word in action.option_strings if word[:2] == "--"}
+        actions = {flag: action for flag, action in actions.items() if flag not in ("help", "config")}
+        values: dict[str, Any] = {}
+        for key, value in table.items():
+            flag = key.replace("_", "-")
+            if flag not in actions:
+                raise RunError(f"{where}: unknown flag {key!r}: {did_you_mean(flag, actions)}")
+            try:
+                values[actions[flag].dest] = self._file_value(actions[flag], value)
+            except argparse.ArgumentError as error:
+                raise RunError(f"{where}: {error}") from None
+        return values
+
+    def _file_value(self, action: argparse.Action, value: Any) -> Any:
+        """A flag's value from a file, with the checks of the command line."""
+        if isinstance(action, argparse._StoreTrueAction):
+            if not isinstance(value, bool):
+                raise argparse.ArgumentError(action, f"{value!r}: allowed are true and false")
+            return value
+        if isinstance(action, argparse._AppendAction):
+            return [f"{name}={one}" for name, one in _flat(value)] if isinstance(value, dict) else _texts(value)
+        converted = self._get_value(action, ",".join(_texts(value)))
+        self._check_value(action, converted)
+        return converted
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flattens nested tables: `model.dim = 64` in a TOML file is a table in a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def whole(least: int = 0, name: str = "") -> Callable[[str], int]:
+    """A flag's value as a whole number from `least` to the `most` of `name`."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least}")
+        if number > most(name):
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least} to {upper(most(name))}")
+        return number
+
+    return convert
+
+
+def number_from(least: float, largest: float | None = None, name: str = "") -> Callable[[str], float]:
+    """A flag's value as a number from `least` to `largest`, by default the `most` of `name`."""
+    largest = most(name, float) if largest is None else largest
+    allowed = f"numbers from {least:g} to {largest:g}"
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= largest:
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are {allowed}")
+        return number
+
+    return convert
+
+
+def k_list(text: str) -> tuple[int, ...]:
+    """`1,2,4` as numbers."""
+    return tuple(dict.fromkeys(whole(1)(part.strip()) for part in text.split(",")))
+
+
+def words(text: str) -> list[str]:
+    """`a,b,c` as a list without repetitions; empty names are an error."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: an empty name between commas")
+    return list(dict.fromkeys(parts))
+
+
+def token_budget(text: str) -> int | str:
+    """`all` or a number of tokens."""
+    return text if text == "all" else whole(1)(text)
+
+
+USUAL: dict[str, dict[str, Any]] = {
+    "--data": {"metavar": "NAME|PATH"},
+    "--top-k": {"type": k_list, "metavar": "K,K"},
+    "--eval-tokens": {"type": token_budget, "metavar": "N|all"},
+    "--steps": {"type": whole(1), "metavar": "N"},
+    "--seeds": {"type": whole(1, "seeds"), "default": 1, "metavar": "S", "help": "how many seeds (default: 1)"},
+    "--preset": {"metavar": "NAME"},
+    "--router": {"metavar": "SPEC"},
+    "--dtype": {"choices": ("auto", "float32", "bfloat16"), "default": "auto", "help": "default: as saved"},
+}
+"""What flags of these names have in every command; a command may have another."""
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, str]:
+    """`key=value` pairs of --set as a dictionary."""
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not key:
+            raise RunError(f"--set {pair!r}: allowed is KEY=VALUE")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def refuse_runs(out: Path, *, unless: Sequence[str]) -> None:
+    """Raises RunError if a command's output would overwrite a run, a model or other results in a folder.
+
+    Args:
+        unless: a folder with all these files holds earlier output of the same command, which may be overwritten.
+    """
+    foreign = (out / "config.json").is_file() and not all((out / name).is_file() for name in unless)
+    if foreign or (out / "comparison.json").is_file() or (out / "checkpoints").is_dir():
+        raise RunError(f"{out} holds a run or other results, which would be overwritten; choose another --out")
+
+
+def choose_device(name: str | None) -> str:
+    """The device, checked; by default CUDA if available, else the CPU."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RunError(f"--device {name!r}: allowed are cpu, cuda, cuda:0, mps, …") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"--device {name}: this machine has no CUDA device; allowed here is cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RunError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise RunError(f"--device {name}: PyTorch cannot use it on this machine; allowed here is cpu") from None
+    return str(device)
+
+
+def check_device(name: str | None) -> None:
+    """Raises RunError for an unknown device, in commands that use none; without a name torch is not imported."""
+    if name is not None:
+        choose_device(name)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A text table: the first column is left-aligned, the others right-aligned; no cell is truncated."""
+    return Grid(rows[0], rows[1:]).text(rule=False)

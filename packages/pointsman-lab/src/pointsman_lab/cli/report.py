@@ -1,0 +1,74 @@
+"""`pointsman report RUN…`: the page, the figures, and a paper's tables with our results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman_lab.cli.options import Parser, check_device, words
+from pointsman_lab.cli.runs import recorded_imports
+
+EPILOG = """examples:
+  pointsman report runs/quickstart
+  pointsman report runs/a runs/b --out both.html
+  pointsman report docs/results/enwik8-tiny --figures png,svg
+  pointsman report docs/results/enwik8-tiny --paper hyperrouter
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("report", "Write the page of a run or a comparison.", EPILOG)
+    flags.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or one comparison")
+    flags.add_argument(
+        "--baseline", metavar="SPEC", help="the row that differences are taken against (default: the first)"
+    )
+    flags.add_argument(
+        "--paper",
+        metavar="NAME|FILE",
+        help="our figures beside published ones: hyperrouter, x-moe, mutual-inform, FILE.toml",
+    )
+    flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
+    flags.add_argument(
+        "--map",
+        default="auto",
+        choices=("auto", "umap", "pca", "none"),
+        help="the map of tokens: umap (auto: pca where umap-learn is absent); none looks into no router anew",
+    )
+    flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    check_device(values.device)
+    if values.paper:
+        flags.without_effect(values, ("--baseline", "--figures", "--map"), "with --paper, which writes tables")
+    from pointsman_lab import report
+    from pointsman_lab.report.figures import check_formats
+
+    check_formats(values.figures or ())  # before the page, which may take a while
+
+    imports = [name for folder in values.runs for name in recorded_imports(folder)]
+    if imports:  # the page says which routers draw random numbers
+        from pointsman.routers.frame.elsewhere import import_remembered
+
+        import_remembered(imports)
+    runs = values.runs if len(values.runs) > 1 else values.runs[0]
+
+    def note(message: str) -> None:
+        print(message, file=sys.stderr)
+
+    if values.paper:
+        tables = report.paper_tables(values.runs, values.paper)
+        print(tables.text())
+        for file in tables.write(values.out or values.runs[0]):
+            note(str(file))
+        return 0
+    samples = None if values.map == "none" else values.map
+    page = report.write_report(runs, values.out, baseline=values.baseline, samples=samples, note=note)
+    for figure in report.figures(runs, values.figures, values.out) if values.figures else ():
+        note(str(figure))
+    print(page)
+    return 0

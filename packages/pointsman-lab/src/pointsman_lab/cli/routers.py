@@ -1,0 +1,136 @@
+"""`pointsman routers [NAME] [--cost]`: lists and explains the routers, and shows the cost of models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from pointsman_lab.cli.options import Parser, aligned, check_device, overrides, whole
+
+EPILOG = """examples:
+  pointsman routers
+  pointsman routers hyperrouter
+  pointsman routers --cost --preset small
+  pointsman routers smoe:bias=false --cost --preset qwen3-30b-a3b
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("routers", "List the routers, explain one, or show what a model costs.", EPILOG)
+    flags.add_argument(
+        "name", nargs="?", metavar="NAME", help="a router, mixer or spec to explain, or to count with --cost"
+    )
+    flags.add_argument("--cost", action="store_true", help="parameters by component, and inference FLOPs for every k")
+    flags.add_argument(
+        "--vocabulary", type=whole(1), metavar="V", help="tokens, with --cost (default: the shape's own, or 204)"
+    )
+    flags.add_argument("--preset", default="small", help="the model's shape, with --cost (default: small)")
+    flags.common(
+        "a folder for the text, as routers.txt", "a setting of the model, with --cost, e.g. model.num_experts=32"
+    )
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(words)
+    if not values.cost:
+        flags.without_effect(values, ("--preset", "--vocabulary", "--set"), "without --cost")
+    check_device(values.device)
+    from pointsman._files import write_whole
+
+    text = cost(values, flags) if values.cost else explain_spec(values.name) if values.name else listing()
+    print(text)
+    if values.out:
+        write_whole(values.out / "routers.txt", text + "\n")
+    return 0
+
+
+def listing() -> str:
+    """All routers, mixers and baselines, a line each."""
+    from pointsman.routers.frame.registry import BASELINES, entry, list_mixers, list_routers
+
+    def lines(names: Sequence[str], prefix: str = "") -> list[str]:
+        return [f"  {prefix + name:<20} {entry(name).summary.splitlines()[0]}" for name in names]
+
+    mixers = ["mixers, on any router: ROUTER+MIXER", *lines(list_mixers(), "+")]
+    baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
+    spec = "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one"
+    return "\n".join(["routers", *lines(list_routers()), "", *mixers, "", *baselines, "", spec])
+
+
+def explain_spec(spec: str) -> str:
+    """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
+    from pointsman.routers.frame.registry import parse_spec
+
+    if not any(sign in spec.removeprefix("+") for sign in ":+"):
+        return explain(spec.removeprefix("+"))
+    parsed = parse_spec(spec)
+    return "\n\n\n".join(explain(name) for name in (parsed.router, parsed.mixer) if name is not None)
+
+
+def explain(name: str) -> str:
+    """A router's summary, its paper, and its options with types and defaults."""
+    from pointsman._values import describe, written
+    from pointsman.routers.frame.registry import BASELINES, COMMON, entry, list_mixers
+
+    if name in BASELINES:
+        return f"{name}\n\n{BASELINES[name]}"
+    found = entry(name)
+    mixer = name in list_mixers()
+    defaults = {"balance": found.balance}
+
+    def lines(options: dict[str, Any]) -> list[str]:
+        return [
+            f"  {key:<14} {describe(option.annotation)}; default {written(defaults.get(key, option.default))}"
+            for key, option in options.items()
+        ]
+
+    own = lines(found.options) or ["  none of its own"]
+    meanings = COMMON.summary.split("\n\n", 1)[1].splitlines()
+    common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
+    head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}", "", "options"]
+    return "\n".join([*head, *own, *common])
+
+
+def cost(values: argparse.Namespace, flags: Parser) -> str:
+    """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
+    from pointsman.routers.frame.registry import BASELINES, build_router, list_routers
+    from pointsman_lab.models.cost import Protocol, cost_table
+    from pointsman_lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
+    from pointsman_lab.recipes import preset
+
+    changed = preset(values.preset).with_overrides(overrides(values.set))
+    vocabulary = values.vocabulary or PUBLISHED_VOCABULARIES.get(values.preset, 204)
+    config: Any = changed.with_vocabulary(vocabulary).model
+    own = PUBLISHED_ROUTERS.get(values.preset, "smoe")
+    others = [name for name in list_routers() if name != own]
+    protocol, title, size = None, FLOPS_TITLE, f"vocabulary {vocabulary}"
+    if not config.reads_tokens:
+        flags.without_effect(values, ("--vocabulary",), f"with --preset {values.preset}, which reads images")
+        others = [
+            one for one in others if "token_ids" not in build_router(one, dim=8, num_experts=4, vocab_size=8).needs
+        ]
+        protocol, size = Protocol(100, config.tokens, 0), f"{config.image_size} x {config.image_size} pixels"
+        title = f"inference FLOPs in 1e10 of 100 images of {config.tokens} patches"
+    specs = [values.name] if values.name else [own, *others, *BASELINES]
+    rows = cost_table(config, specs, protocol=protocol)
+    ks = sorted({k for row in rows for k in row.flops})
+    parameters = [["router", "backbone", "router, trained", "router, fixed", "fixed a layer", "all that trains"]]
+    flops = [["router", *(f"k = {k}" for k in ks)]]
+    for row in rows:
+        table = row.parameters
+        counts = (table.backbone, table.router_trainable, table.router_fixed, row.fixed_a_layer, table.trainable)
+        parameters.append([row.router, *(f"{count:,}" for count in counts)])
+        flops.append([row.router, *(f"{row.flops[k] / 1e10:.3f}" if k in row.flops else "-" for k in ks)])
+    first = rows[0].parameters
+    parts = [["component of the backbone", "parameters"]]
+    for name in ("attention", "experts", "feed_forward", "norms", "embeddings"):
+        parts.append([name.replace("_", " ") + f" ({rows[0].router})", f"{getattr(first, name):,}"])
+    head = f"preset {values.preset}, {size}, {config.num_experts} experts"
+    tables = ["parameters\n" + aligned(parameters), aligned(parts), title + "\n" + aligned(flops)]
+    return "\n\n".join([head, *tables])
+
+
+FLOPS_TITLE = "inference FLOPs in 1e10: 10 sequences, 128 tokens after 896 of memory; linear layers, experts, routers"

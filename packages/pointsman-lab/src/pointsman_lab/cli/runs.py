@@ -1,0 +1,85 @@
+"""Shared by `compare` and `train`: the flags of a training run, and its configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pointsman_lab.cli.options import Parser, overrides, words
+
+if TYPE_CHECKING:
+    from pointsman_lab.training.config import RunConfig
+
+SCHEDULES = ("linear", "cosine", "exponential", "multi-step")
+
+
+def add_run_flags(flags: Parser) -> None:
+    """--data, --preset, --steps, --train-top-k, --k-schedule, --top-k, --eval-tokens."""
+    flags.add_argument(
+        "--data",
+        help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
+        "multilingual:PATH, for images cifar10-10k (default: the preset's)",
+    )
+    flags.add_argument(
+        "--tokenizer",
+        metavar="pieces:V|PATH",
+        help="subwords: V pieces learned on the data, or a Hugging Face tokenizer (default: the data's own unit)",
+    )
+    flags.add_argument("--preset", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
+    flags.add_argument("--steps", help="optimizer steps (default: the preset's; tiny: 1600)")
+    flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
+    flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
+    flags.add_argument("--top-k", help="the k values of the evaluation (default: 1, 2, 4, … N)")
+    flags.add_argument("--eval-tokens", help="tokens of the test split to score (default: the preset's; tiny: 200000)")
+    flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
+    flags.add_argument("--track", type=words, metavar="NAME,…", help="send the metrics to wandb, trackio or both")
+
+
+def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> None:
+    """Adds to --import what the run or comparison in --out records, so that the same command continues it without.
+
+    Raises:
+        ValueError: one of `routers` needs a recorded module that the user has never imported (`import_recorded`).
+    """
+    names = [] if values.out is None else recorded_imports(values.out)
+    if names:
+        from pointsman.routers.frame.elsewhere import import_recorded
+
+        for router in routers:
+            import_recorded(router, [*values.imports, *names])
+        values.imports = list(dict.fromkeys([*names, *values.imports]))
+
+
+def recorded_imports(folder: Path) -> list[str]:
+    """What the run or the comparison in `folder` was given with --import."""
+    from pointsman._files import read_whole_json
+
+    run, comparison = (read_whole_json(folder / name) or {} for name in ("config.json", "comparison.json"))
+    found = [one.get("imports") for one in (run, comparison.get("settings")) if isinstance(one, dict)]
+    return [name for one in found if isinstance(one, list) for name in one if isinstance(name, str)]
+
+
+def run_config(values: argparse.Namespace, router: str, seed: int = 0) -> RunConfig:
+    """The configuration from the flags: preset, then flags, then --set."""
+    from pointsman_lab.recipes import preset
+
+    config = preset(values.preset or "tiny", router=router, data=values.data, steps=values.steps, seed=seed)
+    return changed(config, values)
+
+
+def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
+    """`config` with the changes of flags and --set."""
+    given = {
+        "train_top_k": values.train_top_k,
+        "k_schedule": values.k_schedule,
+        "eval_top_k": values.top_k,
+        "eval_tokens": values.eval_tokens,
+        "tokenizer": values.tokenizer,
+        "imports": tuple(values.imports) or None,
+        "tensorboard": values.tensorboard or None,
+        "track": tuple(values.track or ()) or None,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return config.with_overrides({**changes, **overrides(values.set)})

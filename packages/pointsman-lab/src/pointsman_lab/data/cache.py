@@ -1,0 +1,174 @@
+"""The token cache: arrays on disk, written atomically, verified when opened, and memory-mapped.
+
+A cache folder `tokens/KEY/` holds one raw array per split (`train.bin`, …) and `meta.json`. The first line of that file
+is the SHA-256 of the second; the second has the lengths and CRC-32 of the arrays, and the vocabulary. If two processes
+build the same cache at the same time, both use the one that was renamed first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError
+from pointsman._files import scratch_folder, sync_folder
+from pointsman_lab.data.download import NO_SPACE
+from pointsman_lab.data.reading import BLOCK
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+
+FORMAT = 1
+
+Write = Callable[[str, IdArray], None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenized corpus: split -> ids [tokens], their CRC-32, and the number of unknown tokens."""
+
+    vocabulary: Vocabulary
+    arrays: Mapping[str, IdArray]
+    crc32: Mapping[str, int]
+    unknown: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Built:
+    """The result of building, in addition to the arrays given to `write`; `unknown` has every split that exists."""
+
+    vocabulary: Vocabulary
+    unknown: Mapping[str, int]
+
+
+def cached(key: str, cache: Path, build: Callable[[Write], Built]) -> Tokens:
+    """The tokens for this key: from the cache if it has valid ones, otherwise built and added to the cache.
+
+    If the cache cannot be written, a warning is issued and the tokens stay in memory.
+
+    Raises:
+        RunError: no space left on the cache's disk.
+    """
+    root = cache / "tokens"
+    final = root / key
+    tokens = _open(final)
+    if tokens:
+        return tokens
+    try:
+        with scratch_folder(root) as scratch:
+            _write(scratch, build)
+            move_into_place(scratch, final, lambda: _open(final) is not None)
+        tokens = _open(final)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise RunError(f"no space left for the token cache in {root}: free some, or set XDG_CACHE_HOME") from None
+        reason = error.strerror or str(error)
+        warnings.warn(f"the token cache {root} cannot be used ({reason}): tokens stay in memory", stacklevel=2)
+    return tokens or _in_memory(build)
+
+
+def _write(folder: Path, build: Callable[[Write], Built]) -> None:
+    files: dict[str, IO[bytes]] = {}
+    crc32: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    with ExitStack() as stack:
+
+        def write(split: str, ids: IdArray) -> None:
+            if split not in files:
+                files[split] = stack.enter_context((folder / f"{split}.bin").open("wb"))
+            data = _raw(ids)
+            files[split].write(data)
+            crc32[split] = zlib.crc32(data, crc32.get(split, 0))
+            counts[split] = counts.get(split, 0) + len(ids)
+
+        built = build(write)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    meta = {
+        "format": FORMAT,
+        "parts": {
+            split: {"tokens": counts.get(split, 0), "crc32": crc32.get(split, 0), "unknown": unknown}
+            for split, unknown in built.unknown.items()
+        },
+        "vocabulary": built.vocabulary.to_json(),
+    }
+    payload = json.dumps(meta)
+    with (folder / "meta.json").open("w", encoding="ascii") as meta_file:
+        meta_file.write(f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n")
+        meta_file.flush()
+        os.fsync(meta_file.fileno())
+    sync_folder(folder)
+
+
+def _open(folder: Path) -> Tokens | None:
+    """The tokens in a cache folder; None if there are none or if a checksum differs."""
+    try:
+        digest, payload = (folder / "meta.json").read_text(encoding="ascii").splitlines()
+        if hashlib.sha256(payload.encode()).hexdigest() != digest:
+            return None
+        meta = json.loads(payload)
+        vocabulary = Vocabulary.from_json(meta["vocabulary"])
+        arrays: dict[str, IdArray] = {}
+        for split, part in meta["parts"].items():
+            arrays[split] = _map(folder / f"{split}.bin", part["tokens"], vocabulary.dtype)
+            if _crc32(arrays[split]) != part["crc32"]:
+                return None
+    except (OSError, ValueError):
+        return None
+    parts: dict[str, Any] = meta["parts"]
+    crc32 = {split: int(part["crc32"]) for split, part in parts.items()}
+    return Tokens(vocabulary, arrays, crc32, {split: int(part["unknown"]) for split, part in parts.items()})
+
+
+def _map(path: Path, tokens: int, dtype: np.dtype[Any]) -> IdArray:
+    if tokens == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    if path.stat().st_size != tokens * dtype.itemsize:
+        raise ValueError(f"{path} has the wrong length")
+    mapped: NDArray[Any] = np.memmap(path, dtype=dtype, mode="r")
+    return mapped
+
+
+def _crc32(ids: IdArray) -> int:
+    checksum = 0
+    for start in range(0, len(ids), BLOCK):
+        checksum = zlib.crc32(_raw(ids[start : start + BLOCK]), checksum)
+    return checksum
+
+
+def _raw(ids: IdArray) -> memoryview:
+    return np.ascontiguousarray(ids).view(np.uint8).data
+
+
+def move_into_place(scratch: Path, final: Path, valid: Callable[[], bool]) -> None:
+    """Renames a folder, unless another process was first; `valid` says whether what is there can be used."""
+    if final.exists() and not valid():  # damaged, or of another format
+        with scratch_folder(final.parent) as aside:
+            final.replace(aside)
+    try:
+        scratch.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
+        return  # another process was first
+    sync_folder(final.parent)
+
+
+def _in_memory(build: Callable[[Write], Built]) -> Tokens:
+    blocks: dict[str, list[IdArray]] = {}
+    built = build(lambda split, ids: blocks.setdefault(split, []).append(ids))
+    empty = np.zeros(0, dtype=built.vocabulary.dtype)
+    arrays: dict[str, IdArray] = {split: np.concatenate([empty, *blocks.get(split, [])]) for split in built.unknown}
+    for array in arrays.values():
+        array.setflags(write=False)
+    return Tokens(built.vocabulary, arrays, {split: _crc32(ids) for split, ids in arrays.items()}, built.unknown)

@@ -1,0 +1,265 @@
+"""Corpora: named or given by path, tokenized once and cached as memory-mapped arrays of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import user_cache_folder
+from pointsman_lab.data.cache import FORMAT, Built, Tokens, Write, cached
+from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, data_folder, parse_data
+from pointsman_lab.data.download import DataProgress, download
+from pointsman_lab.data.reading import Reader, check_md5, reading
+from pointsman_lab.data.sources import Source, local_source
+from pointsman_lab.data.subwords import PIECES, learn_pieces, number_of_pieces, open_tokenizer
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary, count_words
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids of a corpus's splits.
+
+    Attributes:
+        name: the label in tables: the corpus's name or the last part of its path, with the preparation.
+        vocabulary: of the ids.
+        description: the protocol line: source, level, vocabulary, splits and their sizes.
+        fingerprint: a 64-bit hash (hexadecimal) of all ids and the vocabulary.
+    """
+
+    name: str
+    vocabulary: Vocabulary
+    description: str
+    fingerprint: str
+    _arrays: Mapping[str, IdArray] = field(repr=False)
+    _source: Source = field(repr=False)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The existing splits: some of train, valid, test."""
+        return tuple(self._arrays)
+
+    def split(self, name: str) -> IdArray:
+        """Ids [tokens] of "train", "valid" or "test", read-only, in the smallest type that holds V; memory-mapped.
+
+        Raises:
+            RunError: the corpus has no such split.
+        """
+        if name not in SPLITS:
+            raise RunError(f"there is no split {name!r}: {did_you_mean(name, SPLITS)}")
+        if name not in self._arrays:
+            raise self._source.no_part(name)
+        return self._arrays[name]
+
+
+LEARN_FROM = 10_000_000
+"""Characters at the start of the training split that `pieces:V` learns from."""
+SENTENCE = 1000  # characters; SentencePiece skips sentences above 4192 bytes
+
+
+def open_corpus(
+    spec: str, *, vocabulary: Vocabulary | None = None, tokenizer: str = "", progress: DataProgress | None = None
+) -> Corpus:
+    """`load_corpus` with the folder that POINTSMAN_DATA names."""
+    return load_corpus(spec, data_dir=data_folder(), vocabulary=vocabulary, tokenizer=tokenizer, progress=progress)
+
+
+def load_corpus(
+    spec: str,
+    *,
+    data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    vocabulary: Vocabulary | None = None,
+    tokenizer: str = "",
+    progress: DataProgress | None = None,
+) -> Corpus:
+    """Loads the corpus `NAME|PATH[:newlines=keep|drop][:level=byte|char|word]`.
+
+    A name is looked up in `data_dir` and in earlier downloads, and downloaded otherwise. Anything else is a file or
+    folder, relative to `data_dir` or by its path. The tokens are cached in `cache_dir` (default: the user's cache
+    folder) under a key of the files' paths, sizes and times and of the options.
+
+    Args:
+        spec: the value of `--data`.
+        data_dir: the folder with the user's corpora.
+        cache_dir: the folder for tokens and downloads.
+        vocabulary: that of a trained run, to evaluate or fine-tune it; default: built from the training split.
+        tokenizer: without a vocabulary: `pieces:V`, or the path of a tokenizer (`subwords`); "": the corpus's level.
+        progress: called as progress(what, done, total).
+
+    Raises:
+        RunError: one line, for every error of the user's.
+    """
+    wanted = parse_data(spec)
+    if vocabulary is None and tokenizer:
+        vocabulary = open_tokenizer(tokenizer)
+    pieces = number_of_pieces(tokenizer) if vocabulary is None and tokenizer.startswith(PIECES) else None
+    level: Level | None = vocabulary.level if vocabulary else "subword" if pieces else None
+    if level and wanted.level and wanted.level != level:
+        raise RunError(f"data {spec!r} asks for level={wanted.level}, but the run's vocabulary is {level}-level")
+    if data_dir is not None and not data_dir.is_dir():
+        raise RunError(f"the data folder {data_dir} is not a folder")
+    cache = cache_dir or user_cache_folder()
+    source = _find(wanted, data_dir, cache, level, progress)
+    build = _Build(source, wanted, vocabulary, progress, pieces)
+    tokens = cached(build.key, cache, build)
+    label = str(DataSpec(source.name, wanted.newlines, wanted.level))
+    return Corpus(
+        label, tokens.vocabulary, _describe(label, source, wanted, tokens), _fingerprint(tokens), tokens.arrays, source
+    )
+
+
+def _find(
+    wanted: DataSpec, data_dir: Path | None, cache: Path, level: Level | None, progress: DataProgress | None
+) -> Source:
+    downloads = cache / "downloads"
+    folders = [data_dir, downloads] if data_dir else [downloads]
+    source = local_source(wanted, folders, level)
+    if source is None:
+        download(wanted.name, downloads, progress)
+        source = local_source(wanted, folders, level)
+    assert source is not None, "local_source finds every downloaded corpus"
+    return source
+
+
+class _Build:
+    """Tokenizes a source in bounded memory: builds the vocabulary in a first pass, writes the ids in a second."""
+
+    def __init__(
+        self,
+        source: Source,
+        wanted: DataSpec,
+        vocabulary: Vocabulary | None,
+        progress: DataProgress | None,
+        pieces: int | None = None,
+    ) -> None:
+        self.source = source
+        self.pieces = pieces
+        self.level = source.level
+        self.keep_newlines = wanted.newlines == "keep"
+        self.vocabulary = vocabulary
+        self.progress = progress
+
+    @property
+    def key(self) -> str:
+        """The cache key: depends on the files, the options, the vocabulary and the format."""
+        files: dict[str, tuple[int, int]] = {}
+        stretches: dict[str, list[tuple[str, int, int]]] = {}
+        for split, spans in self.source.parts.items():
+            stretches[split] = []
+            for span in spans:
+                path = str(span.path.resolve())
+                with reading(span.path):
+                    status = span.path.stat()
+                files[path] = (status.st_size, status.st_mtime_ns)
+                stretches[split].append((path, span.start, span.stop))
+        vocabulary = self.vocabulary.digest if self.vocabulary else None
+        what = [FORMAT, files, stretches, self.level, self.keep_newlines, vocabulary]
+        text = json.dumps([*what, self.pieces] if self.pieces else what, sort_keys=True)
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.source.name)
+        return f"{name[:40].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def __call__(self, write: Write) -> Built:
+        source = self.source
+        if source.checksum:
+            path, size, md5 = source.checksum
+            for done in check_md5(path, size, md5):
+                self._report("checking", done, size)
+        vocabulary = self.vocabulary or self._vocabulary()
+        unknown = dict.fromkeys(source.parts, 0)
+        done = 0
+        with Reader() as reader:
+            for split, spans in source.parts.items():
+                for span in spans:
+                    for block in reader.blocks(span, self.level):
+                        ids, unknown_here = vocabulary.encode_compact(self._prepared(block))
+                        write(split, ids)
+                        unknown[split] += unknown_here
+                        done += len(block)
+                        self._report("tokenizing", done, source.size)
+        self._report("tokenizing", source.size, source.size)
+        return Built(vocabulary, unknown)
+
+    def _vocabulary(self) -> Vocabulary:
+        """Built from the training split; at byte level it includes the bytes of all splits and is lossless."""
+        if self.level != "byte" and "train" not in self.source.parts:
+            reason = f"a {self.level}-level vocabulary comes from it (or from a trained run, in evaluation)"
+            raise RunError(f"{self.source.no_part('train')}; {reason}")
+        if self.pieces:
+            return learn_pieces(self._sentences(), self.pieces)
+        seen: dict[str, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+        characters: set[str] = set()
+        words: Counter[str] = Counter()
+        done = 0
+        with Reader() as reader:
+            for split, spans in self.source.parts.items():
+                if self.level != "byte" and split != "train":
+                    continue
+                here = seen.setdefault(split, np.zeros(256, dtype=np.bool_))
+                for span in spans:
+                    for block in reader.blocks(span, self.level):
+                        done += len(block)
+                        block = self._prepared(block)
+                        if isinstance(block, bytes):
+                            here[np.frombuffer(block, dtype=np.uint8)] = True
+                        elif self.level == "char":
+                            characters.update(block)
+                        else:
+                            count_words(block, words, keep_newlines=self.keep_newlines)
+                        self._report("reading", done, self.source.size)
+        if self.level == "char":
+            return Vocabulary.of_characters(characters)
+        if self.level == "word":
+            return Vocabulary.of_words(words)
+        values = {split: [int(value) for value in np.flatnonzero(here)] for split, here in seen.items()}
+        if not any(values.values()):
+            raise RunError(f"{self.source.name} contains only newlines, and newlines=drop drops them")
+        return Vocabulary.of_bytes(values.get("train", []), [value for part in values.values() for value in part])
+
+    def _sentences(self) -> Iterator[str]:
+        """The lines of the training split's start, with their ends; long ones in parts."""
+        done = 0
+        with Reader() as reader:
+            for span in self.source.parts["train"]:
+                for block in reader.blocks(span, self.level):
+                    text = self._prepared(block)
+                    assert isinstance(text, str)
+                    for line in text.splitlines(keepends=True):
+                        yield from (line[start : start + SENTENCE] for start in range(0, len(line), SENTENCE))
+                    done += len(text)
+                    self._report("learning pieces from", done, LEARN_FROM)
+                    if done >= LEARN_FROM:
+                        return
+
+    def _prepared(self, block: bytes | str) -> bytes | str:
+        if self.keep_newlines:
+            return block
+        if isinstance(block, bytes):
+            return block.replace(b"\n", b"")
+        return block.replace("\n", "" if self.level == "char" else " ")
+
+    def _report(self, what: str, done: int, total: int) -> None:
+        if self.progress:
+            self.progress(f"{what} {self.source.name}", done, total)
+
+
+def _describe(label: str, source: Source, wanted: DataSpec, tokens: Tokens) -> str:
+    parts = ", ".join(f"{split} {len(ids):,}" for split, ids in tokens.arrays.items())
+    unit = {"byte": "bytes", "char": "characters", "word": "words", "subword": "subwords"}[source.level]
+    end = {"keep": "<eos> for each newline" if source.level == "word" else "newlines kept", "drop": "newlines dropped"}
+    known = CORPORA.get(source.name)
+    note = source.note if known is None or known.files or source.name == "stdlib" else "the published parts"
+    text = f"{label}: {note}; {unit}, {end[wanted.newlines]}; V {tokens.vocabulary.size:,}; tokens: {parts}"
+    unknown = ", ".join(f"{split} {count:,}" for split, count in tokens.unknown.items() if count)
+    return f"{text}; not in the vocabulary: {unknown}" if unknown else text
+
+
+def _fingerprint(tokens: Tokens) -> str:
+    parts = {split: (len(ids), tokens.crc32[split]) for split, ids in tokens.arrays.items()}
+    return hashlib.sha256(json.dumps([parts, tokens.vocabulary.digest]).encode()).hexdigest()[:16]

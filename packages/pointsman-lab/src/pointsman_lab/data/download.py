@@ -1,0 +1,203 @@
+"""Downloads a named corpus from the Hugging Face hub or from its author's page.
+
+Files are written to a temporary name, verified, and then renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from pointsman._errors import RunError, needing
+from pointsman._files import SCRATCH, is_abandoned, owner
+from pointsman_lab.data.catalog import CORPORA
+from pointsman_lab.data.reading import BLOCK, check_md5
+
+DataProgress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total), both in bytes; total is 0 while unknown."""
+
+WIKITEXT_REPOSITORY = "Salesforce/wikitext"
+PAGES = {"enwik8": "https://mattmahoney.net/dc/enwik8.zip", "text8": "https://mattmahoney.net/dc/text8.zip"}
+WIKITEXT_TOKENS = {
+    "wikitext-2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
+    "wikitext-103": {"train": 103_227_021, "valid": 217_646, "test": 245_569},
+}
+MULTI30K_PAGE = (
+    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
+)
+MULTI30K = {
+    "train.en": (1_801_238, "053a34ece7c904dbc8c7361799afbe4c"),
+    "train.de": (2_110_398, "d3b4bc1671cfb805267f97f16884beba"),
+    "train.fr": (2_111_303, "849ec62eac03bcc3335f8bac00a4045a"),
+    "train.cs": (1_755_283, "ea345fc3015296d49f06bc26912cc982"),
+    "val.en": (63_297, "2234730e7925354b766681b029b347ec"),
+    "val.de": (75_981, "9f139b15d9d11936dea7af2904e57d8c"),
+    "val.fr": (73_924, "5c6267b6b147feb0fd6a826d01b7a53a"),
+    "val.cs": (60_213, "dcb79728c6b05448519f888f2e49bef6"),
+    "test_2016_flickr.en": (62_076, "2022a6c31e2418047a0511333d55ed42"),
+    "test_2016_flickr.de": (70_649, "cde61d7401b116652ee84099c7858ca3"),
+    "test_2016_flickr.fr": (72_261, "091159ae517b43efa0faaa650c49923b"),
+    "test_2016_flickr.cs": (62_364, "91d70d413b7711e46d57fbdd15e656d3"),
+}
+"""File of Multi30k's task 1 -> bytes and MD5 of its text; published with the ending .gz."""
+_HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
+_TIMEOUT_SECONDS = 30
+NOT_HERE = "is not under the data folder (POINTSMAN_DATA)"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def download(name: str, folder: Path, progress: DataProgress | None = None) -> None:
+    """Puts the files of a named corpus into `folder / name`.
+
+    Raises:
+        RunError: no network, no permission or space to write, a missing library, or a wrong checksum.
+    """
+    target = folder / name
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{name} cannot be downloaded: {target} cannot be created: {error.strerror}") from None
+    if name in PAGES:
+        _from_page(name, target, progress)
+    else:
+        _from_hub(name, target, progress)
+
+
+def _from_page(name: str, target: Path, progress: DataProgress | None) -> None:
+    size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
+    _from_address(name, PAGES[name], target / f"{name}.zip", size, md5, progress)
+
+
+def download_multi30k(folder: Path, languages: Collection[str], progress: DataProgress | None = None) -> None:
+    """Puts what `folder` lacks of Multi30k into it: training, validation and the test of 2016, in some languages.
+
+    Languages that Multi30k does not have, and tests of a language that has one there, are left alone.
+
+    Raises:
+        RunError: as of `download`.
+    """
+    missing = [
+        name for name in MULTI30K
+        if (language := name.rpartition(".")[2]) in languages
+        and not any(folder.glob(f"{'test*' if name.startswith('test') else name.partition('.')[0]}.{language}*"))
+    ]  # fmt: skip
+    if not missing:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"multi30k cannot be downloaded: {folder} cannot be created: {error.strerror}") from None
+    for name in missing:
+        size, md5 = MULTI30K[name]
+        _from_address("multi30k", f"{MULTI30K_PAGE}/{name}.gz", folder / f"{name}.gz", size, md5, progress)
+
+
+def _from_address(name: str, address: str, path: Path, size: int, md5: str, progress: DataProgress | None) -> None:
+    """Downloads one file, whose text has this size and MD5."""
+
+    def write(aside: Path) -> None:
+        with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, aside.open("wb") as file:
+            total = int(answer.headers.get("Content-Length") or 0)
+            done = 0
+            while block := answer.read(BLOCK):
+                file.write(block)
+                done += len(block)
+                if progress:
+                    progress(f"downloading {path.name.removesuffix('.zip')}", done, total)
+        for done in check_md5(aside, size, md5):
+            if progress:
+                progress(f"checking {path.name.removesuffix('.zip')}", done, size)
+
+    _write_aside(name, path, write)
+
+
+def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
+    for split, expected in WIKITEXT_TOKENS[name].items():
+
+        def write(path: Path, split: str = split, expected: int = expected) -> None:
+            rows = hub_rows(name, WIKITEXT_REPOSITORY, f"{name}-v1", _HUB_SPLITS[split])
+            tokens = 0
+            with path.open("wb") as file:
+                for line in _lines(rows, f"reading {name} {split}", progress):
+                    file.write(line.encode() + b"\n")
+                    tokens += len(line.split()) + 1
+            if tokens != expected:
+                raise RunError(f"{name} {split} from the hub has {tokens:,} tokens, expected {expected:,}")
+
+        path = target / CORPORA[name].parts[split]
+        if not path.exists():
+            _write_aside(name, path, write)
+
+
+def hub_rows(name: str, repository: str, config: str | None, split: str) -> Any:
+    """The rows of one split from the Hugging Face hub.
+
+    Raises:
+        RunError: as of `on_hub`.
+    """
+    return on_hub(name, lambda datasets: datasets.load_dataset(repository, config, split=split))
+
+
+def on_hub(name: str, ask: Callable[[Any], Any]) -> Any:
+    """What `ask(datasets)` returns, without the hub library's warnings about retries.
+
+    Raises:
+        RunError: no network, or the library is not installed.
+    """
+    with needing(f"{name} {NOT_HERE}, and the hub needs", "hf"):
+        import datasets
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return ask(datasets)
+    except Exception as error:  # without a network, the hub's libraries raise their own types
+        if isinstance(error, OSError) and error.errno in (*NO_SPACE, errno.EACCES):
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
+    finally:
+        logger.setLevel(level)
+
+
+def _lines(rows: Any, what: str, progress: DataProgress | None) -> Iterator[str]:
+    """The lines of the published file: one per row, blank lines as empty text."""
+    total = len(rows)
+    for done, row in enumerate(rows, start=1):
+        yield str(row["text"]).removesuffix("\n")
+        if progress and done % 1000 == 0:
+            progress(what, done, total)
+
+
+def _write_aside(name: str, path: Path, write: Callable[[Path], None]) -> None:
+    scratch = path
+    try:
+        for left in path.parent.glob(f"{SCRATCH}*"):
+            if is_abandoned(left.name.removeprefix(SCRATCH)) and not left.is_dir():
+                left.unlink(missing_ok=True)
+        handle, scratch_name = tempfile.mkstemp(prefix=f"{SCRATCH}{owner()}", suffix=path.suffix, dir=path.parent)
+        scratch = Path(scratch_name)
+        try:
+            write(scratch)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        scratch.replace(path)
+    except RunError as error:
+        raise RunError(str(error).replace(str(scratch), f"the download of {path.name}")) from None
+    except Exception as error:  # without a network, the hub's libraries raise their own types
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise RunError(f"no space left in {path.parent} for the download of {name}") from None
+        if isinstance(error, PermissionError):
+            raise RunError(f"no permission to write the download of {name} into {path.parent}") from None
+        raise RunError(f"{name} {NOT_HERE} and cannot be downloaded (no network?): {reason}") from None
+    finally:
+        if scratch != path:
+            scratch.unlink(missing_ok=True)

@@ -1,0 +1,297 @@
+"""Layouts of labelled images on the disk. Nothing is decoded before it is asked for.
+
+1. sheets: `data_batch_*.png` and `test_batch.png`, one image of 32 x 32 a row (1,024 pixels, row-major), with labels in
+   `train_labels_batch_*.json` and `test_labels.json`;
+2. CIFAR's binary form: `data_batch_*.bin`, `test_batch.bin`: a label byte, then 3 x 32 x 32 bytes, channels first;
+3. `train/CLASS/*`, `val|valid/CLASS/*`, `test/CLASS/*`: a folder or a tar archive of JPEG or PNG files;
+4. `*.npy` [N, side, side, 3] uint8 with `labels.npy` [N] beside it (the form of CIFAR-10-C);
+5. `CLASS/*` alone: one part, "test" (ImageNet-A, -R, -O).
+
+Classes are the sorted folder names, or numbers where a layout has no names.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError, needing
+from pointsman._files import parse_json
+from pointsman_lab.data.reading import reading
+
+Pixels = NDArray[np.uint8]
+SUFFIXES = (".jpeg", ".jpg", ".png")
+PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
+SIDE = 32
+BLOCK = 512  # of a tar archive, whose end is a block of zeros
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """One part of a set, not yet decoded.
+
+    Attributes:
+        names: what an error calls each image: its file, or file and row.
+        labels: the class of each image, as an index of `Layout.classes`.
+        load: index -> pixels [height, width, 3].
+    """
+
+    names: Sequence[str]
+    labels: Sequence[int]
+    load: Callable[[int], Pixels]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Labelled images as they lie on the disk.
+
+    Attributes:
+        classes: names of the classes, in the order of their labels.
+        parts: "train", "valid", "test": those that exist.
+        files: every file, for the cache's key.
+        kind: which layout it is, for the protocol line.
+    """
+
+    classes: tuple[str, ...]
+    parts: Mapping[str, LabelledImages]
+    files: Sequence[Path]
+    kind: str
+
+
+def open_layout(path: Path) -> Layout:
+    """The labelled images in a folder, a tar archive or a .npy file.
+
+    Raises:
+        RunError: none of the layouts, CIFAR's pickles, a damaged file, or labels that do not fit the images.
+    """
+    if path.is_dir():
+        if sorted(path.glob("data_batch_*.png")) or (path / "test_batch.png").is_file():
+            return _sheets(path)
+        if sorted(path.glob("*_batch*.bin")):
+            return _cifar_binary(path)
+        if (path / "data_batch_1").is_file() or (path / "test_batch").is_file():
+            raise RunError(
+                f"{path} holds CIFAR's Python pickles, which can run code when opened: "
+                "take its binary version (data_batch_1.bin …)"
+            )
+        archives = sorted(path.glob("*.tar"))
+        folders = [entry for entry in path.iterdir() if entry.is_dir()]
+        if len(archives) == 1 and not folders:
+            return _tar(archives[0])
+        return _folders(path)
+    if path.suffix == ".npy":
+        return _npy(path)
+    if path.suffix == ".tar":
+        return _tar(path)
+    raise RunError(f"{path}: not a folder, a .tar archive or a .npy file of images")
+
+
+def _sheets(folder: Path) -> Layout:
+    training = sorted(folder.glob("data_batch_*.png"))
+    batches = {
+        "train": [
+            (file, folder / file.name.replace("data_", "train_labels_").replace(".png", ".json")) for file in training
+        ],
+        "test": [(folder / "test_batch.png", folder / "test_labels.json")],
+    }
+    parts, files = {}, []
+    for part, pairs in batches.items():
+        pairs = [pair for pair in pairs if pair[0].is_file()]
+        if not pairs:
+            continue
+        labels, names = [], []
+        for sheet, label_file in pairs:
+            own = _read_labels(label_file)
+            labels += own
+            names += [f"{sheet}: row {row}" for row in range(len(own))]
+            files += [sheet, label_file]
+        parts[part] = LabelledImages(names, labels, _sheet_loader([sheet for sheet, _ in pairs], len(labels)))
+    classes = _numbered(parts.values())
+    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "sheets")
+
+
+def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
+    """Decodes the sheets at the first call: opening a set whose images are cached decodes nothing."""
+
+    @cache
+    def images() -> Pixels:
+        decoded = []
+        for sheet in sheets:
+            with reading(sheet):
+                pixels = image_pixels(sheet.read_bytes(), str(sheet))
+            if pixels.shape[1] != SIDE * SIDE:
+                raise RunError(f"{sheet}: {pixels.shape[1]} pixels a row; a sheet has {SIDE * SIDE}")
+            decoded.append(pixels.reshape(-1, SIDE, SIDE, 3))
+        found = sum(map(len, decoded))
+        if found != rows:
+            raise RunError(f"{sheets[0].parent}: {found} images in {len(sheets)} sheets, and {rows} labels")
+        return np.concatenate(decoded)
+
+    return lambda index: images()[index]
+
+
+def _read_labels(file: Path) -> list[int]:
+    with reading(file):
+        try:
+            labels = parse_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(labels, list) or not all(type(label) is int and label >= 0 for label in labels):
+        raise RunError(f"{file}: a list of class numbers is expected")
+    return labels
+
+
+def _cifar_binary(folder: Path) -> Layout:
+    record = 1 + 3 * SIDE * SIDE
+    parts, files = {}, []
+    for part, pattern in (("train", "data_batch_*.bin"), ("test", "test_batch.bin")):
+        found = sorted(folder.glob(pattern))
+        if not found:
+            continue
+        names, rows = [], []
+        for file in found:
+            with reading(file):
+                raw = np.frombuffer(file.read_bytes(), dtype=np.uint8)
+            if len(raw) == 0 or len(raw) % record:
+                raise RunError(f"{file}: {len(raw):,} bytes are no whole number of images of {record:,} bytes")
+            rows.append(raw.reshape(-1, record))
+            names += [f"{file}: image {row}" for row in range(len(rows[-1]))]
+        every = np.concatenate(rows)
+        images = every[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
+        parts[part] = LabelledImages(names, every[:, 0].tolist(), images.__getitem__)
+        files += found
+    classes = _numbered(parts.values())
+    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "CIFAR's binary form")
+
+
+def _npy(file: Path) -> Layout:
+    label_file = file.with_name("labels.npy")
+    images, labels = _array(file), _array(label_file)
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        raise RunError(f"{file}: {images.dtype} {list(images.shape)}; uint8 [N, side, side, 3] is expected")
+    if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or labels.min(initial=0) < 0:
+        raise RunError(f"{label_file}: {list(labels.shape)} labels for {len(images)} images of {file.name}")
+    names = [f"{file}: image {row}" for row in range(len(images))]
+    part = LabelledImages(names, labels.tolist(), lambda index: np.asarray(images[index]))
+    classes = _numbered([part])
+    return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, {"test": part}, [file, label_file], "npy")
+
+
+def _array(file: Path) -> NDArray[Any]:
+    """A .npy file, memory-mapped; never a pickle, nor the archive that `np.load` would take."""
+    with reading(file):
+        try:
+            return np.lib.format.open_memmap(file, mode="r")
+        except ValueError as error:
+            raise RunError(f"{file}: not a plain .npy array ({error})") from None
+
+
+def _folders(folder: Path) -> Layout:
+    found = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
+    paths = [file.relative_to(folder).parts for file in found]
+
+    def load(index: int) -> Pixels:
+        with reading(found[index]):
+            return image_pixels(found[index].read_bytes(), str(found[index]))
+
+    return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes")
+
+
+def _tar(archive: Path) -> Layout:
+    with reading(archive):
+        try:
+            with tarfile.open(archive, "r:") as opened:
+                members = [
+                    member
+                    for member in sorted(opened.getmembers(), key=lambda member: member.name)
+                    if member.isfile() and member.name.lower().endswith(SUFFIXES)
+                ]
+                end = opened.offset
+        except tarfile.TarError as error:
+            raise RunError(f"{archive} is damaged, or packed: {error}") from None
+        with archive.open("rb") as file:
+            file.seek(end)
+            if file.read(BLOCK) != bytes(
+                BLOCK
+            ):  # `tarfile` takes an archive that is cut off between two files as whole
+                raise RunError(f"{archive} is damaged: it is cut off after {len(members):,} images")
+    names = [f"{archive}: {member.name}" for member in members]
+
+    def load(index: int) -> Pixels:
+        with reading(archive), archive.open("rb") as file:
+            file.seek(members[index].offset_data)
+            return image_pixels(file.read(members[index].size), names[index])
+
+    return _of_paths(archive, [Path(member.name).parts for member in members], names, load, [archive], "tar of classes")
+
+
+def _of_paths(
+    root: Path,
+    paths: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    load: Callable[[int], Pixels],
+    files: Sequence[Path],
+    kind: str,
+) -> Layout:
+    """A layout from the paths [PART/]CLASS/FILE; folders above the part are passed over."""
+    chosen: dict[str, list[int]] = {}
+    for index, path in enumerate(paths):
+        if len(path) >= 3 and path[-3].lower() in PARTS:
+            chosen.setdefault(PARTS[path[-3].lower()], []).append(index)
+        elif len(path) == 2:
+            chosen.setdefault("", []).append(index)
+    if len(chosen) > 1:
+        chosen.pop("", None)
+    if not chosen:
+        raise RunError(
+            f"{root}: no images found; expected are train/CLASS/FILE, val/CLASS/FILE (JPEG or PNG), sheets, "
+            "CIFAR's binary files or .npy"
+        )
+    known = sorted({paths[index][-2] for index in chosen.get("train", [])}) or sorted(
+        {paths[index][-2] for indices in chosen.values() for index in indices}
+    )
+    number = {name: label for label, name in enumerate(known)}
+    parts = {}
+    for part, indices in chosen.items():
+        for index in indices:
+            if paths[index][-2] not in number:
+                raise RunError(f"{names[index]}: the class {paths[index][-2]!r} has no training images")
+        labels = [number[paths[index][-2]] for index in indices]
+        parts[part or "test"] = _chosen(LabelledImages(names, [], load), indices, labels)
+    return Layout(tuple(known), parts, files, kind)
+
+
+def _chosen(every: LabelledImages, indices: Sequence[int], labels: Sequence[int]) -> LabelledImages:
+    return LabelledImages([every.names[index] for index in indices], labels, lambda row: every.load(indices[row]))
+
+
+def image_pixels(content: bytes, name: str) -> Pixels:
+    """The pixels of an image file; an error names it."""
+    with needing("images need Pillow", "vision"):
+        from PIL import Image, UnidentifiedImageError
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return np.asarray(image.convert("RGB"))
+    except UnidentifiedImageError:  # its text names an object in memory
+        raise RunError(f"{name}: not an image that Pillow can read") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RunError(
+            f"{name}: not a whole image ({str(error).splitlines()[0] if str(error) else 'damaged'})"
+        ) from None
+
+
+def _numbered(parts: Iterable[LabelledImages]) -> tuple[str, ...]:
+    most = max((max(part.labels, default=-1) for part in parts), default=-1)
+    return tuple(str(label) for label in range(most + 1))

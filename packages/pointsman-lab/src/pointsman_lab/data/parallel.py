@@ -1,0 +1,141 @@
+"""Parallel text for translation: pairs of sentences, in pieces shared by all languages.
+
+`multi30k:from=de+fr+cs:to=en` lies in the data folder, into which missing files are downloaded;
+`parallel:PATH:from=de:to=en` in a folder of its own. Files are `train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one
+sentence a line; line n of both languages is a pair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.data.download import download_multi30k
+from pointsman_lab.data.multilingual.blocks import learn_pieces
+from pointsman_lab.data.multilingual.formats import find_file, read_lines
+from pointsman_lab.data.multilingual.pieces import END, Pieces
+from pointsman_lab.data.multilingual.sentences import MultilingualText
+
+Ids = NDArray[np.int64]
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ParallelText:
+    """Pairs (source, target) by source language.
+
+    Attributes:
+        name: for tables. target: the target language.
+        parts: "train", "valid" and "test" -> source language -> pairs.
+    """
+
+    name: str
+    target: str
+    parts: Mapping[str, Mapping[str, Pairs]]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A 64-bit hash (hexadecimal) of all pairs."""
+        return hashlib.sha256(repr(self.parts).encode()).hexdigest()[:16]
+
+    @property
+    def description(self) -> str:
+        """The protocol line."""
+        sizes = "; ".join(
+            f"{part} " + ", ".join(f"{language} {len(pairs):,}" for language, pairs in languages.items())
+            for part, languages in self.parts.items()
+        )
+        return f"{self.name}: into {self.target}; {sizes}"
+
+    def pieces(self, size: int, exponent: float) -> Pieces:
+        """Pieces learned from the training part, of all languages together.
+
+        Raises:
+            RunError: as `learn_pieces`.
+        """
+        texts = {language: tuple(one for one, _ in pairs) for language, pairs in self.parts["train"].items()}
+        first = next(iter(self.parts["train"].values()))
+        texts[self.target] = tuple(other for _, other in first)
+        return learn_pieces(MultilingualText(self.name, texts, {}), size, exponent=exponent)
+
+
+def open_parallel(spec: str) -> ParallelText:
+    """`load_parallel` with the folder that POINTSMAN_DATA names."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    return load_parallel(spec, Path(folder) if folder else None)
+
+
+def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
+    """Reads `multi30k[:from=de+fr][:to=en]` or `parallel:PATH:from=de:to=en`.
+
+    Raises:
+        RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty file or
+            sentence.
+    """
+    name, *options = spec.split(":")
+    if name == "parallel" and options and "=" not in options[0]:
+        folder, *options = options
+        root = Path(folder).expanduser()
+    elif name == "multi30k":
+        if data_dir is None:
+            raise RunError("multi30k lies in the data folder: set POINTSMAN_DATA")
+        root, folder = data_dir / "multi30k", name
+    else:
+        raise RunError(f"data {spec!r}: a translation model reads {did_you_mean(name, ['multi30k', 'parallel'])}")
+    chosen = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
+    for option in options:
+        key, _, value = option.partition("=")
+        if key not in chosen or not value:
+            raise RunError(f"data {spec!r}: option {key!r}: {did_you_mean(key, chosen)}")
+        chosen[key] = value
+    sources = [language for language in chosen["from"].split("+") if language]
+    if not sources or chosen["to"] in sources:
+        raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
+    if name == "multi30k":
+        download_multi30k(root, {*sources, chosen["to"]})
+    if not root.is_dir():
+        raise RunError(f"there is no folder {root}")
+    stems = {"train": "train", "valid": "val", "test": _test_stem(root, chosen["to"])}
+    parts = {
+        part: {language: _pairs(root, stem, language, chosen["to"], part) for language in sources}
+        for part, stem in stems.items()
+    }
+    return ParallelText(f"{Path(folder).name}:from={'+'.join(sources)}:to={chosen['to']}", chosen["to"], parts)
+
+
+def _test_stem(root: Path, language: str) -> str:
+    found = sorted({file.name.removesuffix(".gz") for file in root.glob(f"test*.{language}*")})
+    if len(found) != 1:
+        raise RunError(f"{root}: one file test*.{language} is expected, found {', '.join(found) or 'none'}")
+    return found[0].removesuffix(f".{language}")
+
+
+def _pairs(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
+    lines = []
+    for language in (source, target):
+        file = find_file(root, f"{stem}.{language}")
+        if file is None:
+            raise RunError(f"{root} has no {stem}.{language}: the {part} part of {source} into {target} needs it")
+        lines.append((file, [line.strip() for _, line in read_lines(file)]))
+    (one, ours), (other, theirs) = lines
+    if len(ours) != len(theirs):
+        raise RunError(f"{one} has {len(ours)} lines, and {other} {len(theirs)}: they are no pairs")
+    if not ours:
+        raise RunError(f"{one} has no text")
+    for number, (left, right) in enumerate(zip(ours, theirs, strict=True), 1):
+        if not left or not right:
+            raise RunError(f"{one if not left else other}: line {number} is empty")
+    return tuple(zip(ours, theirs, strict=True))
+
+
+def ids_of(text: str, pieces: Pieces, length: int) -> Ids:
+    """The pieces of a sentence and `</s>`, at most `length`."""
+    return np.array([*pieces.encode(text)[: length - 1], END], dtype=np.int64)

@@ -1,0 +1,187 @@
+"""Reads byte ranges of text files, plain or compressed, in blocks that end between tokens."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from pointsman._errors import RunError
+from pointsman_lab.data.catalog import Level
+
+BLOCK = 1 << 22
+_WHITE_SPACE = b" \t\n\r\v\f"
+_LONGEST_CHARACTER = 4
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes start … stop - 1 of a file's uncompressed text. `whole_end`: the file ends at stop."""
+
+    path: Path
+    start: int
+    stop: int
+    whole_end: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Reader:
+    """Reads spans. Keeps the last file open: consecutive spans of a compressed file decompress it once."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: IO[bytes] = io.BytesIO()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def raw(self, span: Span) -> Iterator[bytes]:
+        """The bytes of a span in blocks.
+
+        Raises:
+            RunError: the file cannot be read, is damaged, or is shorter than the span.
+        """
+        with reading(span.path):
+            if self._path != span.path:
+                self._file.close()
+                self._file = open_unpacked(span.path)
+                self._path = span.path
+            if self._file.tell() != span.start:
+                self._file.seek(span.start)
+            left = span.size
+            while left:
+                block = self._file.read(min(left, BLOCK))
+                if not block:
+                    raise RunError(f"{span.path} ends {left:,} bytes too early: it was changed or truncated")
+                left -= len(block)
+                yield block
+
+    def blocks(self, span: Span, level: Level) -> Iterator[bytes | str]:
+        """The text of a span in blocks that end between tokens: bytes at byte level, else characters.
+
+        At word level a file's last line gets a newline if it has none.
+
+        Raises:
+            RunError: as `raw`; bytes that are not UTF-8 at character or word level, with file and offset.
+        """
+        if level == "byte":
+            yield from self.raw(span)
+            return
+        rest = b""
+        offset = span.start
+        last = b"\n"
+        for block in self.raw(span):
+            last = block[-1:]
+            block = rest + block
+            cut = _last_boundary(block, level)
+            rest = block[cut:]
+            yield decode(block[:cut], span.path, offset, level)
+            offset += cut
+        yield decode(rest, span.path, offset, level)
+        if level == "word" and span.whole_end and last != b"\n":
+            yield "\n"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns errors of a file into a RunError that names the file."""
+    try:
+        yield
+    except PermissionError as error:
+        raise RunError(f"no permission to read {error.filename or path}") from None
+    except FileNotFoundError as error:
+        raise RunError(f"there is no file {error.filename or path}") from None
+    except (EOFError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def open_unpacked(path: Path) -> IO[bytes]:
+    """The text of a plain, .gz or .zip file; of a .zip, the one file in it."""
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix == ".zip":
+        archive = zipfile.ZipFile(path)
+        members = [name for name in archive.namelist() if not name.endswith("/")]
+        if len(members) != 1:
+            archive.close()
+            raise RunError(f"{path} must hold one file, and holds {len(members)}")
+        member = archive.open(members[0])
+        archive.close()  # the open member keeps the file until it is closed itself
+        return member
+    return path.open("rb")
+
+
+def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
+    """Checks size and MD5 of a file's uncompressed text; yields the bytes read so far, for a progress display.
+
+    Raises:
+        RunError: another size or another checksum.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    done = 0
+    with reading(path), open_unpacked(path) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            done += len(block)
+            yield done
+    if done != size:
+        raise RunError(f"{path} has {done:,} bytes of text, expected {size:,}: truncated, or another file")
+    if digest.hexdigest() != md5:
+        raise RunError(f"{path} has the md5 {digest.hexdigest()}, expected {md5}: damaged, or another file")
+
+
+def decode(raw: bytes, path: Path, offset: int, level: Level) -> str:
+    """UTF-8 to characters; `offset`, the position of `raw` in the file, is for the error."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(
+            f"{path}: byte {offset + error.start:,} (0x{raw[error.start]:02x}) is not UTF-8, which "
+            f"level={level} needs; level=byte reads any file"
+        ) from None
+
+
+def align(path: Path, position: int, size: int, level: Level) -> int:
+    """The first position at or after `position` that is between two bytes, characters or words."""
+    if level == "byte" or position in (0, size):
+        return position
+    with reading(path), path.open("rb") as file:
+        if level == "char":
+            file.seek(position)
+            following = file.read(_LONGEST_CHARACTER)
+            return position + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+        file.seek(position - 1)
+        while block := file.read(1 << 16):
+            for i, byte in enumerate(block):
+                if byte in _WHITE_SPACE:
+                    return file.tell() - len(block) + i + 1
+    return size
+
+
+def _last_boundary(block: bytes, level: Level) -> int:
+    if level == "word":
+        return max(block.rfind(b" "), block.rfind(b"\n")) + 1
+    if level == "subword" and b"\n" in block:
+        return block.rfind(b"\n") + 1
+    for back in range(1, min(_LONGEST_CHARACTER, len(block)) + 1):
+        byte = block[-back]
+        if byte & 0xC0 == 0x80:  # a continuation: the character begins earlier
+            continue
+        length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+        return len(block) - back if length > back else len(block)
+    return len(block)

@@ -1,0 +1,222 @@
+"""Segments of a token array as a pure function of the step, so that resuming needs only the step number.
+
+Shapes: batch size B, segment length T. Inputs and targets are int64 [B, T]; the target of a position is the next token.
+A row continues from step to step, so that a model's memory of row b holds the preceding tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman_lab.data.vocabulary import IdArray
+
+MOST_ON_DEVICE = 2**32  # bytes of tokens
+IGNORE = -100
+"""The target of positions without one: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
+
+
+class BatchStream:
+    """Training segments as in Transformer-XL: the array is cut into B contiguous columns.
+
+    With n tokens a column has (n - 1) // B targets, and an epoch (n - 1) // B // T segments. The remaining fewer than T
+    targets of a column are not used. The next epoch starts at the first segment again.
+
+    Args:
+        tokens: ids [n].
+        batch_size: B.
+        segment_length: T.
+        device: of the batches.
+
+    Raises:
+        RunError: fewer than B T + 1 tokens.
+    """
+
+    def __init__(
+        self, tokens: IdArray, batch_size: int, segment_length: int, device: torch.device | str = "cpu"
+    ) -> None:
+        _check_positive(batch_size, segment_length)
+        need = batch_size * segment_length + 1
+        if len(tokens) < need:
+            raise RunError(
+                f"the training split has {len(tokens):,} tokens, and one step of {batch_size} x {segment_length} "
+                f"needs {need:,}: give more text, a smaller batch or a shorter segment"
+            )
+        self.batch_size = batch_size
+        self.segment_length = segment_length
+        self.steps_per_epoch = (len(tokens) - 1) // batch_size // segment_length
+        self._tokens = tokens
+        self._column = (len(tokens) - 1) // batch_size
+        self._device = torch.device(device)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """B T."""
+        return self.batch_size * self.segment_length
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(input [B, T], target [B, T]) of a step, counted from 0 over all epochs."""
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0")
+        start = self.start(step)
+        width = self.segment_length + 1
+        rows = np.empty((self.batch_size, width), dtype=np.int64)
+        for row in range(self.batch_size):
+            begin = row * self._column + start
+            rows[row] = self._tokens[begin : begin + width]
+        both = _send(rows, self._device)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def start(self, step: int) -> int:
+        """Where the segment of a step begins in each column."""
+        return step % self.steps_per_epoch * self.segment_length
+
+    def reside(self) -> bool:
+        """Puts the tokens on the device, for `at`; False where they would take too much memory."""
+        few = self._tokens.dtype == np.uint8
+        if len(self._tokens) * (1 if few else 4) > MOST_ON_DEVICE:
+            return False
+        own = np.array(self._tokens if few else self._tokens.astype(np.int32))
+        self._resident = torch.from_numpy(own).to(self._device)
+        rows = torch.arange(self.batch_size, device=self._device) * self._column
+        self._index = rows[:, None] + torch.arange(self.segment_length + 1, device=self._device)
+        return True
+
+    def at(self, start: Tensor) -> tuple[Tensor, Tensor]:
+        """`batch` of the segments that begin at `start` [], int64, all on the device: nothing waits."""
+        index = self._index + start
+        both = self._resident.index_select(0, index.view(-1)).view(index.shape).to(torch.int64)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def is_epoch_start(self, step: int) -> bool:
+        """Whether an epoch starts at this step: a model's memory must be reset."""
+        return step % self.steps_per_epoch == 0
+
+    def epoch(self, step: int) -> int:
+        """The number of complete epochs before this step."""
+        return step // self.steps_per_epoch
+
+
+class EvalStream:
+    """Evaluation segments: every token except the first is a target exactly once; with a budget, evenly spaced ones.
+
+    The n - 1 targets are cut into contiguous rows of equal length (the first rows may be one longer), which are read in
+    parallel in segments of T. The last segment may be shorter; a row without a last target has `IGNORE` there. There
+    are B rows, or fewer if a row would be shorter than a segment. A memory is empty at the start of each row.
+
+    With a `budget` below n - 1, only the first S = max(1, budget // (rows T)) segments of each row are read.
+
+    Args:
+        tokens: ids [n].
+        batch_size: B.
+        segment_length: T.
+        device: of the batches.
+        budget: the number of targets, rounded down to whole segments (at least one per row); None for all.
+
+    Raises:
+        RunError: fewer than T + 1 tokens, or a budget below 1.
+    """
+
+    def __init__(
+        self,
+        tokens: IdArray,
+        batch_size: int,
+        segment_length: int,
+        device: torch.device | str = "cpu",
+        budget: int | None = None,
+    ) -> None:
+        _check_positive(batch_size, segment_length)
+        targets = len(tokens) - 1
+        if targets < segment_length:
+            raise RunError(
+                f"the split to evaluate has {len(tokens):,} tokens, and one segment needs {segment_length + 1:,}"
+            )
+        if budget is not None and budget < 1:
+            raise RunError(f"{budget} tokens to evaluate: at least 1 is needed")
+        self.rows = min(batch_size, targets // segment_length)
+        self.segment_length = segment_length
+        length, longer = divmod(targets, self.rows)
+        row = np.arange(self.rows)
+        self._starts = row * length + np.minimum(row, longer)
+        if budget is None or budget >= targets:
+            self._lengths = length + (row < longer)
+        else:
+            segments = max(1, budget // (self.rows * segment_length))
+            self._lengths = np.full(self.rows, segments * segment_length)
+        self.num_tokens = int(self._lengths.sum())
+        self._tokens = tokens
+        self._device = torch.device(device)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[IdArray], segment_length: int, device: torch.device | str = "cpu") -> EvalStream:
+        """A stream with one row per text of at least two ids; all tokens except a text's first are targets."""
+        _check_positive(len(rows), segment_length)
+        stream = cls.__new__(cls)
+        stream.rows, stream.segment_length = len(rows), segment_length
+        sizes = np.array([len(row) for row in rows])
+        stream._starts, stream._lengths = np.cumsum(sizes) - sizes, sizes - 1
+        stream._tokens = np.concatenate(list(rows))
+        stream.num_tokens = int(stream._lengths.sum())
+        stream._device = torch.device(device)
+        return stream
+
+    @property
+    def texts(self) -> list[IdArray]:
+        """The text of each row, including its first token, which is not a target."""
+        return [
+            self._tokens[start : start + length + 1] for start, length in zip(self._starts, self._lengths, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        """The number of segments per row."""
+        return -(-int(self._lengths.max()) // self.segment_length)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """(input [rows, t], target [rows, t]) of a segment, t <= T."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"segment {index} of {len(self)}")
+        begin = index * self.segment_length
+        width = min(self.segment_length, int(self._lengths.max()) - begin)
+        inputs = np.zeros((self.rows, width), dtype=np.int64)
+        targets = np.full((self.rows, width), IGNORE, dtype=np.int64)
+        for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
+            piece = self._tokens[start + begin : start + min(begin + width, int(length)) + 1]
+            count = max(0, min(width, int(length) - begin))
+            inputs[row, : len(piece[:width])] = piece[:width]
+            targets[row, :count] = piece[1 : count + 1]
+        return _send(inputs, self._device), _send(targets, self._device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.batch(index) for index in range(len(self)))
+
+    def is_whole(self, index: int) -> bool:
+        """Whether every position of a segment has a target: known without reading the device's copy."""
+        end = min((index + 1) * self.segment_length, int(self._lengths.max()))
+        return end <= int(self._lengths.min())
+
+    @property
+    def protocol(self) -> str:
+        """The protocol line: which targets are evaluated."""
+        total, segments = len(self._tokens) - 1, f"segments of {self.segment_length}"
+        if self.num_tokens == total:
+            return f"all {total:,} targets in {self.rows} rows, {segments}"
+        stretches = f"{self.rows} evenly spaced stretches of {self.num_tokens // self.rows:,}"
+        return f"{self.num_tokens:,} of {total:,} targets: {stretches}, {segments}"
+
+
+def _check_positive(batch_size: int, segment_length: int) -> None:
+    if batch_size < 1 or segment_length < 1:
+        raise ValueError(f"batch size {batch_size} and segment length {segment_length} must be at least 1")
+
+
+def _send(array: NDArray[np.signedinteger[Any]], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

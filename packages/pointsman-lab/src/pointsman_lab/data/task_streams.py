@@ -1,0 +1,182 @@
+"""Batches of labelled texts: encoded, truncated, padded on the right, and bucketed by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+
+PADDING = -1
+BUCKET = 50  # batches in a bucket
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples as token ids.
+
+    Attributes:
+        rows: ids of each text [tokens], with its end mark.
+        labels: [n] int64.
+        truncated: the number of truncated texts.
+        unknown: the number of tokens that are not in the vocabulary.
+    """
+
+    rows: tuple[IdArray, ...]
+    labels: NDArray[np.int64]
+    truncated: int
+    unknown: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, count: int) -> Encoded:
+        """The first `count` examples."""
+        return Encoded(self.rows[:count], self.labels[:count], self.truncated, self.unknown)
+
+    def within(self, tokens: int | None) -> NDArray[np.int64]:
+        """Indices of texts with at most `tokens` tokens in total, at least one text; None: of all texts.
+
+        The texts are drawn with a fixed seed, so that every model is evaluated on the same ones.
+        """
+        if tokens is None:
+            return np.arange(len(self), dtype=np.int64)
+        order = np.random.default_rng(0).permutation(len(self))
+        total = np.cumsum([len(self.rows[place]) for place in order])
+        return np.sort(order[: max(1, int(np.searchsorted(total, tokens, side="right")))])
+
+    def take(self, places: NDArray[np.int64]) -> Encoded:
+        """The examples with these indices."""
+        rows = tuple(self.rows[place] for place in places)
+        return Encoded(rows, self.labels[places], self.truncated, self.unknown)
+
+
+def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
+    """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
+
+    A classifier uses the hidden state at the mark (`end_mark`).
+
+    Raises:
+        RunError: `max_length` is below 2, or a text is empty in this vocabulary.
+    """
+    if max_length < 2:
+        raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
+    mark = end_mark(vocabulary)
+    rows, unknown, truncated = [], 0, 0
+    for text in examples.texts:
+        ids, missed = vocabulary.encode_compact(text)
+        unknown += missed
+        rows.append(cut(ids, mark, max_length))
+        truncated += len(ids) + len(mark) > max_length
+        if not len(ids):
+            raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
+    return Encoded(tuple(rows), np.array(examples.labels, dtype=np.int64), truncated, unknown)
+
+
+def end_mark(vocabulary: Vocabulary) -> IdArray:
+    """The ids that end a text: a newline (`<eos>` at word level), else a space, else `<unk>`; never none."""
+    for text in ("\n", " "):
+        ids, missed = vocabulary.encode_compact(text)
+        if len(ids) and not missed:
+            return ids
+    last = vocabulary.unknown_id  # None of bytes, which have a stand-in
+    return vocabulary.encode_compact("\n")[0] if last is None else np.array([last], dtype=vocabulary.dtype)
+
+
+def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
+    """`ids` and the end mark, in at most `max_length` tokens."""
+    return np.concatenate([ids[: max_length - len(mark)], mark])
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """B texts of up to T tokens.
+
+    Attributes:
+        tokens: [B, T] int64, padded on the right with -1.
+        labels: [B] int64.
+        places: index of each text in the examples.
+        num_tokens: real tokens.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    places: tuple[int, ...]
+    num_tokens: int
+
+
+def collate(encoded: Encoded, places: NDArray[np.int64], device: torch.device) -> TaskBatch:
+    """The texts with these indices as one padded batch."""
+    rows = [encoded.rows[place] for place in places]
+    lengths = [len(row) for row in rows]
+    tokens = np.full((len(rows), max(lengths)), PADDING, dtype=np.int64)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    labels = torch.from_numpy(encoded.labels[places]).to(device)
+    return TaskBatch(torch.from_numpy(tokens).to(device), labels, tuple(map(int, places)), sum(lengths))
+
+
+class TaskStream:
+    """Training batches: every example in every epoch, bucketed by length.
+
+    Each epoch is shuffled by (seed, epoch), cut into buckets of 50 batches, sorted by length within a bucket, cut into
+    batches, and the batches are shuffled. The last batch of an epoch is completed with the epoch's first examples.
+    """
+
+    def __init__(self, encoded: Encoded, batch_size: int, seed: int, device: torch.device | str = "cpu") -> None:
+        if batch_size < 1:
+            raise RunError(f"batch_size={batch_size}: allowed are whole numbers from 1")
+        self.encoded = encoded
+        self.batch_size = batch_size
+        self.seed = seed
+        self.steps_per_epoch = -(-len(encoded) // batch_size)
+        self._device = torch.device(device)
+        self._lengths = np.array([len(row) for row in encoded.rows])
+        self._epoch: tuple[int, list[NDArray[np.int64]]] = (-1, [])
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens of a batch, on average."""
+        return float(self._lengths.mean()) * self.batch_size
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(tokens [B, T], labels [B]) of a step, counted from 0; a pure function."""
+        found = collate(self.encoded, self.places(step), self._device)
+        return found.tokens, found.labels
+
+    def places(self, step: int) -> NDArray[np.int64]:
+        """Indices of the examples in the batch of a step."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._batches(epoch))
+        return self._epoch[1][place]
+
+    def is_epoch_start(self, step: int) -> bool:
+        """Whether an epoch starts with this step."""
+        return step % self.steps_per_epoch == 0
+
+    def _batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(len(self.encoded))
+        order = np.resize(order, self.steps_per_epoch * self.batch_size)
+        batches: list[NDArray[np.int64]] = []
+        for start in range(0, len(order), BUCKET * self.batch_size):
+            group = order[start : start + BUCKET * self.batch_size]
+            group = group[np.argsort(self._lengths[group], kind="stable")]
+            batches += [group[at : at + self.batch_size] for at in range(0, len(group), self.batch_size)]
+        return [batches[place] for place in draw.permutation(len(batches))]
+
+
+def eval_batches(encoded: Encoded, batch_size: int, device: torch.device | str = "cpu") -> Iterator[TaskBatch]:
+    """All examples once, in order of length."""
+    lengths = np.array([len(row) for row in encoded.rows])
+    order = np.argsort(lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        yield collate(encoded, order[start : start + batch_size], torch.device(device))

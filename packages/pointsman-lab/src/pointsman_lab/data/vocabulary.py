@@ -1,0 +1,275 @@
+"""Vocabularies: token ids at byte, character or word level.
+
+- **byte**: lossless on its corpus. Ids are the bytes of the training split in ascending order, then the bytes that
+  occur only in other splits (none in enwik8, so V = 205 there). There is no `<unk>`: in other text, a byte that does
+  not occur in the corpus becomes a space if it is white space, else `?`, so that lengths do not change.
+- **char**: id 0 is `<unk>`, then the characters of the training split by code point.
+- **word**: split at white space, case-sensitive, `<eos>` for each newline, `<unk>` for a word that does not occur in
+  the training split; ids in order of decreasing frequency (as an adaptive softmax needs), then alphabetically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError
+from pointsman._files import parse_json
+from pointsman_lab.data.catalog import Level
+
+UNKNOWN = "<unk>"
+END_OF_LINE = "<eos>"
+LEVELS = ("byte", "char", "word")
+_CODE_POINTS = 0x110000
+_WHITE_SPACE = b" \t\n\r\v\f"
+
+IdArray = NDArray[np.integer[Any]]
+
+
+class Symbols(Protocol):
+    """What ids stand for: a `Vocabulary`, `multilingual.pieces.Pieces`, or (labels) `images.classes.ClassNames`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+def read_vocabulary(text: str) -> Any:
+    """The `Vocabulary`, `Pieces` or `ClassNames` that `to_json` wrote.
+
+    Raises:
+        RunError: the text is none of them.
+    """
+    try:
+        level = parse_json(text)["level"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"not a vocabulary: {error}") from None
+    if level == "piece":
+        from pointsman_lab.data.multilingual.pieces import Pieces
+
+        return Pieces.from_json(text)
+    if level == "class":
+        from pointsman_lab.data.images.classes import ClassNames
+
+        return ClassNames.from_json(text)
+    return Vocabulary.from_json(text)
+
+
+class _WordIndex(dict[str, int]):
+    """word -> id, -1 for an unknown word; as fast as a plain dict."""
+
+    def __missing__(self, word: str) -> int:
+        return -1
+
+
+class Vocabulary:
+    """The mapping between token ids and symbols.
+
+    Args:
+        level: "byte", "char" or "word".
+        symbols: of id 0, 1, …: byte values at byte level, else strings.
+
+    Raises:
+        ValueError: an unknown level, a repeated symbol, no symbols, or symbols of the wrong type.
+    """
+
+    def __init__(self, level: Level, symbols: Sequence[int] | Sequence[str]) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"vocabulary level is {level!r}; allowed: {', '.join(LEVELS)}")
+        kind = int if level == "byte" else str
+        if not symbols or len(set(symbols)) != len(symbols) or not all(isinstance(symbol, kind) for symbol in symbols):
+            raise ValueError(f"a {level}-level vocabulary needs distinct symbols of type {kind.__name__}")
+        if level == "byte" and not all(0 <= int(symbol) < 256 for symbol in symbols):
+            raise ValueError("a byte-level vocabulary holds values from 0 to 255")
+        if level == "char" and any(len(str(symbol)) != 1 for symbol in symbols if symbol != UNKNOWN):
+            raise ValueError("a char-level vocabulary holds single characters")
+        if level != "byte" and UNKNOWN not in symbols:
+            raise ValueError(f"a {level}-level vocabulary needs the symbol {UNKNOWN}")
+        self.level: Level = level
+        self.symbols: tuple[int | str, ...] = tuple(symbols)
+
+    @classmethod
+    def of_bytes(cls, training: Iterable[int], others: Iterable[int] = ()) -> Vocabulary:
+        """Bytes of the training split, then those that occur only in other splits."""
+        first = sorted(set(training))
+        return cls("byte", [*first, *sorted(set(others) - set(first))])
+
+    @classmethod
+    def of_characters(cls, characters: Iterable[str]) -> Vocabulary:
+        """`<unk>`, then the characters by code point."""
+        return cls("char", [UNKNOWN, *sorted(set(characters))])
+
+    @classmethod
+    def of_words(cls, counts: Mapping[str, int]) -> Vocabulary:
+        """The words by decreasing count; `<unk>` is last if it does not occur in the text."""
+        ordered = sorted(counts, key=lambda word: (-counts[word], word))
+        return cls("word", ordered if UNKNOWN in counts else [*ordered, UNKNOWN])
+
+    @property
+    def size(self) -> int:
+        """V, the number of ids."""
+        return len(self.symbols)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and (self.level, self.symbols) == (other.level, other.symbols)
+
+    def __hash__(self) -> int:
+        return hash((self.level, self.symbols))
+
+    def __repr__(self) -> str:
+        return f"Vocabulary(level={self.level!r}, size={self.size})"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest integer type that holds every id."""
+        return np.dtype(np.uint8 if self.size <= 1 << 8 else np.uint16 if self.size <= 1 << 16 else np.int32)
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of `<unk>`; None at byte level, which has none."""
+        return None if self.level == "byte" else self._index[UNKNOWN]
+
+    @property
+    def end_id(self) -> int | None:
+        """The id that ends a text; None: none does."""
+        return None
+
+    @property
+    def end_of_line_id(self) -> int | None:
+        """The id of `<eos>` in a word-level vocabulary that keeps newlines, else None."""
+        return self._index.get(END_OF_LINE) if self.level == "word" else None
+
+    @cached_property
+    def digest(self) -> str:
+        """A 64-bit hash (hexadecimal)."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def encode(self, text: str | bytes) -> NDArray[np.int64]:
+        """Ids [tokens] of any text: a string, or its bytes in UTF-8.
+
+        At word level each newline becomes `<eos>`; none is added at the end.
+
+        Raises:
+            RunError: bytes that are not UTF-8, at character or word level.
+        """
+        return self.encode_compact(text)[0].astype(np.int64)
+
+    def encode_compact(self, text: str | bytes) -> tuple[IdArray, int]:
+        """Ids [tokens] in `dtype`, and the number of unknown tokens (an `<unk>` in the text itself does not count)."""
+        if self.level == "byte":
+            raw = text.encode("utf-8", errors="replace") if isinstance(text, str) else text
+            values = np.frombuffer(raw, dtype=np.uint8)
+            return self._byte_ids[values], int(np.count_nonzero(self._byte_unknown[values]))
+        if isinstance(text, bytes):
+            try:
+                text = text.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise RunError(
+                    f"byte {error.start} of the text is not UTF-8: a {self.level}-level run needs it"
+                ) from None
+        if self.level == "char":
+            points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+            found = self._character_ids[points]
+        else:
+            words = split_words(text, keep_newlines=END_OF_LINE in self._index)
+            found = np.fromiter(map(self._index.__getitem__, words), dtype=np.int32, count=len(words))
+        unknown = found < 0
+        ids = np.where(unknown, self._index[UNKNOWN], found).astype(self.dtype)
+        return ids, int(np.count_nonzero(unknown))
+
+    def decode_bytes(self, ids: Iterable[int] | NDArray[Any]) -> bytes:
+        """The bytes of the ids: at byte level exactly the encoded text.
+
+        Raises:
+            ValueError: an id outside 0 … V - 1.
+        """
+        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64).reshape(-1)
+        if array.size and (array.min() < 0 or array.max() >= self.size):
+            raise ValueError(f"ids are from {array.min()} to {array.max()}; the vocabulary has 0 to {self.size - 1}")
+        if self.level == "byte":
+            return np.array(self.symbols, dtype=np.uint8)[array].tobytes()
+        return self._join([str(self.symbols[index]) for index in array]).encode("utf-8", errors="surrogatepass")
+
+    def decode(self, ids: Iterable[int] | NDArray[Any]) -> str:
+        """The text of the ids; bytes that are not UTF-8, as of a truncated character, become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        """One line of JSON that `from_json` reads."""
+        return json.dumps({"level": self.level, "symbols": self.symbols}, ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Vocabulary:
+        """The vocabulary from the text of `to_json`; of subwords, a `Subwords`.
+
+        Raises:
+            RunError: the text is not a vocabulary.
+        """
+        try:
+            data = parse_json(text)
+            if data["level"] == "subword":
+                from pointsman_lab.data.subwords import Subwords  # one of these itself
+
+                return Subwords(data["tokenizer"], data["files"])
+            return cls(data["level"], data["symbols"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"not a vocabulary: {error}") from None
+
+    @cached_property
+    def _index(self) -> _WordIndex:
+        return _WordIndex((str(symbol), index) for index, symbol in enumerate(self.symbols))
+
+    @cached_property
+    def _byte_unknown(self) -> NDArray[np.bool_]:
+        unknown = np.ones(256, dtype=np.bool_)
+        unknown[[int(symbol) for symbol in self.symbols]] = False
+        return unknown
+
+    @cached_property
+    def _byte_ids(self) -> IdArray:
+        ids = {int(symbol): index for index, symbol in enumerate(self.symbols)}
+        mark = ids.get(ord("?"), 0)
+        space = ids.get(ord(" "), mark)
+        stand_in = {value: space if value in _WHITE_SPACE else mark for value in range(256)}
+        return np.array([ids.get(value, stand_in[value]) for value in range(256)], dtype=self.dtype)
+
+    @cached_property
+    def _character_ids(self) -> NDArray[np.int32]:
+        ids = np.full(_CODE_POINTS, -1, dtype=np.int32)
+        for index, symbol in enumerate(self.symbols):
+            if symbol != UNKNOWN:
+                ids[ord(str(symbol))] = index
+        return ids
+
+    def _join(self, tokens: list[str]) -> str:
+        if self.level == "char":
+            return "".join(tokens)
+        pieces = ["\n" if token == END_OF_LINE else token for token in tokens]
+        return "".join(
+            piece if index == 0 or "\n" in (piece, pieces[index - 1]) else f" {piece}"
+            for index, piece in enumerate(pieces)
+        )
+
+
+def split_words(text: str, *, keep_newlines: bool) -> list[str]:
+    """Words, split at white space; if newlines are kept, each one becomes the word `<eos>`."""
+    return (text.replace("\n", f" {END_OF_LINE} ") if keep_newlines else text).split()
+
+
+def count_words(text: str, counts: Counter[str], *, keep_newlines: bool) -> None:
+    """Adds the words of the text to the counts."""
+    counts.update(split_words(text, keep_newlines=keep_newlines))

@@ -1,0 +1,151 @@
+"""What all evaluations share: a pass over the data at each k, with progress, autocast and what the routers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.observe import evaluating
+from pointsman.ranks import ALONE, Ranks
+from pointsman_lab.evaluation.over_ranks import own_share
+from pointsman_lab.evaluation.routing import RoutingSummary
+from pointsman_lab.progress import Progress, Stop, check_stop
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """How an evaluation runs.
+
+    Attributes:
+        precision: an autocast context.
+        progress: a display, in batches over all k values.
+        stop: asks it to stop; then `Stopped` is raised, and nothing is saved.
+        final: whether it is the evaluation of the finished run, which gathers entropies and loads; otherwise a
+            validation during training.
+        ranks: who evaluates, each with the same arguments; every rank gets the results of the whole. An evaluation that
+            does not divide its rows has every rank read all of them.
+        name: of the phase on the display; "": "evaluate" or "validate".
+    """
+
+    precision: AbstractContextManager[Any] | None = None
+    progress: Progress | None = None
+    stop: Stop | None = None
+    final: bool = True
+    ranks: Ranks = ALONE
+    name: str = ""
+
+    @property
+    def phase(self) -> str:
+        return self.name or ("evaluate" if self.final else "validate")
+
+
+PLAIN = EvaluationContext()
+
+
+class Pass:
+    """One pass over the data at one k.
+
+    Attributes:
+        top_k: its k; of a model without a choice the number of experts.
+    """
+
+    def __init__(self, model: Any, k: int | None, how: EvaluationContext, ranks: Ranks, first: int, count: int) -> None:
+        self.model, self.how, self.ranks = model, how, ranks
+        self.top_k: int = k or model.config.num_experts
+        self.summary = RoutingSummary(model) if how.final else None
+        self._done, self._count, self._end = first, count, first + count
+
+    def read(self, batches: Iterable[T], each: int = 1) -> Iterator[T]:
+        """The batches; each counts as `each` on the display."""
+        for batch in batches:
+            check_stop(self.how.stop)
+            yield batch
+            self._done = min(self._done + each, self._end)
+            if self.how.progress:
+                self.how.progress.advance(self._done, {})
+
+    def share(self, batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """This rank's part of the batches, and whether each counts (`own_share`)."""
+        return self.read(own_share(batches, self._count, self.ranks), self.ranks.count)
+
+    def watch(self, mask: Tensor | None = None) -> AbstractContextManager[Any]:
+        """Inside, what the routers do is gathered; `mask` [tokens] is False where a token does not count."""
+        if self.summary is None:
+            return nullcontext()
+        self.summary.mask = mask
+        return self.summary.watch(self.model)
+
+    @contextmanager
+    def forward(self, mask: Tensor | None = None, *, counts: bool = True) -> Iterator[None]:
+        """A forward: autocast, and `watch` unless the batch does not count."""
+        with self.how.precision or nullcontext(), self.watch(mask) if counts else nullcontext():
+            yield
+
+
+def evaluated(
+    model: Any,
+    top_k: Sequence[int],
+    one_pass: Callable[[Pass], dict[str, Any]],
+    *,
+    split: str,
+    batches: int,
+    how: EvaluationContext,
+    seed: int = 0,
+    ranks: Ranks = ALONE,
+) -> list[dict[str, Any]]:
+    """A pass at every k of `top_k`; of a model without a choice of k one pass, with the number of experts as its k.
+
+    The default generator's state, the model's k and its mode are as before afterwards.
+
+    Args:
+        one_pass: reads the data and returns figures.
+        split: name of the part, for the record.
+        batches: those of a pass.
+        seed: of routers that draw at random in evaluation.
+        ranks: who shares the data.
+
+    Returns:
+        For each k: {"split", "top_k", figures, "routers": what `RoutingSummary` has, of a final evaluation}.
+
+    Raises:
+        RunError: a k outside 1 … N.
+        Stopped: `how.stop` was set.
+    """
+    values = eval_top_k(model, top_k)
+    if how.progress:
+        how.progress.phase(how.phase, batches * len(values))
+    results = []
+    with evaluating(model, seed):
+        for index, k in enumerate(values):
+            one = Pass(model, k, how, ranks, index * batches, batches)
+            with set_top_k(model, k) if k else nullcontext():
+                result = {"split": split, "top_k": one.top_k, **one_pass(one)}
+            if one.summary:
+                one.summary.gather(ranks)
+                result["routers"] = one.summary.result()
+            results.append(result)
+    return results
+
+
+def eval_top_k(model: nn.Module, top_k: Sequence[int]) -> tuple[int | None, ...]:
+    """The k values that make sense for a model: those asked for, checked, or one None if k cannot be chosen.
+
+    Raises:
+        RunError: a k that is no whole number from 1 to the number of experts.
+    """
+    routers = [router for _, router in named_routers(model)]
+    if not routers or any(router.fixed_k for router in routers):
+        return (None,)
+    experts = [router.num_experts for router in routers]
+    for k in top_k:
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= min(experts):
+            raise RunError(f"top_k={k!r}: allowed are whole numbers from 1 to {min(experts)} (the number of experts)")
+    return tuple(top_k)

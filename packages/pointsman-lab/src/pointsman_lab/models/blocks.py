@@ -1,0 +1,261 @@
+"""Blocks that models are assembled from: attention with memory, feed-forward sublayers, dense or sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.experts.reference import ACTIVATIONS
+from pointsman.layer import MoE
+from pointsman.ops.attention import traced_attention
+from pointsman.ops.drawing import dropout
+from pointsman.ops.linear import linear
+from pointsman.ops.relative import RelativeBias
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routing import AttentionTrace, RouterState, RoutingContext
+from pointsman_lab.models.views import no_view
+
+
+class Norm(nn.LayerNorm):
+    """LayerNorm, with a role."""
+
+    role = "norm"
+
+
+class FeedForward(nn.Module):
+    """W_out act(W_in x + b_in) + b_out, gated W_out (act(W_gate x) * (W_in x)), with dropout on the hidden units.
+
+    Args:
+        blocks: into how many experts' initial weights the inner width is divided: a dense baseline starts with the
+            weights that the experts it stands for would have.
+    """
+
+    role = "feed-forward"
+    ranks: Ranks = ALONE
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        *,
+        activation: str,
+        dropout: float,
+        blocks: int = 1,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.activation, self.dropout, self.blocks = activation, dropout, blocks
+        self.w_in = nn.Parameter(torch.empty(hidden_dim, dim))
+        self.b_in = nn.Parameter(torch.zeros(hidden_dim)) if bias else None
+        self.w_gate = nn.Parameter(torch.empty(hidden_dim, dim)) if gated else None
+        self.w_out = nn.Parameter(torch.empty(dim, hidden_dim))
+        self.b_out = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        units = linear(hidden, self.w_in, self.b_in)
+        if self.w_gate is None:
+            units = ACTIVATIONS[self.activation](units)
+        else:
+            units = ACTIVATIONS[self.activation](linear(hidden, self.w_gate)) * units
+        return linear(dropout(units, self.dropout, self.training, self.ranks), self.w_out, self.b_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """What every layer of one forward needs besides its hidden states and memory.
+
+    Attributes:
+        key_mask: [B, S] bool, True for a real token; None where all are real. S = memory + T.
+        padding_mask: the same of the T new tokens.
+        token_ids: [B, T].
+        causal: whether routers keep to earlier tokens.
+        below: what the router of the sparse layer below handed on.
+        remember: whether anything is remembered of these tokens.
+    """
+
+    key_mask: Tensor | None = None
+    padding_mask: Tensor | None = None
+    token_ids: Tensor | None = None
+    causal: bool = True
+    below: RouterState | None = None
+    remember: bool = True
+
+
+class Handed(NamedTuple):
+    """What a layer's router hands on: `carry` to later tokens, `above` to the sparse layers above."""
+
+    carry: RouterState | None
+    above: RouterState | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeContext(LayerContext):
+    """The same for relative attention.
+
+    Attributes:
+        positions: sinusoids, [S, dim], by falling distance.
+        content_bias, position_bias: u and w, [H, D], shared by all layers.
+    """
+
+    positions: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+
+
+class RelativeAttention(nn.Module):
+    """Causal multi-head attention with relative positions over memory and new tokens (Transformer-XL, 3.3).
+
+    a_ij = ((q_i + u) . k_j + (q_i + w) . r_(i - j)) / sqrt(D); r = `position` of the sinusoids, one map a layer.
+
+    Attributes:
+        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
+    """
+
+    role = "attention"
+    ranks: Ranks = ALONE
+
+    def __init__(self, dim: int, num_heads: int, head_dim: int, *, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.dropout = num_heads, head_dim, dropout
+        width = num_heads * head_dim
+        self.qkv = nn.Linear(dim, 3 * width, bias=False)
+        self.position = nn.Linear(dim, width, bias=False)
+        self.output = nn.Linear(width, dim, bias=False)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: RelativeContext, trace: bool = False
+    ) -> tuple[Tensor, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> [B, T, dim], and the trace if asked."""
+        heads, width = self.num_heads, self.head_dim
+        batch, length, _ = hidden.shape
+        scale = width**-0.5
+        # queries of the memory are never needed
+        query_weight, key_value_weight = self.qkv.weight[: heads * width], self.qkv.weight[heads * width :]
+        query = linear(hidden, query_weight).view(batch, length, heads, width).permute(2, 0, 1, 3)
+        seen = torch.cat([memory.to(hidden.dtype), hidden], 1) if memory.shape[1] else hidden
+        key_value = linear(seen, key_value_weight).view(batch, -1, 2, heads, width)
+        key_value = key_value.permute(2, 3, 0, 1, 4).contiguous()  # as the attention keeps it: a trace keeps no more
+        positions = linear(context.positions, self.position.weight).view(-1, heads, width).transpose(0, 1)
+        mixed, each_head = traced_attention(
+            query,
+            key_value,
+            positions,
+            context.content_bias,
+            context.position_bias,
+            scale=scale,
+            key_mask=context.key_mask,
+            dropout=self.dropout if self.training else 0.0,
+            trace=trace,
+            ranks=self.ranks,
+        )
+        side_by_side = mixed.permute(1, 2, 0, 3).reshape(batch, length, heads * width)
+        output = linear(side_by_side, self.output.weight)
+        if not trace:
+            return output, None
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, *key_value.unbind(0)))
+        content_bias, position_bias = context.content_bias.to(query.dtype), context.position_bias.to(query.dtype)
+        bias = RelativeBias(query, key, positions, content_bias, position_bias, scale)
+        out_weight = self.output.weight.view(-1, heads, width).permute(1, 2, 0)
+        return output, AttentionTrace(
+            query, key, value, out_weight, output, scale, bias, side_by_side, each_head, causal=True
+        )
+
+
+class FeedForwardLayer(nn.Module):
+    """A feed-forward sublayer, sparse (`moe`), dense (`feed_forward`) or none, with residual and norm.
+
+    Post-norm: x = norm(x + dropout(f(x))). Pre-norm: x = x + dropout(f(norm(x))). Experts whose output contains the
+    input stand bare: x = f(x).
+
+    Attributes:
+        ranks: who shares the batch, whose rows' masks are drawn together; set by `parallel.parallelize`.
+    """
+
+    ranks: Ranks = ALONE
+
+    def __init__(
+        self,
+        dim: int,
+        inner: MoE | FeedForward | None,
+        *,
+        dropout: float,
+        pre_norm: bool,
+        norm: Callable[[int], nn.Module] = Norm,
+    ) -> None:
+        super().__init__()
+        self.moe = inner if isinstance(inner, MoE) else None
+        self.feed_forward = inner if isinstance(inner, FeedForward) else None
+        bare = inner is None or (isinstance(inner, MoE) and inner.contains_input)
+        self.feed_forward_norm = None if bare else norm(dim)
+        # a dense baseline sets its own rate for the whole sublayer
+        self.feed_forward_dropout = inner.dropout if isinstance(inner, FeedForward) else dropout
+        self.pre_norm = pre_norm
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether the router looks at the attention before it."""
+        return self.moe is not None and "attention" in self.moe.router.needs
+
+    def mix(
+        self, hidden: Tensor, context: LayerContext, attention: AttentionTrace | None, past: RouterState | None
+    ) -> tuple[Tensor, Handed | None]:
+        """[B, T, dim] -> [B, T, dim], and what the router hands on."""
+        handed: Handed | None = None
+        if self.moe is None and self.feed_forward is None:
+            return hidden, None
+        norm = self.feed_forward_norm
+        inner = norm(hidden) if self.pre_norm and norm is not None else hidden
+        if self.moe is not None:
+            looks_at = RoutingContext(
+                causal=context.causal,
+                padding_mask=context.padding_mask,
+                token_ids=context.token_ids,
+                attention=attention if self.needs_attention else None,
+                past=past,
+                below=context.below,
+            )
+            inner, routing = self.moe.forward_with_routing(inner, looks_at)
+            handed = Handed(routing.carry, routing.above)
+        else:
+            assert self.feed_forward is not None
+            inner = self.feed_forward(inner)
+        if norm is None:
+            return no_view(inner), handed
+        hidden = hidden + dropout(inner, self.feed_forward_dropout, self.training, self.ranks)
+        return hidden if self.pre_norm else norm(hidden), handed
+
+
+class TransformerLayer(FeedForwardLayer):
+    """Attention with memory, then the feed-forward sublayer. Its memory is its input."""
+
+    def __init__(
+        self, dim: int, attention: RelativeAttention, inner: MoE | FeedForward | None, *, dropout: float, pre_norm: bool
+    ) -> None:
+        super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
+        self.attention = attention
+        self.attention_norm = Norm(dim)
+        self.dropout = dropout
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: RelativeContext, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
+        """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, what the router hands on, and the trace.
+
+        The trace is made only if this layer's router needs it, or if `trace` says that a later one does.
+        """
+        kept = hidden.detach()
+        normed, before = hidden, memory
+        if self.pre_norm:
+            normed, before = self.attention_norm(hidden), self.attention_norm(memory)
+        mixed, seen = self.attention(normed, before, context, trace or self.needs_attention)
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
+        if not self.pre_norm:
+            hidden = self.attention_norm(hidden)
+        hidden, handed = self.mix(hidden, context, seen, past)
+        return hidden, kept, handed, seen if trace else None

@@ -1,0 +1,144 @@
+"""The settings that every family of models has, and those of the Transformer-XL."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman import routers as routers  # registers the named routers
+from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
+from pointsman.experts.modules import EXPERTS
+from pointsman.experts.reference import ACTIVATIONS
+from pointsman.routers.frame.registry import BASELINES, has_one_k, split_specs
+from pointsman.routers.frame.router import check_top_k
+from pointsman_lab.models.layout import Layout, check_layers
+from pointsman_lab.models.layout import parse_moe_layers as parse_moe_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The settings that every family of models has.
+
+    Attributes:
+        num_layers, dim, num_heads, head_dim: shape of the stack; attention is num_heads * head_dim wide.
+        hidden_dim: inner width of a dense feed-forward sublayer, and of each expert unless `expert_hidden_dim` is set.
+        expert_hidden_dim: inner width of each expert; None = `hidden_dim`.
+        num_experts, top_k, router: of each sparse layer; `a|b` cycles specs over them. Baselines stand for a router:
+            "dense" and "dense-dropout" put one feed-forward layer as wide as all experts in the place of each sparse
+            layer, "plain" one as wide as one expert (equal FLOPs at k = 1), and nothing where `after:` would add one.
+        moe_layers: which layers are sparse (`layout.parse_moe_layers`).
+        attention_only: layers without any feed-forward sublayer.
+        activation: "relu", "gelu" or "silu".
+        experts: "ffn", or "base": three residual sublayers as one expert, with neither residual nor norm around it;
+            with moe_layers="after:6" X-MoE's sparse layer.
+        shared_experts, shared_gate: as of `MoE`; a baseline is as much wider.
+        dropout: on embeddings, positions, sublayers, experts' hidden units and the last hidden states.
+        expert_dropout: on experts' hidden units; None = `dropout`.
+        attention_dropout: on attention probabilities.
+        seed: of the initial weights.
+        init_std: standard deviation of the initial weights outside routers; norms' weights are 1 plus such numbers.
+        checkpoint_activations: layers compute their activations anew in backward.
+    """
+
+    family: ClassVar[str]
+    causal: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
+
+    num_layers: int = 4
+    dim: int = 256
+    num_heads: int = 8
+    head_dim: int = 64
+    hidden_dim: int = 512
+    expert_hidden_dim: int | None = None
+    num_experts: int = 16
+    top_k: int = 2
+    router: str = "smoe"
+    moe_layers: str = "all"
+    attention_only: tuple[int, ...] = ()
+    activation: str = "relu"
+    experts: str = "ffn"
+    shared_experts: int = 0
+    shared_gate: bool = False
+    dropout: float = 0.1
+    expert_dropout: float | None = None
+    attention_dropout: float = 0.0
+    seed: int = 0
+    init_std: float = 0.02
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "dim", "num_heads", "head_dim", "hidden_dim", "num_experts"):
+            check_whole(name, getattr(self, name))
+        if self.expert_hidden_dim is not None:
+            check_whole("expert_hidden_dim", self.expert_hidden_dim)
+        check_top_k(self.top_k, self.num_experts)
+        check_whole("shared_experts", self.shared_experts, least=0)
+        if self.shared_gate and not self.shared_experts:
+            raise ValueError("shared_gate=True needs shared_experts, a whole number from 1")
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(f"init_std={self.init_std!r}: allowed are numbers above 0")
+        for name in ("dropout", "expert_dropout", "attention_dropout"):
+            if not 0 <= (getattr(self, name) or 0) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers from 0 up to, not including, 1")
+        for name, allowed in (("activation", ACTIVATIONS), ("experts", EXPERTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {did_you_mean(str(getattr(self, name)), allowed)}")
+        object.__setattr__(self, "attention_only", tuple(self.attention_only))
+        without = check_layers("attention_only", self.attention_only, list(self.attention_only), self.num_layers)
+        if both := sorted(self.layout.sparse & without):
+            raise ValueError(
+                f"attention_only={self.attention_only}: moe_layers={self.moe_layers!r} has layer {both[0]}, too"
+            )
+        specs = split_specs(self.router)
+        if len(specs) > 1 and (dense := [spec for spec in specs if spec in BASELINES]):
+            raise ValueError(f"router={self.router!r}: {dense[0]!r} stands alone, it cannot be cycled with routers")
+        if (fixed := [spec for spec in specs if has_one_k(spec)]) and len(fixed) < len(specs):
+            raise ValueError(
+                f"router={self.router!r}: {fixed[0]!r} always uses all experts, it cannot be cycled with others"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        return parse_moe_layers(self.moe_layers, self.num_layers)
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of each expert."""
+        return self.hidden_dim if self.expert_hidden_dim is None else self.expert_hidden_dim
+
+
+@dataclass(frozen=True)
+class TransformerXLConfig(ModelConfig):
+    """The settings of a Transformer-XL language model; the others are in `ModelConfig`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
+        adaptive_cutoffs: token numbers at which the clusters of an adaptive embedding and softmax begin; () = one
+            full softmax.
+        allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
+            the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
+        allow_non_causal_training: take routers that look at later tokens in training only (BASE, Sinkhorn).
+    """
+
+    family: ClassVar[str] = "transformer-xl"
+
+    vocab_size: int
+    pre_norm: bool = False
+    adaptive_cutoffs: tuple[int, ...] = ()
+    allow_non_causal: bool = False
+    allow_non_causal_training: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("vocab_size", self.vocab_size)
+        if self.dim % 2:
+            raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
+        object.__setattr__(self, "adaptive_cutoffs", tuple(self.adaptive_cutoffs))
+        cutoffs = self.adaptive_cutoffs
+        if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and not 0 < cutoffs[0] <= cutoffs[-1] < self.vocab_size):
+            raise ValueError(
+                f"adaptive_cutoffs={cutoffs!r}: allowed are rising token numbers between 0 and {self.vocab_size}"
+            )

@@ -1,0 +1,213 @@
+"""What a model costs: parameters by component, and inference FLOPs for every k, read from the model's own weights.
+
+Models can be built on torch's meta device for this: no weight is drawn.
+
+FLOPs follow the protocol that reproduces HyperRouter's Table A3: one evaluation batch of 10 sequences, 128 tokens
+each after 896 of memory; two operations a multiply-accumulate; linear layers of attention (queries, keys and values of
+memory and tokens, as the released code computes them), feed-forward layers, experts and routers. Products of queries
+with keys, norms, mixing and the output layer are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.layer import MoE
+from pointsman.routers.frame.registry import has_one_k
+from pointsman.routers.frame.router import Router
+from pointsman.routers.papers.depths import SomeTokens
+from pointsman.routers.papers.soft import SlotScorer
+from pointsman_lab.models.attention import Attention
+from pointsman_lab.models.blocks import FeedForward, RelativeAttention
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.families import build_model
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """Numbers of parameters by component.
+
+    Attributes:
+        attention: of all layers, with the two biases that they share; without norms.
+        experts: of all sparse layers, shared ones included.
+        feed_forward: dense feed-forward layers.
+        norms: weights and biases of all norms.
+        embeddings: token embedding, tied with the output, and the output's bias.
+        router_trainable: what trains in routers.
+        router_fixed: what does not: hypernetworks, frozen scorers; a shared one counts once.
+        other: anything else that trains.
+    """
+
+    attention: int
+    experts: int
+    feed_forward: int
+    norms: int
+    embeddings: int
+    router_trainable: int
+    router_fixed: int
+    other: int
+
+    @property
+    def backbone(self) -> int:
+        """All that trains, routers not included."""
+        return self.attention + self.experts + self.feed_forward + self.norms + self.embeddings + self.other
+
+    @property
+    def trainable(self) -> int:
+        """All that trains, routers included."""
+        return self.backbone + self.router_trainable
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is counted: `batch` sequences of `length` tokens after `memory` positions."""
+
+    batch: int = 10
+    length: int = 128
+    memory: int = 896
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One router's costs in one shape of model.
+
+    Attributes:
+        router: the spec.
+        parameters: the parameter table.
+        fixed_a_layer: what is fixed in the router of one sparse layer (a hypernetwork's 1,122,576).
+        flops: k -> FLOPs of the protocol's batch; a baseline has the k = N entry only.
+    """
+
+    router: str
+    parameters: ParameterTable
+    fixed_a_layer: int
+    flops: dict[int, int]
+
+
+ROLES = {
+    "attention": "attention",
+    "experts": "experts",
+    "shared-experts": "experts",
+    "virtual-experts": "experts",
+    "feed-forward": "feed_forward",
+    "norm": "norms",
+    "embedding": "embeddings",
+    "router": "router_trainable",
+}
+
+
+def parameter_table(model: nn.Module) -> ParameterTable:
+    """Parameters by component: each belongs to the innermost module around it that has a role in the table."""
+    counts = dict.fromkeys(ParameterTable.__dataclass_fields__, 0)
+    seen: set[int] = set()
+
+    def count(module: nn.Module, component: str) -> None:
+        component = ROLES.get(str(getattr(module, "role", "")), component)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                counts[component] += parameter.numel()
+        for child in module.children():
+            count(child, component)
+
+    count(model, "other")
+    fixed = {id(buffer): buffer.numel() for router in routers(model) for buffer in fixed_tensors(router)}
+    counts["router_fixed"] = sum(fixed.values())
+    return ParameterTable(**counts)
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def fixed_tensors(router: Router) -> list[Tensor]:
+    """What of a router's score never trains, apart from single numbers (tau, sigma)."""
+    return [buffer for buffer in router.score.buffers() if buffer.dim() > 0]
+
+
+def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = None) -> int:
+    """FLOPs of one batch with k experts a token, by this module's protocol.
+
+    Args:
+        model: any model of `RelativeAttention`, `Attention` (whose memory is a cache), `FeedForward` and `MoE`.
+        top_k: experts a token in each sparse layer; 0 counts the routers without experts.
+        protocol: what is counted; None = the paper's.
+    """
+    protocol = Protocol() if protocol is None else protocol
+    tokens = protocol.batch * protocol.length
+    keys = protocol.length + protocol.memory
+    total = 0
+    for module in model.modules():
+        if isinstance(module, RelativeAttention):
+            total += protocol.batch * keys * module.qkv.weight.numel() + keys * module.position.weight.numel()
+            total += tokens * module.output.weight.numel()
+        elif isinstance(module, Attention):
+            total += tokens * (module.query.weight.numel() + module.output.weight.numel())
+            total += tokens * (module.key.weight.numel() + module.value.weight.numel())
+        elif isinstance(module, FeedForward):
+            gate = 0 if module.w_gate is None else module.w_gate.numel()
+            total += tokens * (module.w_in.numel() + module.w_out.numel() + gate)
+        elif isinstance(module, MoE):
+            experts = module.experts
+            weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
+            each = sum(tensor.numel() for tensor in weights) // experts.num_experts
+            score = module.router.score
+            if isinstance(score, SlotScorer):  # dispatch and combine besides the scores; experts work on slots
+                total += protocol.batch * score.phi.shape[:2].numel() * each + 2 * tokens * score.phi.numel()
+            else:
+                select = module.router.select
+                share = select.share if isinstance(select, SomeTokens) else 1.0
+                total += int(tokens * share * top_k * each)
+            total += tokens * router_products(module.router)
+            shared = () if module.shared is None else module.shared.parameters()
+            total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)
+            virtual = () if module.virtual is None else module.virtual.parameters()
+            total += tokens * sum(tensor.numel() for tensor in virtual)
+    return 2 * total
+
+
+def router_products(router: Router) -> int:
+    """Multiply-accumulates of the router's scores of one token.
+
+    A generated router costs what the linear one costs that it generates: it is generated once, before inference.
+    """
+    with torch.no_grad():
+        plain = router.score.plain_linear()
+    if plain is not None:
+        return plain[0].numel()
+    tensors = [*router.score.parameters(), *router.score.buffers()]
+    return sum(tensor.numel() for tensor in tensors if tensor.dim() > 1)
+
+
+def cost_row(config: ModelConfig, top_k: Iterable[int], protocol: Protocol | None = None) -> CostRow:
+    """The costs of the model that `config` describes, for each k."""
+    if hasattr(config, "allow_non_causal"):  # nothing is trained
+        config = replace(config, allow_non_causal=True)  # type: ignore[call-arg]
+    with torch.device("meta"):
+        model = build_model(config)
+    found = routers(model)
+    ks = [config.num_experts] if has_one_k(config.router) else list(top_k)
+    return CostRow(
+        config.router,
+        parameter_table(model),
+        max((sum(tensor.numel() for tensor in fixed_tensors(router)) for router in found), default=0),
+        {k: inference_flops(model, k, protocol) for k in ks},
+    )
+
+
+def cost_table(
+    config: ModelConfig,
+    specs: Sequence[str],
+    top_k: Iterable[int] | None = None,
+    protocol: Protocol | None = None,
+) -> list[CostRow]:
+    """The costs of one shape with each router; k defaults to 1, 2, 4 … up to the number of experts."""
+    if top_k is None:
+        top_k = [2**power for power in range(config.num_experts.bit_length()) if 2**power <= config.num_experts]
+    ks = list(top_k)
+    return [cost_row(replace(config, router=spec), ks, protocol) for spec in specs]

@@ -1,0 +1,262 @@
+"""A decoder of today: RMSNorm before each sublayer, rotary positions, grouped-query attention, gated experts.
+
+With copied weights it gives the logits of transformers' Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1 and GLM-4-MoE, and
+of DeepSeek-V3 apart from its latent attention (`models/huggingface`). Not here: latent attention, sliding windows.
+
+Shapes: B sequences, T tokens, M remembered positions, S = M + T keys, D head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import did_you_mean
+from pointsman._values import check_whole
+from pointsman.ops.cross_entropy import few_logits_cross_entropy, linear_cross_entropy
+from pointsman.ops.drawing import dropout
+from pointsman.ops.linear import linear, suits
+from pointsman.routing import AttentionTrace, RouterState
+from pointsman_lab.models.attention import Attention, Rotate
+from pointsman_lab.models.blocks import FeedForwardLayer, Handed, LayerContext
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.initial import initialize, seeded
+from pointsman_lab.models.language_model import LanguageModel
+from pointsman_lab.models.memory import Memory, mask_of_keys
+from pointsman_lab.models.norm import rms_norm
+from pointsman_lab.models.rotary import Rotary, Scaling, Turns
+from pointsman_lab.models.stack import Sublayer
+
+FEW_LOGITS = 2**22
+"""Up to so many logits are kept for backward; more are computed in parts, twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The settings of a decoder; the others are in `ModelConfig`. Dense first layers: `moe_layers="last:26"` of 28.
+
+    Attributes:
+        vocab_size: number of tokens.
+        kv_heads: heads of keys and values, a divisor of `num_heads`; None = `num_heads`.
+        qk_norm: RMSNorm of queries and keys over each "head" (Qwen3), over "all" heads (OLMoE), or "none".
+        rope_theta, rope_scaling, rope_factor, rope_length, rope_slow, rope_fast, rope_amplitude, rope_whole: rotary
+            positions, as of `Rotary`.
+        context_length: the longest text that it is meant for; None = what the run trains and evaluates with.
+        gated: W_out (act(W_gate x) * (W_in x)), SwiGLU with "silu"; otherwise W_out act(W_in x). No biases.
+        tied: output and embedding share one matrix.
+        norm_eps: of RMSNorm.
+        allow_non_causal, allow_non_causal_training: as of `TransformerXLConfig`.
+    """
+
+    family: ClassVar[str] = "decoder"
+
+    vocab_size: int
+    activation: str = "silu"
+    dropout: float = 0.0
+    kv_heads: int | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    rope_theta: float = 10_000.0
+    rope_scaling: Scaling = "none"
+    rope_factor: float = 1.0
+    rope_length: int = 8192
+    rope_slow: float = 1.0
+    rope_fast: float | None = None
+    rope_amplitude: float | None = None
+    rope_whole: bool = True
+    context_length: int | None = None
+    gated: bool = True
+    tied: bool = True
+    norm_eps: float = 1e-5
+    allow_non_causal: bool = False
+    allow_non_causal_training: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("vocab_size", self.vocab_size)
+        for name in ("kv_heads", "context_length"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
+        if self.kv_heads is not None and self.num_heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
+        if not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps!r}: allowed are numbers above 0")
+        if self.qk_norm not in (allowed := ("none", "head", "all")):
+            raise ValueError(f"qk_norm={self.qk_norm!r}: {did_you_mean(str(self.qk_norm), allowed)}")
+        assert self.rotary  # checks its settings
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        """The settings of the rotary positions."""
+        names = ("theta", "scaling", "factor", "length", "slow", "fast", "amplitude", "whole")
+        return Rotary(self.head_dim, **{name: getattr(self, f"rope_{name}") for name in names})
+
+
+class RootMeanSquareNorm(nn.RMSNorm):
+    """x / sqrt(mean x^2 + eps) * weight, with a role."""
+
+    role = "norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext(LayerContext):
+    """What every layer needs; `rotate` turns queries and keys by their positions."""
+
+    rotate: Rotate
+
+
+class DecoderLayer(FeedForwardLayer):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Its memory is keys and values."""
+
+    def __init__(self, dim: int, attention: Attention, inner: Sublayer, *, dropout: float, norm_eps: float) -> None:
+        norm = partial(RootMeanSquareNorm, eps=norm_eps)
+        super().__init__(dim, inner, dropout=dropout, pre_norm=True, norm=norm)
+        self.attention = attention
+        self.attention_norm = norm(dim)
+        self.dropout = dropout
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, width] -> hidden, all keys and values, what the router hands on, trace."""
+        mixed, kept, seen = self.attention(
+            self.attention_norm(hidden),
+            memory=memory,
+            key_mask=context.key_mask,
+            causal=True,
+            rotate=context.rotate,
+            keep=context.remember,
+            trace=trace or self.needs_attention,
+        )
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
+        hidden, handed = self.mix(hidden, context, seen, past)
+        return hidden, kept, handed, seen if trace else None
+
+
+class Decoder(LanguageModel[DecoderConfig]):
+    """A causal language model with a cache of keys and values.
+
+    A memory of earlier segments is the cache. Keys are kept before rotation: rotary positions act through differences,
+    so a memory that forgets its oldest positions needs no count of them.
+
+    Raises:
+        ValueError: a router that looks at later tokens, unless the settings allow it.
+    """
+
+    joins_memory = True
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self._turns: tuple[Tensor, Tensor] | None = None
+        dim = config.dim
+        norm = partial(RootMeanSquareNorm, eps=config.norm_eps)
+        with seeded(config.seed, "model"):
+            self.embedding = DecoderEmbedding(config.vocab_size, dim, tied=config.tied)
+
+            def layer(inner: Sublayer) -> DecoderLayer:
+                attention = Attention(
+                    dim,
+                    config.num_heads,
+                    config.head_dim,
+                    kv_heads=config.kv_heads,
+                    dropout=config.attention_dropout,
+                    bias=False,
+                    qk_norm=None if config.qk_norm == "none" else norm,
+                    norm_heads=config.qk_norm == "head",
+                )
+                return DecoderLayer(dim, attention, inner, dropout=config.dropout, norm_eps=config.norm_eps)
+
+            self.build_layers(
+                layer,
+                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True, norm=norm),
+                causal=not config.allow_non_causal,
+                causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+                gated=config.gated,
+                bias=False,
+            )
+            self.final_norm = norm(dim)
+        initialize(self, config.seed, config.init_std)
+
+    def encode(
+        self,
+        tokens: Tensor,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """The last hidden states [B, T, dim] and the cache of the newest `memory_length` positions.
+
+        Args:
+            padding_mask: [B, T] bool, True for a real token, on either side; None where all are real.
+        """
+        embedded = self.embedding.embed(tokens if padding_mask is None else tokens.clamp_min(0))
+        memory = self.checked(
+            memory, embedded, 2 * (self.config.kv_heads or self.config.num_heads) * self.config.head_dim
+        )
+        turns = Turns(*self._rotation(memory.length + tokens.shape[1], embedded), memory.turned)
+        context = DecoderContext(
+            key_mask=mask_of_keys(memory, padding_mask, tokens),
+            padding_mask=padding_mask,
+            token_ids=tokens,
+            causal=not self.config.allow_non_causal,
+            remember=memory_length > 0,
+            rotate=turns,
+        )
+        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
+        assert kept is not None
+        if turns.keys_turned and kept.length == memory.length + tokens.shape[1]:  # nothing is forgotten
+            kept = replace(kept, turned=tuple(turns.keys_turned))
+        return self.final_norm(hidden), kept
+
+    def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What `Rotary.table` gives of these keys."""
+        turns = self._turns
+        if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
+            with torch.inference_mode(False):
+                turns = self._turns = self.config.rotary.table(1 << (keys - 1).bit_length(), like)
+        return turns[0][:keys], turns[1][:keys]
+
+
+class DecoderEmbedding(nn.Module):
+    """Token embedding, and softmax(W h) over the vocabulary; W is the embedding if tied."""
+
+    role = "embedding"
+
+    def __init__(self, vocab_size: int, dim: int, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.output = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+        self.register_buffer("zero", torch.zeros(vocab_size), persistent=False)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, dim]."""
+        return self.weight if self.output is None else self.output
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, dim]."""
+        return F.embedding(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., V]."""
+        return linear(hidden, self.output_weight)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
+        if hidden.dtype in (torch.float32, torch.float64) and len(hidden) * len(self.weight) <= FEW_LOGITS:
+            if suits(hidden, self.output_weight) and not torch.compiler.is_compiling():
+                return few_logits_cross_entropy(hidden, self.output_weight, targets)
+            return F.cross_entropy(self.logits(hidden).to(hidden.dtype), targets, reduction="none")
+        zero: Tensor = self.zero  # type: ignore[assignment]
+        return linear_cross_entropy(hidden, self.output_weight, zero, targets)

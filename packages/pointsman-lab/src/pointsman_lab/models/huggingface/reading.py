@@ -1,0 +1,158 @@
+"""The settings of a decoder from those of a class of transformers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman.experts.reference import ACTIVATIONS
+from pointsman_lab.models.decoder import DecoderConfig
+from pointsman_lab.models.huggingface.classes import CLASSES, HubClass
+from pointsman_lab.models.huggingface.rules import GateRule
+
+LATENT = "it has latent attention, which the decoder has not"
+REFUSED = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT}
+
+
+def class_of(kind: str, where: str) -> HubClass:
+    """The class with this `model_type`.
+
+    Raises:
+        RunError: none that a decoder can be; names the nearest.
+    """
+    for one in CLASSES:
+        if one.kind == kind:
+            return one
+    known = [one.kind for one in CLASSES]
+    raise RunError(
+        f"{where}: {kind!r} is no class that a decoder can be: {REFUSED.get(kind, did_you_mean(kind, known))}"
+    )
+
+
+def read_config(config: Any, where: str, router: str | None = None) -> tuple[DecoderConfig, HubClass]:
+    """The settings of the decoder that computes what a model with this configuration computes.
+
+    Args:
+        config: of one of `CLASSES`.
+        where: for errors: the folder.
+        router: a router spec instead of the class's own gate.
+
+    Raises:
+        RunError: another class, or a setting that no decoder has.
+    """
+    found = class_of(str(config.model_type), where)
+    _refuse(config, where)
+    heads = int(config.num_attention_heads)
+    experts = int(getattr(config, "num_local_experts", None) or config.num_experts)
+    dense = int(getattr(config, "intermediate_size", 0))
+    width = int(getattr(config, "moe_intermediate_size", None) or dense)
+    shared = 0
+    if found.kind == "qwen2_moe":
+        shared, left = divmod(int(config.shared_expert_intermediate_size), width)
+        if left:
+            raise RunError(f"{where}: its shared expert is {config.shared_expert_intermediate_size} wide: allowed are "
+                           f"multiples of an expert's {width}")  # fmt: skip
+    elif found.shared:
+        shared = int(config.n_shared_experts or 0)
+    norm: Any = "head" if getattr(config, "use_qk_norm", False) else found.qk_norms[0]
+    try:
+        settings = DecoderConfig(
+            vocab_size=int(config.vocab_size),
+            num_layers=int(config.num_hidden_layers),
+            dim=int(config.hidden_size),
+            num_heads=heads,
+            kv_heads=int(config.num_key_value_heads or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            hidden_dim=dense,
+            expert_hidden_dim=width,
+            num_experts=experts,
+            top_k=int(config.num_experts_per_tok),
+            router=rule_of(config, found).spec if router is None else router,
+            moe_layers=_moe_layers(config, found),
+            activation=str(config.hidden_act),
+            shared_experts=shared,
+            shared_gate=found.kind == "qwen2_moe",
+            qk_norm=norm,
+            tied=bool(config.tie_word_embeddings),
+            norm_eps=float(config.rms_norm_eps),
+            init_std=float(config.initializer_range),
+            context_length=int(config.max_position_embeddings),
+            **_rope(config, where),
+        )
+    except ValueError as error:
+        raise RunError(f"{where}: {error}") from None
+    return settings, found
+
+
+def rule_of(config: Any, found: HubClass) -> GateRule:
+    """The rule of the class's own gate."""
+    if found.gate == "softmax":
+        return GateRule("softmax", bool(found.always_renormalized or config.norm_topk_prob))
+    groups = int(config.n_group or 1)
+    kept = int(config.topk_group or 1)
+    return GateRule("sigmoid", bool(config.norm_topk_prob), float(config.routed_scaling_factor), groups, kept)
+
+
+def _moe_layers(config: Any, found: HubClass) -> str:
+    count = int(config.num_hidden_layers)
+    sparse = list(range(count))
+    if found.dense == "first":
+        sparse = sparse[int(config.first_k_dense_replace or 0) :]
+    elif found.dense == "any":
+        step = int(config.decoder_sparse_step)
+        sparse = [layer for layer in sparse if layer not in config.mlp_only_layers and step and not (layer + 1) % step]
+    if not sparse:
+        raise ValueError("no layer of it is sparse")
+    if sparse == list(range(sparse[0], count)):
+        return "all" if len(sparse) == count else f"last:{len(sparse)}"
+    return ",".join(map(str, sparse))
+
+
+def _refuse(config: Any, where: str) -> None:
+    """RunError for what no decoder has."""
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if config.model_type == "mixtral":
+        windows = config.sliding_window is not None and config.sliding_window < config.max_position_embeddings
+    for refused, what in (
+        (windows, "sliding windows"),
+        (getattr(config, "attention_bias", False) or getattr(config, "qkv_bias", False), "biases in its attention"),
+        (getattr(config, "clip_qkv", None) is not None, "clip_qkv"),
+        ((config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0, "partial rotary positions"),
+        (config.hidden_act not in ACTIVATIONS, f"the activation {config.hidden_act!r}"),
+    ):
+        if refused:
+            raise RunError(f"{where}: it has {what}, which the decoder has not")
+
+
+def _rope(config: Any, where: str) -> dict[str, Any]:
+    """`rope_parameters` as settings of a decoder."""
+    given = dict(config.rope_parameters or {})
+    kind = given.get("rope_type", "default")
+    found: dict[str, Any] = {"rope_theta": float(given.get("rope_theta", 10_000.0))}
+    if kind == "default":
+        return found
+    if kind not in ("linear", "llama3", "yarn"):
+        raise RunError(f"{where}: it has rotary positions of type {kind!r}: allowed are default, linear, llama3, yarn")
+    length = given.get("original_max_position_embeddings") or config.max_position_embeddings
+    factor = given.get("factor") or config.max_position_embeddings / length
+    found |= {"rope_scaling": kind, "rope_factor": float(factor)}
+    if kind == "linear":
+        return found
+    found["rope_length"] = int(length)
+    if kind == "llama3":
+        return {**found, "rope_slow": float(given["low_freq_factor"]), "rope_fast": float(given["high_freq_factor"])}
+    amplitude = given.get("attention_factor")
+    if amplitude is None and given.get("mscale") and given.get("mscale_all_dim"):
+        amplitude = _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
+    return {
+        **found,
+        "rope_slow": float(given.get("beta_slow") or 1),
+        "rope_fast": float(given.get("beta_fast") or 32),
+        "rope_amplitude": None if amplitude is None else float(amplitude),
+        "rope_whole": bool(given.get("truncate", True)),
+    }
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -1,0 +1,202 @@
+"""What every family shares: its layers with their feed-forward sublayers, sparse or dense, and one pass through them.
+
+Shapes: B sequences, T tokens, M remembered positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pointsman.layer import MoE
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
+from pointsman.routers.frame.router import Router
+from pointsman.routing import RouterState
+from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, Handed, LayerContext
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.initial import seeded
+from pointsman_lab.models.memory import Memory, newest
+
+Config = TypeVar("Config", bound=ModelConfig)
+Sublayer = MoE | FeedForward | None
+DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
+
+
+class Stack(nn.Module, Generic[Config]):
+    """Base class of models.
+
+    Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember, what the
+    router hands on (`Handed`), the attention's trace if `trace` asks for it). What to remember is None, or of the new
+    positions [B, T, width], or, if `joins_memory`, of all of them [B, M + T, width], detached.
+
+    Attributes:
+        ranks: who shares the batch; set by `parallel.parallelize`.
+    """
+
+    joins_memory = False
+    ranks: Ranks = ALONE
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self._specs = split_specs(config.router)
+        self._shared: dict[str, nn.Module] = {}
+        self.layers: nn.ModuleList
+        self.inserted: FeedForwardLayer | None
+
+    def build_layers(
+        self,
+        layer: Callable[[Sublayer], nn.Module],
+        inserted: Callable[[MoE | FeedForward], FeedForwardLayer],
+        *,
+        causal: bool,
+        causal_training: bool | None = None,
+        **experts: Any,
+    ) -> None:
+        """Builds `layers` and `inserted`.
+
+        Args:
+            layer: makes a layer around its feed-forward sublayer.
+            inserted: makes the extra layer that `moe_layers="after:l"` asks for.
+            causal: whether routers that look at later tokens are refused.
+            causal_training: whether those that do so in training only are refused; None = `causal`.
+            experts: further arguments of `MoE` and `FeedForward` (gated, bias).
+
+        Raises:
+            ValueError: such a router.
+        """
+        config, layout = self.config, self.config.layout
+        self._causal = causal, causal if causal_training is None else causal_training
+        self.layers = nn.ModuleList()
+        sparse = 0
+        for index in range(config.num_layers):
+            inner: Sublayer = None
+            if index in layout.sparse:
+                inner = self._sparse(f"layers.{index}", sparse, experts)
+                sparse += 1
+            elif index not in config.attention_only:
+                dropout = DENSE_DROPOUT.get(self._specs[0], config.dropout)
+                inner = self._dense(config.hidden_dim, dropout, experts)
+            self.layers.append(layer(inner))
+        self.inserted = None
+        if layout.after is not None and self._specs[0] != "plain":
+            self.inserted = inserted(self._sparse("inserted", 0, experts))
+
+    def _sparse(self, name: str, place: int, experts: dict[str, Any]) -> MoE | FeedForward:
+        """What stands in the `place`-th sparse place: experts, or a baseline."""
+        config = self.config
+        spec = self._specs[place % len(self._specs)]
+        if spec in BASELINES:
+            blocks = config.shared_experts + (1 if spec == "plain" else config.num_experts)
+            dropout = DENSE_DROPOUT.get(spec, config.dropout)
+            return self._dense(config.expert_width * blocks, dropout, experts, blocks=blocks)
+        with seeded(config.seed, f"{name}.router"):
+            router = build_router(
+                spec,
+                dim=config.dim,
+                num_experts=config.num_experts,
+                top_k=config.top_k,
+                shared=self._shared,
+                vocab_size=getattr(config, "vocab_size", None),
+                place=place,
+            )
+        self._check_causal(router)
+        return MoE(
+            config.dim,
+            config.expert_width,
+            config.num_experts,
+            top_k=config.top_k,
+            router=router,
+            activation=config.activation,
+            dropout=config.dropout if config.expert_dropout is None else config.expert_dropout,
+            experts=config.experts,
+            shared_experts=config.shared_experts,
+            shared_gate=config.shared_gate,
+            **experts,
+        )
+
+    def _check_causal(self, router: Router) -> None:
+        causal, training = self._causal
+        if causal and not router.causal:
+            raise ValueError(
+                f"router {router.spec!r} looks at later tokens, which a language model predicts; "
+                "allow_non_causal=True (--set model.allow_non_causal=true) takes it all the same"
+            )
+        if training and not router.training_causal:
+            raise ValueError(
+                f"router {router.spec!r} looks at later tokens in training, though not in evaluation; "
+                "allow_non_causal_training=True (--set model.allow_non_causal_training=true) takes it all the same"
+            )
+
+    def _dense(self, width: int, dropout: float, experts: dict[str, Any], blocks: int = 1) -> FeedForward:
+        return FeedForward(
+            self.config.dim, width, activation=self.config.activation, dropout=dropout, blocks=blocks, **experts
+        )
+
+    def checked(self, memory: Memory | None, hidden: Tensor, width: int) -> Memory:
+        """`memory`, or an empty one of this width.
+
+        Raises:
+            ValueError: it is of another number of layers or sequences.
+        """
+        if memory is None:
+            return Memory(tuple(hidden.new_zeros(len(hidden), 0, width) for _ in self.layers))
+        if len(memory.hidden) != len(self.layers) or memory.hidden[0].shape[0] != len(hidden):
+            raise ValueError(
+                f"memory is of {len(memory.hidden)} layers and {memory.hidden[0].shape[0]} sequences; "
+                f"the model has {len(self.layers)} layers, the tokens {len(hidden)} sequences"
+            )
+        return memory
+
+    def run_layers(
+        self, hidden: Tensor, context: LayerContext, memory: Memory | None, memory_length: int
+    ) -> tuple[Tensor, Memory | None]:
+        """hidden [B, T, dim] through all layers, and the memory of the newest `memory_length` positions.
+
+        `memory` None: of a model without memory.
+        """
+        kept: list[Tensor] = []
+        carries: dict[str, RouterState] = {}
+
+        def keep(name: str, handed: Handed | None) -> LayerContext:
+            """Remembers what is carried on to later tokens; returns the context for the layers above."""
+            carry = None if handed is None else handed.carry
+            if memory is not None and carry is not None:
+                carries[name] = {key: newest(value.detach(), memory_length) for key, value in carry.items()}
+            return context if handed is None or handed.above is None else replace(context, below=handed.above)
+
+        def past(name: str) -> RouterState | None:
+            return memory.carries.get(name) if memory is not None and memory.length else None
+
+        for index, layer in enumerate(self.layers):
+            name = f"layers.{index}"
+            before = None if memory is None else memory.hidden[index]
+            inserted = self.inserted if self.config.layout.after == index + 1 else None
+            trace = inserted is not None and inserted.needs_attention
+            arguments = (hidden, before, context, past(name), trace)
+            if self.config.checkpoint_activations and self.training and torch.is_grad_enabled():
+                hidden, new, handed, seen = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                hidden, new, handed, seen = layer(*arguments)
+            if before is not None:
+                if new is None:
+                    kept.append(before[:, :0])
+                elif not self.joins_memory and new.shape[1] >= memory_length:  # nothing is left of the memory before
+                    kept.append(newest(new.detach(), memory_length))
+                else:
+                    joined = new if self.joins_memory else torch.cat([before, new.detach()], 1)
+                    kept.append(joined if joined.shape[1] <= memory_length else newest(joined, memory_length))
+            context = keep(name, handed)
+            if inserted is not None:
+                hidden, handed = inserted.mix(hidden, context, seen, past("inserted"))
+                context = keep("inserted", handed)
+        if memory is None:
+            return hidden, None
+        mask = context.key_mask
+        return hidden, Memory(tuple(kept), carries, None if mask is None else newest(mask, memory_length))

@@ -1,0 +1,110 @@
+"""Transformer-XL (Dai et al. 2019) with sparse feed-forward layers: the backbone of HyperRouter and SMoE-Dropout.
+
+Layers remember their inputs of earlier segments, detached; what routers carry on is remembered beside them, equally
+long, so that a text taken in segments, or a token at a time, gives what one long forward gives.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
+from pointsman_lab.models.config import TransformerXLConfig as TransformerXLConfig
+from pointsman_lab.models.initial import initialize, seeded
+from pointsman_lab.models.language_model import LanguageModel
+from pointsman_lab.models.memory import Memory as Memory
+from pointsman_lab.models.memory import mask_of_keys
+from pointsman_lab.models.stack import Sublayer
+from pointsman_lab.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
+
+
+class TransformerXL(LanguageModel[TransformerXLConfig]):
+    """A causal language model of relative-attention layers with memory.
+
+    Raises:
+        ValueError: a router that looks at later tokens, unless the configuration says `allow_non_causal=True`; one
+            that does so in training only, unless it says `allow_non_causal_training=True`.
+    """
+
+    def __init__(self, config: TransformerXLConfig) -> None:
+        super().__init__(config)
+        self._positions: Tensor | None = None
+        dim = config.dim
+        self.embedding: TiedEmbedding | AdaptiveEmbedding
+        with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
+            if config.adaptive_cutoffs:
+                self.embedding = AdaptiveEmbedding(config.vocab_size, dim, config.adaptive_cutoffs)
+            else:
+                self.embedding = TiedEmbedding(config.vocab_size, dim)
+            self.position_encoding = PositionBiases(config.num_heads, config.head_dim)
+
+            def layer(inner: Sublayer) -> TransformerLayer:
+                attention = RelativeAttention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout)
+                return TransformerLayer(dim, attention, inner, dropout=config.dropout, pre_norm=config.pre_norm)
+
+            self.build_layers(
+                layer,
+                lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=config.pre_norm),
+                causal=not config.allow_non_causal,
+                causal_training=not (config.allow_non_causal or config.allow_non_causal_training),
+            )
+            self.final_norm = Norm(dim) if config.pre_norm else None
+        initialize(self, config.seed, config.init_std)
+
+    def encode(
+        self,
+        tokens: Tensor,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """The last hidden states [B, T, dim] and the memory for the next segment; arguments as of `forward`."""
+        embedded = self.embedding.embed(tokens)
+        memory = self.checked(memory, embedded, self.config.dim)
+        key_mask = mask_of_keys(memory, padding_mask, tokens)
+        context = RelativeContext(
+            positions=self._dropped(self._sinusoids(memory.length + tokens.shape[1], embedded)),
+            content_bias=self.position_encoding.content_bias,
+            position_bias=self.position_encoding.position_bias,
+            key_mask=key_mask,
+            padding_mask=padding_mask,
+            token_ids=tokens,
+            causal=not self.config.allow_non_causal,
+        )
+        hidden, kept = self.run_layers(self._drop(embedded), context, memory, memory_length)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        assert kept is not None
+        return hidden, kept
+
+    def _dropped(self, positions: Tensor) -> Tensor:
+        """Equal on all ranks: positions belong to no row."""
+        return F.dropout(positions, self.config.dropout, self.training)
+
+    def _sinusoids(self, keys: int, like: Tensor) -> Tensor:
+        """[keys, dim], by falling distance: sin and cos of distance / 10000^(2 i / dim)."""
+        table = self._positions
+        if table is None or len(table) < keys or table.device != like.device or table.dtype != like.dtype:
+            with torch.inference_mode(False):
+                exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+                longest = 1 << (keys - 1).bit_length()
+                distance = torch.arange(longest - 1, -1, -1, dtype=exact, device=like.device)
+                even = torch.arange(0, self.config.dim, 2, dtype=exact, device=like.device)
+                angles = distance[:, None] * torch.pow(10000.0, -even / self.config.dim)
+                table = self._positions = torch.cat([angles.sin(), angles.cos()], -1).to(like.dtype)
+        return table[len(table) - keys :]
+
+
+class PositionBiases(nn.Module):
+    """u and w of the relative attention, [H, D], shared by all layers."""
+
+    role = "attention"
+    no_decay = ("content_bias", "position_bias")
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))

@@ -1,0 +1,228 @@
+"""Encoder and decoder for translation, with sparse layers on both sides (X-MoE's Table 4; torchscale's layout).
+
+The encoder is `Encoder`, pre-norm. A decoder layer is causal self-attention, attention over the source, feed-forward,
+each after a norm. Source, target and output share one embedding. Non-causal routers are refused in the decoder; mixers
+are causal there.
+
+Shapes: B pairs, S source and T target tokens, M cached positions, V vocabulary. Padding is negative, on the right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._values import check_whole
+from pointsman.ops.drawing import dropout
+from pointsman.ops.linear import linear
+from pointsman.routing import AttentionTrace, RouterState
+from pointsman_lab.models.attention import Attention
+from pointsman_lab.models.blocks import FeedForwardLayer, Handed, LayerContext, Norm
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.encoder import Encoder, EncoderConfig
+from pointsman_lab.models.initial import initialize, seeded
+from pointsman_lab.models.layout import parse_moe_layers
+from pointsman_lab.models.memory import Memory
+from pointsman_lab.models.stack import Stack, Sublayer
+from pointsman_lab.models.views import no_view
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslationConfig(ModelConfig):
+    """The settings of a translation model; the others are in `ModelConfig`, of the encoder.
+
+    Attributes:
+        vocab_size: number of tokens.
+        decoder_layers: of the decoder; None = `num_layers`.
+        decoder_moe_layers: which of them are sparse.
+        max_length: the longest source and target.
+    """
+
+    family: ClassVar[str] = "encoder-decoder"
+    causal: ClassVar[bool] = False
+
+    vocab_size: int
+    num_layers: int = 6
+    moe_layers: str = "every:2:1"
+    decoder_layers: int | None = None
+    decoder_moe_layers: str = "every:2:1"
+    max_length: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("vocab_size", self.vocab_size)
+        check_whole("max_length", self.max_length)
+        if self.decoder_layers is not None:
+            check_whole("decoder_layers", self.decoder_layers)
+        parse_moe_layers(self.decoder_moe_layers, self.decoder_layers or self.num_layers)
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        """The settings of the encoder."""
+        shared = {each.name: getattr(self, each.name) for each in fields(ModelConfig)}
+        return EncoderConfig(**shared, vocab_size=self.vocab_size, max_length=self.max_length, norm="pre")
+
+    @property
+    def decoder(self) -> TranslationConfig:
+        """The settings of the decoder's stack; routers of both sides start with different numbers."""
+        layers = self.decoder_layers or self.num_layers
+        return replace(self, num_layers=layers, moe_layers=self.decoder_moe_layers, seed=self.seed + 2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetContext(LayerContext):
+    """What every decoder layer needs.
+
+    Attributes:
+        source: of each layer the keys and values of the source, [B, S, 2 width].
+        source_mask: [B, S] bool, True for a real token.
+    """
+
+    source: tuple[Tensor, ...]
+    source_mask: Tensor
+
+
+class TargetLayer(FeedForwardLayer):
+    """Self-attention over earlier target tokens, attention over the source, feed-forward. It remembers keys, values."""
+
+    def __init__(
+        self, dim: int, index: int, attention: Attention, cross: Attention, inner: Sublayer, *, dropout: float
+    ) -> None:
+        super().__init__(dim, inner, dropout=dropout, pre_norm=True)
+        self.index, self.dropout = index, dropout
+        self.attention, self.cross = attention, cross
+        self.attention_norm, self.cross_norm = Norm(dim), Norm(dim)
+
+    def source_keys(self, source: Tensor) -> Tensor:
+        """[B, S, dim] -> keys and values side by side [B, S, 2 width]."""
+        maps = (self.cross.key, self.cross.value)
+        return torch.cat([linear(source, each.weight, each.bias) for each in maps], -1)
+
+    def forward(
+        self, hidden: Tensor, memory: Tensor, context: TargetContext, past: RouterState | None, trace: bool
+    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+        """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
+        mixed, kept, seen = self.attention(
+            self.attention_norm(hidden),
+            memory=memory,
+            causal=True,
+            keep=context.remember,
+            trace=trace or self.needs_attention,
+        )
+        hidden = hidden + dropout(mixed, self.dropout, self.training, self.ranks)
+        normed = self.cross_norm(hidden)
+        crossed, _, _ = self.cross(
+            normed, source=normed[:, :0], memory=context.source[self.index], key_mask=context.source_mask
+        )
+        hidden = hidden + dropout(crossed, self.dropout, self.training, self.ranks)
+        hidden, handed = self.mix(hidden, context, seen, past)
+        return hidden, kept, handed, seen if trace else None
+
+
+class TargetEmbedding(nn.Module):
+    """norm(E[token] + P[position]); E is the encoder's."""
+
+    role = "embedding"
+
+    def __init__(self, length: int, dim: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.empty(length, dim))
+        self.norm = Norm(dim)
+
+    def forward(self, tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+        """tokens [B, T] from this position on -> [B, T, dim]."""
+        stop = start + tokens.shape[1]
+        if stop > len(self.position):
+            raise ValueError(f"a target of {stop} tokens: max_length is {len(self.position)}")
+        embedded: Tensor = self.norm(F.embedding(tokens, weight) + self.position[start:stop])
+        return embedded
+
+
+class TargetStack(Stack[TranslationConfig]):
+    """The decoder's layers."""
+
+    joins_memory = True
+
+    def __init__(self, config: TranslationConfig) -> None:
+        super().__init__(config)
+        dim = config.dim
+
+        def layer(inner: Sublayer) -> TargetLayer:
+            made = [Attention(dim, config.num_heads, config.head_dim, dropout=config.attention_dropout) for _ in "12"]
+            return TargetLayer(dim, len(self.layers), made[0], made[1], inner, dropout=config.dropout)
+
+        self.embedding = TargetEmbedding(config.max_length, dim)
+        self.build_layers(
+            layer, lambda inner: FeedForwardLayer(dim, inner, dropout=config.dropout, pre_norm=True), causal=True
+        )
+        self.final_norm = Norm(dim)
+
+    def forward(
+        self, tokens: Tensor, weight: Tensor, source: tuple[Tensor, ...], source_mask: Tensor, memory: Memory | None
+    ) -> tuple[Tensor, Memory]:
+        """The hidden states [B, T, dim] of target tokens [B, T], and the cache with them in it."""
+        mask = tokens >= 0
+        ids = tokens.clamp_min(0)
+        start = 0 if memory is None else memory.length
+        hidden = dropout(self.embedding(ids, weight, start), self.config.dropout, self.training, self.ranks)
+        context = TargetContext(
+            padding_mask=None if bool(mask.all()) else mask,
+            token_ids=ids,
+            source=source,
+            source_mask=source_mask,
+            remember=not self.training,
+        )
+        width = 2 * self.config.num_heads * self.config.head_dim
+        hidden, kept = self.run_layers(
+            hidden, context, self.checked(memory, hidden, width), 0 if self.training else self.config.max_length
+        )
+        assert kept is not None, "a memory was given"
+        return self.final_norm(hidden), kept
+
+
+class Translator(nn.Module):
+    """Source tokens and earlier target tokens -> logits of the next target tokens."""
+
+    def __init__(self, config: TranslationConfig) -> None:
+        super().__init__()
+        self.config = config
+        with seeded(config.seed, "model"):
+            self.encoder = Encoder(config.encoder, head=False)
+            self.decoder = TargetStack(config.decoder)
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        initialize(self, config.seed, config.init_std)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers of both sides."""
+        return nn.ModuleList([*self.encoder.layers, *self.decoder.layers])
+
+    def encode(self, source: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """source [B, S] -> of each decoder layer the source's keys and values [B, S, 2 width], and its mask [B, S]."""
+        hidden, _ = self.encoder.encode(source)
+        layers = (layer for layer in self.decoder.layers if isinstance(layer, TargetLayer))
+        return tuple(layer.source_keys(hidden) for layer in layers), source >= 0
+
+    def decode(
+        self, tokens: Tensor, source: tuple[Tensor, ...], source_mask: Tensor, memory: Memory | None = None
+    ) -> tuple[Tensor, Memory]:
+        """Logits [B, T, V] after target tokens [B, T], and the cache for the next ones.
+
+        Args:
+            source, source_mask: what `encode` gave.
+            memory: the cache of earlier target tokens.
+        """
+        weight = self.encoder.embedding.weight
+        hidden, kept = self.decoder(tokens, weight, source, source_mask, memory)
+        return no_view(linear(hidden, weight, self.bias)), kept
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """pairs [B, 2, L]: source tokens and target inputs, both padded -> logits [B, L, V]."""
+        source, target = pairs.unbind(1)
+        source = source[:, : max(1, int((source >= 0).sum(1).max()))]
+        keys, mask = self.encode(source)
+        return self.decode(target, keys, mask)[0]

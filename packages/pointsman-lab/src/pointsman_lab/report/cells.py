@@ -1,0 +1,289 @@
+"""Which run of ours belongs to which cell of a published table, and its figure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._values import finite, mean_of
+from pointsman_lab.report.measures import squared_variation
+from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
+from pointsman_lab.report.settings import deviations, named
+from pointsman_lab.report.tables import Cell
+from pointsman_lab.report.task_table import pretrained_of
+from pointsman_lab.report.xtreme_table import TASKS as XTREME_TASKS
+from pointsman_lab.report.xtreme_table import average
+from pointsman_lab.runs.paths import FINETUNE, finetuned_runs
+from pointsman_lab.runs.record import RunRecord, read_object, read_run
+
+COUNTED_SETTING = "counted from the model"
+
+
+def measured(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[str, dict[tuple[int, int], Cell]]:
+    """Our figures by setting: all runs that match a cell, over seeds. Of several routers of one line each is named.
+
+    Raises:
+        RunError: two runs of the same setting and seed.
+    """
+    values: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    taken: dict[tuple[str, int, int, int], Path] = {}
+    alone = {key: len(routers) == 1 for key, routers in _routers(table, runs).items()}
+    for run in runs:
+        for i, line in enumerate(table.lines):
+            if not belongs(run, line, table.free):
+                continue
+            told = setting(run, table)
+            told = told if alone[told, i] else f"{told}, {run.router}"
+            for j, column in enumerate(table.columns):
+                found = figure(run, table, line, column)
+                if found is None:
+                    continue
+                if (other := taken.setdefault((told, i, j, run.seed), run.path)) != run.path:
+                    raise RunError(f"{other} and {run.path}: both are seed {run.seed} of {told}; name one of them")
+                values.setdefault(told, {}).setdefault((i, j), {})[run.seed] = found
+    for filled in values.values():
+        filled |= averages(table, filled)
+    return {name: {place: Cell(seeds) for place, seeds in found.items()} for name, found in values.items()}
+
+
+def _routers(table: PublishedTable, runs: Sequence[RunRecord]) -> dict[tuple[str, int], set[str]]:
+    """(setting, line) -> the routers of the runs that count there."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for run in runs:
+        for i, line in enumerate(table.lines):
+            if belongs(run, line, table.free):
+                found.setdefault((setting(run, table), i), set()).add(canonical(run.router))
+    return found
+
+
+def averages(
+    table: PublishedTable, values: Mapping[tuple[int, int], Mapping[int, float]]
+) -> dict[tuple[int, int], dict[int, float]]:
+    """Figures for the columns of averages, of the seeds that have all other columns.
+
+    Args:
+        values: (line, column) -> seed -> figure.
+    """
+    found: dict[tuple[int, int], dict[int, float]] = {}
+    of = [(j, column.task or column.name) for j, column in enumerate(table.columns) if column.quantity != "average"]
+    for j in (j for j, column in enumerate(table.columns) if column.quantity == "average"):
+        for i in range(len(table.lines)):
+            for seed in {seed for (line, _), seeds in values.items() if line == i for seed in seeds}:
+                mean = average([(task, values.get((i, column), {}).get(seed)) for column, task in of])
+                if mean is not None:
+                    found.setdefault((i, j), {})[seed] = mean
+    return found
+
+
+def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
+    """This run's figure for a cell; None unless data, split, k and quantity agree."""
+    if column.shift is not None:
+        if column.quantity == "imbalance":
+            return _imbalance(run, column.layer, column.top_k or line.top_k)
+        return _shifted(run, column.shift, column.top_k or line.top_k)
+    wanted = column.task if column.task is not None else table.data
+    if not wanted or column.quantity in (*COUNTED, "average", "none"):
+        return None
+    rows = [row for row in rows_about(run, wanted) if column.task or row.get("split") == column.split]
+    rows = [row for row in rows if (_is_papers_attack(row) if column.attacked else not row.get("attack"))]
+    by_k = {int(k): row for row in reversed(rows) if (k := finite(row.get("top_k"))) is not None}
+    if not by_k:
+        return None
+    row = by_k.get(_k_of(run, table, line, column) or max(by_k))
+    if row is None:
+        return None
+    if column.language is not None:
+        return finite((row.get("languages") or {}).get(column.language, {}).get("value"))
+    if column.quantity == "entropy":
+        layers = list((row.get("routers") or {}).values())
+        place = column.layer or 0
+        return finite(layers[place].get("entropy")) if place < len(layers) else None
+    if column.quantity in ("exact_match", "f1_xtreme"):
+        return finite(row.get(column.quantity))
+    same = table.metric == row.get("metric") or (table.metric == "accuracy" and row.get("metric") == "f1")
+    return finite(row.get("value")) if same else None
+
+
+def _k_of(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> int | None:
+    """The k of a cell; None: the largest. -1, which no run has: it was trained with another k."""
+    wanted = column.top_k or line.top_k
+    told = str(run.config.get("train_top_k", ""))
+    if not table.trained_k or not told.isdecimal():
+        return wanted
+    from pointsman.routers.frame.registry import has_one_k  # torch, which few tables need
+
+    if has_one_k(run.router):
+        return None
+    return -1 if wanted and wanted != int(told) else int(told)
+
+
+def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
+    """Accuracy of a run on images at this k: on its own test part ("clean") or on shifted images."""
+    if run.family != "vit":
+        return None
+    if shift == "clean":
+        return finite(run.results().get(top_k or 0, {}).get("value"))
+    for file in sorted(run.path.glob(f"robust-{shift}*.json")):
+        rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
+        if (mean := mean_of(row.get("value") for row in rows)) is not None:
+            return mean
+    return None
+
+
+def _imbalance(run: RunRecord, layer: int | None, top_k: int | None) -> float | None:
+    """Squared coefficient of variation of the expert loads on a run's own images: of a layer, or mean over layers."""
+    if run.family != "vit":
+        return None
+    found = [squared_variation(one) for one in (run.results().get(top_k or 0, {}).get("routers") or {}).values()]
+    chosen = found if layer is None else found[layer : layer + 1]
+    values = [value for value in chosen if value is not None]
+    return math.fsum(values) / len(values) if values else None
+
+
+def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
+    """Results on a corpus or task: of evaluation.json, then of the files that `pointsman evaluate` wrote beside it."""
+    found: list[Any] = list(run.evaluation.get("results", ())) if dataset(run) == wanted else []
+    for file in (*sorted(run.path.glob("evaluation-*.json")), *sorted(run.path.glob("attacks-*.json"))):
+        named = re.fullmatch(r"(?:evaluation|attacks-[a-z]+)-(.+)-(?:train|valid|test)", file.stem)
+        if named and re.split("[,:]", named[1])[0] == wanted:
+            found += read_object(file).get("results", ())
+    return [row for row in found if isinstance(row, dict)]
+
+
+def _is_papers_attack(row: Mapping[str, Any]) -> bool:
+    """Whether words were swapped at the default of `--attack-rate`; the paper does not state its rate."""
+    attack = row.get("attack")
+    return isinstance(attack, dict) and attack.get("kind") == "word" and attack.get("rate") == 0.025
+
+
+def dataset(run: RunRecord) -> str:
+    """The corpus or task of a run, without options and folders; "multilingual" of all multilingual text."""
+    data = str(run.config.get("data", ""))
+    name = data.partition(":")[0]
+    return "multilingual" if name in ("multilingual", "xtreme-text") else Path(data).name.partition(":")[0]
+
+
+def belongs(run: RunRecord, line: Line, free: Sequence[str] = ()) -> bool:
+    """Whether a run matches a line: its router, and for a fine-tuned run freezing and balance loss, unless `free`."""
+    if canonical(run.router) not in {canonical(spec) for spec in line.routers}:
+        return False
+    about = read_object(run.path / FINETUNE)
+    if not about:
+        return line.balance is None and not line.frozen
+    if about.get("from_scratch"):
+        return False
+    if "frozen" not in free and ("router" in (about.get("freeze") or ())) != line.frozen:
+        return False
+    return "balance" in free or finite(about.get("balance")) == line.balance
+
+
+def finetuned(run: RunRecord) -> list[RunRecord]:
+    """The finished fine-tunings of a run, with a seed of their own for each pair of pre-training and fine-tuning."""
+    found = [read_run(path) for path in finetuned_runs(run.path, having=FINETUNE)]
+    return [replace(one, seed=10**9 * run.seed + one.seed) for one in found if one.done]
+
+
+def setting(run: RunRecord, table: PublishedTable) -> str:
+    """A run's preset, steps and other changed settings in words, and whether they are the paper's."""
+    preset, steps = str(run.config.get("preset") or "own settings"), run.steps
+    if (run.path / FINETUNE).is_file():
+        preset = run.path.parent.name
+        tasks = {column.task for column in table.columns if column.task}
+        if len(tasks) > 1 and tasks <= set(XTREME_TASKS):  # a row for all tasks
+            return _setting_of_all_tasks(run, table)
+    told = preset if steps is None else f"{preset}, {steps:,} steps"
+    if run.family == "vit":
+        told = f"{told}, {dataset(run)}"
+    elif dataset(run) == "multilingual":
+        told = f"{told}, {Path(str(run.config['data'])).name.partition(':')[0]}"
+    changed = changed_settings(run, preset)
+    if preset in table.presets and (table.steps is None or steps == table.steps) and changed == {}:
+        return told
+    told = ", ".join([told, *(f"{key}={value}" for key, value in (changed or {}).items() if key != "steps")])
+    return f"{told} (not the paper's setting)"
+
+
+def _setting_of_all_tasks(run: RunRecord, table: PublishedTable) -> str:
+    """Pre-training and fine-tuning in words, without the task; freezing and balance only where no line says them."""
+    before = read_run(pretrained_of(run.path))
+    words = run.path.parent.name.partition(",")[2].split(",")
+    words = [word for word in words if word and word.partition("=")[0] not in _said_by(table)]
+    told = ", ".join([str(before.config.get("preset") or "own settings"), f"{before.steps or 0:,} steps", "fine-tuned"])
+    papers = "finetune-xmoe" in words and has_settings_of(before, "xmoe-base")
+    told = " ".join([told, *words])
+    return told if papers else f"{told} (not the paper's setting)"
+
+
+def _said_by(table: PublishedTable) -> set[str]:
+    """Words of a variant that the table's lines stand for."""
+    said = {"freeze"} if any(line.frozen for line in table.lines) else set()
+    return said | ({"balance"} if any(line.balance is not None for line in table.lines) else set())
+
+
+def has_settings_of(run: RunRecord, preset: str) -> bool:
+    """Whether a run's settings are the preset's or recipe's, except router, seed, data and evaluation."""
+    return changed_settings(run, preset) == {}
+
+
+def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:
+    """The settings of a run that are not the preset's or recipe's, except router, seed, data and evaluation.
+
+    None where there is no preset or recipe of that name.
+    """
+    from pointsman_lab.training.config import NO_EFFECT_ON_TRAINING
+
+    expected = named(preset, router=run.router)
+    if expected is None:
+        return None
+    free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING
+    return {key: value for key, value in deviations(run.config, expected).items() if key not in free}
+
+
+def canonical(spec: str) -> str:
+    """A spec with sorted options and normalized numbers, so that equal routers have equal specs."""
+    name, plus, mixer = spec.strip().partition("+")
+    return _part(name) + plus + _part(mixer)
+
+
+def _part(text: str) -> str:
+    name, *options = text.split(":")
+    return ":".join([name, *sorted(map(_option, options))])
+
+
+def _option(option: str) -> str:
+    key, _, value = option.partition("=")
+    try:
+        return f"{key}={float(value):.9g}"
+    except ValueError:
+        return f"{key}={value.lower()}"
+
+
+def counted(table: PublishedTable) -> dict[str, dict[tuple[int, int], Cell]]:
+    """Figures that follow from the model alone: FLOPs and parameters of HyperRouter's small model (V = 204)."""
+    if not any(column.quantity in COUNTED for column in table.columns):
+        return {}
+    from pointsman_lab.models.cost import cost_row
+    from pointsman_lab.recipes import preset
+
+    cells: dict[tuple[int, int], Cell] = {}
+    for i, line in enumerate(table.lines):
+        config = preset("small", router=line.routers[0], data="enwik8").with_vocabulary(204).model
+        ks = [column.top_k for column in table.columns if column.top_k]
+        row = cost_row(config, ks)
+        for j, column in enumerate(table.columns):
+            value: float | None
+            if column.quantity == "flops":
+                flops = row.flops.get(column.top_k or 0)
+                value = None if flops is None else flops / 1e10
+            elif column.quantity == "fixed_a_layer":
+                value = row.fixed_a_layer if line.routers == ("hyperrouter",) else None
+            else:
+                value = getattr(row.parameters, column.quantity) or None
+            if value is not None and math.isfinite(value) and (line.values[j] is not None):
+                cells[i, j] = Cell({0: float(value)})
+    return {COUNTED_SETTING: cells}

@@ -1,0 +1,242 @@
+"""Chart data of the routing: loads, entropies, fluctuation, collapse, and the explorer's sample."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pointsman._values import finite
+from pointsman_lab.report.diagnosed import diagnosis_of, history_of
+from pointsman_lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.record import RunRecord
+
+COLUMNS = 60
+EXPLORER_BYTES = 1_400_000
+Rows = dict[str, list[dict[str, Any]]]
+History = Sequence[Mapping[str, Any]]
+
+
+def inside(comparison: Comparison) -> dict[str, Any]:
+    """The data of the page's sections on routing; parts without data are empty."""
+    rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
+    last = last_step(comparison)
+    samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
+    histories = {
+        router: history
+        for router in comparison.routers
+        if (history := history_of(diagnosis_of(comparison, router), samples.get(router, {})))
+    }
+    return {
+        "layers": layer_names(comparison),
+        "entropy": over_training(comparison, rows, "entropy", last),
+        "heat": [heat for router in comparison.routers if (heat := load_heat(comparison, router, rows, last))],
+        "byLayer": {
+            "entropy": entropy_by_layer(comparison),
+            "fluctuation": fluctuation_by_layer(comparison, histories),
+        },
+        "collapse": collapse(comparison, histories),
+        "explorer": explorer(samples),
+    }
+
+
+def layer_names(comparison: Comparison) -> list[str]:
+    """Names of all routed layers, in the order in which the runs list them."""
+    names: dict[str, None] = {}
+    for run in comparison.runs.values():
+        for result in run.results().values():
+            names |= dict.fromkeys(result.get("routers") or {})
+    for run in comparison.runs.values() if not names else ():
+        names |= dict.fromkeys(row["layer"] for row in run.metrics("routing") if "layer" in row)
+    return list(names)
+
+
+def rows_by_layer(run: RunRecord) -> Rows:
+    """The routing rows of a run by layer, in file order."""
+    rows: Rows = {}
+    for row in run.metrics("routing"):
+        if isinstance(row.get("layer"), str) and finite(row.get("step")) is not None:
+            rows.setdefault(row["layer"], []).append(row)
+    return rows
+
+
+def over_training(
+    comparison: Comparison, rows: Mapping[tuple[str, int], Rows], name: str, last: float
+) -> dict[str, Any]:
+    """A field of the routing rows against the step, for every layer."""
+
+    def curve(layer: str, run: RunRecord) -> Curve:
+        found = rows[run.router, run.seed].get(layer, [])
+        pairs = [(float(row["step"]), value) for row in found if (value := finite(row.get(name))) is not None]
+        return binned(pairs, last, COLUMNS)
+
+    of = {layer: per_router(comparison, partial(curve, layer)) for layer in layer_names(comparison)}
+    return by_layer({layer: curves for layer, curves in of.items() if curves})
+
+
+def load_heat(
+    comparison: Comparison, router: str, rows: Mapping[tuple[str, int], Rows], last: float
+) -> dict[str, Any] | None:
+    """Load of every expert against the step, for every layer of the router's first run that has any.
+
+    A byte is round(85 load E): 85 = an even share, 255 = three times an even share or more.
+    """
+    for run in comparison.of(router):
+        layers = []
+        for name, found in rows[run.router, run.seed].items():
+            loads = {float(row["step"]): row["load"] for row in found if isinstance(row.get("load"), list)}
+            if loads and len({len(load) for load in loads.values()}) == 1:
+                layers.append({"name": name, "label": short_layer(name), **_heat(loads, last)})
+        if layers:
+            return {"router": router, "seed": run.seed, "layers": layers}
+    return None
+
+
+def _heat(loads: Mapping[float, Sequence[Any]], last: float) -> dict[str, Any]:
+    experts = len(next(iter(loads.values())))
+    columns = COLUMNS if experts <= 32 else COLUMNS // 2
+    tables = [binned([(s, finite(load[e]) or 0.0) for s, load in loads.items()], last, columns) for e in range(experts)]
+    matrix = np.array([list(table.values()) for table in tables])
+    quantised = np.clip(np.rint(85 * matrix * experts), 0, 255).astype(np.uint8)
+    return {"experts": experts, "steps": list(tables[0]), "load": base64.b64encode(quantised.tobytes()).decode()}
+
+
+def entropy_by_layer(comparison: Comparison) -> list[dict[str, Any]]:
+    """Entropy of the full distribution at the largest k of the final evaluation: layer index -> mean over seeds."""
+    places = {name: float(index) for index, name in enumerate(layer_names(comparison))}
+
+    def curve(run: RunRecord) -> Curve:
+        results = run.results()
+        layers = results[max(results)].get("routers") or {} if results else {}
+        values = {places[name]: finite(layer.get("entropy")) for name, layer in layers.items()}
+        return {place: value for place, value in values.items() if value is not None}
+
+    return per_router(comparison, curve)
+
+
+def fluctuation_by_layer(comparison: Comparison, histories: Mapping[str, History]) -> list[dict[str, Any]]:
+    """Share of tokens whose first expert changed between the last two checkpoints, for every layer."""
+    places = {name: float(index) for index, name in enumerate(layer_names(comparison))}
+    curves = {}
+    for router, history in histories.items():
+        values = {name: finite(layer.get("top1")) for name, layer in history[-1]["layers"].items() if name in places}
+        curves[router] = sorted([places[name], significant(at)] for name, at in values.items() if at is not None)
+    return drawn(curves)
+
+
+def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[str, Any]:
+    """Representation collapse at every kept checkpoint, for every layer."""
+
+    def points(layer: str, history: History) -> list[list[float]]:
+        values = {float(one["step"]): finite(one["layers"].get(layer, {}).get("collapse")) for one in history}
+        return [[step, significant(value)] for step, value in values.items() if value is not None]
+
+    of = {
+        layer: drawn({router: points(layer, history) for router, history in histories.items()})
+        for layer in layer_names(comparison)
+    }
+    return by_layer({layer: curves for layer, curves in of.items() if curves})
+
+
+def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
+    """explorer.json of the router's first run that has one, with its seed."""
+    for run in comparison.of(router):
+        found = run.explorer
+        if readable(found):
+            return {**found, "seed": run.seed}
+    return None
+
+
+def first_type(experts: int) -> np.dtype[Any]:
+    """The integer type of first experts in a sample; its largest value means none."""
+    return np.dtype(np.uint8 if experts <= 255 else "<u2")
+
+
+def readable(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has all parts, in the format for its number of experts."""
+    parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
+    if not all(part in sample for part in parts) or sample.get("format") != first_type(sample["num_experts"]).itemsize:
+        return False
+    try:
+        _cut(sample, 1)
+        _first_at(sample)
+    except (KeyError, IndexError, ValueError, zlib.error):  # packed routing that is cut or altered
+        return False
+    return True
+
+
+def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BYTES) -> dict[str, Any]:
+    """The samples, all cut to the same number of tokens, so that together they take at most `budget` bytes."""
+    if not samples:
+        return {"texts": [], "routers": []}
+    shortest = min(len(sample["tokens"]) for sample in samples.values())
+    tokens = shortest
+    while True:
+        cuts = {router: _cut(sample, tokens) for router, sample in samples.items()}
+        size = sum(len(cut) for cut in cuts.values())
+        if size <= budget or tokens <= 64:
+            break
+        tokens = max(64, min(tokens - 1, int(0.97 * tokens * budget / size)))
+    texts: list[list[str]] = []
+    routers = []
+    for router, sample in samples.items():
+        text = list(sample["tokens"][:tokens])
+        if text not in texts:
+            texts.append(text)
+        usage = json.dumps(sample["usage"], separators=(",", ":")).encode()
+        mapped = {**sample["map"], "tokens": [sample["tokens"][i] for i in sample["map"]["indices"]]}
+        routers.append(
+            {
+                "name": router,
+                "seed": sample["seed"],
+                "text": texts.index(text),
+                "word": sample.get("level") == "word",
+                "topK": sample["top_k"],
+                "experts": sample["num_experts"],
+                "layers": [[name, short_layer(name)] for name in sample["layers"]],
+                "sampled": len(sample["tokens"]),
+                "routing": cuts[router],
+                "usage": base64.b64encode(zlib.compress(usage, 9)).decode(),
+                "map": {**mapped, "first": _first_at(sample)},
+            }
+        )
+    return {"texts": texts, "routers": routers}
+
+
+def _blocks(sample: Mapping[str, Any]) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
+    """[layer, k, bytes] of the packed routing, and the number of tokens."""
+    raw = np.frombuffer(zlib.decompress(base64.b64decode(sample["routing"])), dtype=np.uint8)
+    return raw.reshape(len(sample["layers"]), len(sample["top_k"]), -1), len(sample["tokens"])
+
+
+def _cut(sample: Mapping[str, Any], tokens: int) -> str:
+    """The packed routing of the first `tokens` tokens."""
+    blocks, total = _blocks(sample)
+    experts = sample["num_experts"]
+    lead = blocks.shape[:2]
+    probs = blocks[:, :, : total * experts].reshape(*lead, total, experts)[:, :, :tokens]
+    size = first_type(experts).itemsize
+    first = blocks[:, :, total * experts : total * (experts + size)].reshape(*lead, total, size)[:, :, :tokens]
+    bits = blocks[:, :, total * (experts + size) :].reshape(*lead, total, -1)[:, :, :tokens]
+    parts = [probs.reshape(*lead, -1), first.reshape(*lead, -1), bits.reshape(*lead, -1)]
+    return base64.b64encode(zlib.compress(np.concatenate(parts, -1).tobytes(), 9)).decode()
+
+
+def _first_at(sample: Mapping[str, Any]) -> dict[str, list[int | None]]:
+    """The first expert of every mapped token, by layer; None where it has none."""
+    blocks, total = _blocks(sample)
+    experts = sample["num_experts"]
+    k = sample["top_k"].index(sample["map"]["top_k"])
+    kind = first_type(experts)
+    first = np.ascontiguousarray(blocks[:, k, total * experts : total * (experts + kind.itemsize)]).view(kind)
+    none, at = np.iinfo(kind).max, sample["map"]["indices"]
+    return {
+        name: [None if expert == none else expert for expert in first[i, at].tolist()]
+        for i, name in enumerate(sample["layers"])
+    }

@@ -1,0 +1,206 @@
+"""One self-contained HTML page for a run or a comparison: opens offline, loads nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import needing
+from pointsman._files import write_whole
+from pointsman._grid import NONE, Grid
+from pointsman_lab.report import protocol, sections, series
+from pointsman_lab.report.consistency import consistency
+from pointsman_lab.report.diagnosed import diagnosis_grid
+from pointsman_lab.report.inside import inside
+from pointsman_lab.report.pictures import pictures
+from pointsman_lab.report.tables import Cell, ComparisonTable
+from pointsman_lab.report.xtreme_table import XtremeTable
+from pointsman_lab.runs.comparison import Comparison, read
+
+if TYPE_CHECKING:
+    from pointsman_lab.report.paper import PaperTables
+
+SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js", "pictures.js")
+
+
+def write_report(
+    path: Path | Sequence[Path],
+    out: Path | None = None,
+    *,
+    baseline: str | None = None,
+    samples: str | None = None,
+    quotes: bool = True,
+    note: Callable[[str], None] | None = None,
+) -> Path:
+    """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
+
+    Args:
+        path: the directory, or several run directories.
+        out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
+        baseline: the router that differences are taken against; the first by default.
+        samples: the kind of map, "pca" (a second or two a run), "umap" or "auto": first makes the samples for maps and
+            explorer where they are missing (`samples.collect_all`). None: uses the existing ones.
+        quotes: whether text and images of the data are shown (explorer, patches), where samples have them. Their
+            licence may not allow it on a page that is published.
+        note: told which runs are sampled, and which cannot be.
+
+    Returns:
+        The file written.
+
+    Raises:
+        RunError: no run, a damaged file, an unknown baseline, jinja2 missing, or a folder that cannot be written.
+    """
+    comparison = read(path)
+    ComparisonTable.of(comparison, baseline=baseline)  # refuses an unknown baseline before the sampling
+    if samples is not None:
+        from pointsman_lab.report.samples import collect_all
+
+        collect_all(comparison, method=samples, note=note)
+    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline, quotes=quotes))
+
+
+def page_path(out: Path | None, comparison: Comparison) -> Path:
+    """Where the page goes: `out` itself if it is called .html, else `report.html` in it, or in the directory."""
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        return out
+    return (out or comparison.path) / "report.html"
+
+
+def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool = True) -> str:
+    """The page as a string; the arguments are those of `write_report`."""
+    table = ComparisonTable.of(comparison, baseline=baseline)
+    found = {
+        "tasks": sections.tasks(comparison, baseline=baseline),
+        "attacks": sections.attacks(comparison),
+        "robust": sections.robust(comparison),
+    }
+    data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
+    data["pictures"] = pictures(comparison) if quotes else {}
+    if not quotes:
+        data["inside"]["explorer"] = {"texts": [], "routers": []}
+    agreed = consistency(comparison)
+    data["consistency"] = agreed.get("chart")
+    return fill(
+        "page.html.j2",
+        javascript="\n".join(asset(name) for name in SCRIPTS),
+        json=embed(data),
+        data=data,
+        **context(comparison, table, data, robust=bool(found["robust"])),
+        consistency=agreed,
+        totals=[table.grid() for table in XtremeTable.all(comparison)],
+        **found,
+    )
+
+
+def render_paper(tables: PaperTables) -> str:
+    """A paper's tables with ours beside them, as a page."""
+    return fill("paper.html.j2", paper=tables.paper, tables=tables.tables)
+
+
+def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
+    """A template of the page, filled; style sheet, scripts and data are inserted unescaped."""
+    with needing("the report page needs jinja2", "report"):
+        import jinja2
+        from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    raw = {"css": asset("style.css"), "javascript": javascript, "json": json}
+    values |= {name: Markup(text) for name, text in raw.items()}
+    return environment.from_string(asset(template)).render(version=version("pointsman"), **values)
+
+
+def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
+    """What the page's scripts draw."""
+    metric, found = table.metric, inside(comparison)
+    return {
+        "routers": list(comparison.routers),
+        "metric": {"label": metric.label, "decimals": metric.decimals, "lower": metric.lower_is_better},
+        "baseline": table.baseline,
+        "quality": series.quality(table),
+        "differences": series.differences(table),
+        "loss": series.loss(comparison, bits=metric.name.startswith("bits")),
+        "validation": series.validation(comparison, metric.scale),
+        "inside": {**found, "layers": [series.short_layer(name) for name in found["layers"]]},
+    }
+
+
+def context(
+    comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any], *, robust: bool = False
+) -> dict[str, Any]:
+    """The values of the template; `data` is for the scripts. `robust`: whether there are tables of shifted images."""
+    routing = data["inside"]
+    explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
+    experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
+    trained = any(run.steps for run in comparison.runs.values())
+    shown = [("result", "Result")]
+    shown += [("training", "Training")] if trained else []
+    shown += [("routing", "Routing")] if any_routing else []
+    shown += [("patches", "Patches")] if data["pictures"] else []
+    shown += [("robust", "Robustness")] if robust else []
+    shown += [("tasks", "Tasks")] if data["tasks"] else []
+    shown += [("attacks", "Attacks")] if data["attacks"] else []
+    shown += [("explore", "Explorer")] if explorer else []
+    return {
+        "title": protocol.title(comparison),
+        "facts": protocol.facts(comparison, table),
+        "findings": protocol.findings(comparison),
+        "trained": trained,
+        "sections": [*shown, ("protocol", "Protocol")],
+        "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
+        "missing": protocol.missing(comparison),
+        "order": {router: position for position, router in enumerate(comparison.routers)},
+        "table": table.grid(),
+        "baseline": table.baseline,
+        "differences": _differences(table),
+        "per_seed": per_seed(comparison, table),
+        "diagnosis": diagnosis_grid(comparison),
+        "loss_note": protocol.loss_note(comparison),
+        "command": protocol.command(comparison),
+        "protocol": protocol.lines(comparison),
+        "pairing": protocol.pairing(comparison),
+        "settings": protocol.settings(comparison),
+        "environment": protocol.environment(comparison),
+    }
+
+
+def _differences(table: ComparisonTable) -> Grid:
+    """The paired differences of the rows that have any, each with its number of seeds as a hint."""
+    grid = table.difference_grid()
+    differences = table.differences()
+    kept = [row for row in grid.rows if any(cell.values for cell in differences[row[0]].values())]
+    cells = [list(differences[row[0]].values()) for row in kept]
+    seeds = {(i, j): len(cell.values) for i, line in enumerate(cells) for j, cell in enumerate(line, 1)}
+    hints = {place: f"{count} seed{'' if count == 1 else 's'}" for place, count in seeds.items()}
+    header = [f"router − {table.baseline}", *table.titles]
+    return replace(grid, header=header, rows=kept, hints=hints)
+
+
+def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
+    """Paired differences seed by seed, with the confidence interval of their mean; no rows for a single seed."""
+    digits, scale = table.metric.decimals, table.metric.scale
+    rows = []
+    for router, of in table.differences().items() if len(comparison.seeds) > 1 else ():
+        for k, cell in of.items():
+            if cell.values:
+                each = [Cell({s: cell.values[s]} if s in cell.values else {}) for s in comparison.seeds]
+                shown = [one.shown(table.metric, sign=True) for one in (*each, Cell({0: cell.mean or 0.0}))]
+                interval = NONE if cell.interval is None else f"± {cell.interval * scale:.{digits}f}"
+                rows.append([router, str(k), *shown, interval])
+    return Grid(["router", "k", *(f"seed {seed}" for seed in comparison.seeds), "mean", "95 %"], rows)
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON for a script element: without '<' and nan."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def asset(name: str) -> str:
+    """A file of the page."""
+    return resources.files("pointsman_lab.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,245 @@
+"""The page's words: title, command, protocol, missing runs, pairing, settings, environment."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman._values import finite, written
+from pointsman_lab.report.series import BINS
+from pointsman_lab.report.settings import deviations, named
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.record import RunRecord
+
+_COMPARE_FLAGS = (
+    "data", "task", "preset", "steps", "top_k", "train_top_k", "k_schedule", "eval_tokens",
+)  # fmt: skip
+
+
+def title(comparison: Comparison) -> str:
+    """One line: the routers and the data."""
+    data = str(_setting(comparison, "data") or "unknown data")
+    name = data if len(data) <= 40 else "…" + data[-39:]
+    if comparison.single:
+        run = next(iter(comparison.runs.values()))
+        return f"{run.router} on {name}"
+    return f"{len(comparison.routers)} router{'' if len(comparison.routers) == 1 else 's'} on {name}"
+
+
+def facts(comparison: Comparison, table: ComparisonTable) -> list[tuple[str, str]]:
+    """The facts at the head of the page: (name, value)."""
+    total = len(comparison.routers) * len(comparison.seeds)
+    done = total - len(comparison.missing())
+    found: list[tuple[str, Any]] = [
+        ("preset", _setting(comparison, "preset")),
+        ("steps", _setting(comparison, "steps")),
+        ("experts", next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)),
+        ("trained with k", _setting(comparison, "train_top_k")),
+        (
+            "seed" if len(comparison.seeds) == 1 else "seeds",
+            "" if table.audit else ", ".join(map(str, comparison.seeds)),
+        ),
+        ("runs done", "" if table.audit else f"{done} of {total}"),
+        ("measure", f"{table.metric.label}, {table.metric.direction}"),
+    ]
+    return [(name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in found if value]
+
+
+def _setting(comparison: Comparison, name: str) -> Any:
+    for source in (comparison.settings, *(run.config for run in comparison.runs.values())):
+        if source.get(name) is not None:
+            return source[name]
+    return None
+
+
+def missing(comparison: Comparison) -> list[str]:
+    """The runs that are not finished, a line for each seed and state."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for router, seed in comparison.missing():
+        run = comparison.runs.get((router, seed))
+        state = "not begun" if run is None else f"stopped at step {run.last_step():,} of {run.steps or 0:,}"
+        if run is not None and run.steps and run.last_step() >= run.steps:
+            state = "trained, not evaluated"
+        found.setdefault((seed, state), []).append(router)
+    return [f"{', '.join(routers)}, seed {seed}: {state}" for (seed, state), routers in found.items()]
+
+
+def loss_note(comparison: Comparison) -> str:
+    """How the loss curves are averaged."""
+    seeds = "mean over the seeds that have reached a step, band from the smallest to the largest; "
+    return f"Loss: {seeds if len(comparison.seeds) > 1 else ''}averaged in at most {BINS} bins of equal width."
+
+
+def command(comparison: Comparison) -> str:
+    """The command that makes this comparison or run: the recorded one, else one made from the settings."""
+    if comparison.command:
+        return comparison.command
+    kept = [str(run.config["command"]) for run in comparison.runs.values() if run.config.get("command")]
+    if kept:
+        return "\n".join(kept)
+    if not comparison.planned:
+        return "\n".join(_train_command(run) for run in comparison.runs.values())
+    words = ["pointsman", "compare", "--routers", ",".join(comparison.routers)]
+    words += _flags(comparison.settings, _COMPARE_FLAGS)
+    return shlex.join([*words, "--seeds", str(len(comparison.seeds)), "--out", comparison.path.name])
+
+
+def _train_command(run: RunRecord) -> str:
+    """`pointsman train` with all settings that differ from the preset or recipe."""
+    from pointsman_lab.recipes import RECIPES
+
+    name = str(run.config.get("preset"))
+    given = {key: run.config[key] for key in ("data", "steps", "seed") if key in run.config}
+    expected = named(name, router=run.router, **given)
+    words = ["pointsman", "train", *([name] if name in RECIPES else []), "--router", run.router]
+    words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
+    if expected is None:  # an unknown preset, or a router of another package
+        words += _flags(run.config, ("train_top_k", "k_schedule"))
+    else:
+        told = (*given, "preset", "model.router")
+        other = {key: value for key, value in deviations(run.config, expected).items() if key not in told}
+        words += [word for key, value in other.items() for word in ("--set", f"{key}={written(value)}")]
+    return shlex.join([*words, "--out", run.path.name])
+
+
+def _flags(settings: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    words: list[str] = []
+    for name in names:
+        value = settings.get(name, settings.get(f"eval_{name}"))
+        if value not in (None, ""):
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += ["--" + name.replace("_", "-"), text]
+    return words
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """The findings of an audit, a sentence each; [] for other runs."""
+    return [str(line) for run in comparison.runs.values() for line in run.config.get("findings") or ()]
+
+
+def lines(comparison: Comparison) -> list[str]:
+    """The evaluation protocol, a line for each group of runs that share it."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in comparison.runs.values():
+        if run.done:
+            groups.setdefault(_protocol_line(run), []).append(run)
+    if len(groups) <= 1:
+        return list(groups) or ["no run has been evaluated yet"]
+    return [f"{', '.join(f'{run.router} (seed {run.seed})' for run in runs)}: {line}" for line, runs in groups.items()]
+
+
+def _protocol_line(run: RunRecord) -> str:
+    found = run.evaluation.get("protocol")
+    parts = [f"{_words(name)}: {_plain(value)}" for name, value in found.items()] if isinstance(found, dict) else []
+    if "checkpoint" in run.evaluation:
+        parts.append(f"weights: {run.evaluation['checkpoint']}")
+    tokens = {int(value) for row in run.results().values() if (value := finite(row.get("tokens"))) is not None}
+    if tokens and not (isinstance(found, dict) and "tokens" in found):
+        parts.append(f"tokens: {', '.join(f'{token:,}' for token in sorted(tokens))}")
+    return "; ".join(parts)
+
+
+def pairing(comparison: Comparison) -> list[str]:
+    """What all rows share, and which rows cannot be paired fully."""
+    if comparison.single:
+        return []
+    found = [
+        "Rows of one seed see the same batches in the same order, start from the same weights outside the router, and "
+        "drop the same activations: each step seeds the default generator from (seed, step)."
+    ]
+    random = [router for router in comparison.routers if stochastic(router)]
+    if random:
+        found.append(
+            f"{', '.join(random)}: draws random numbers while training, so that later dropout masks of a step differ "
+            "from those of the other rows; data order and initial weights still agree."
+        )
+    dense = [router for router in comparison.routers if router in ("dense", "dense-dropout", "plain")]
+    if dense:
+        found.append(
+            f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "
+            "counterpart in the other rows; data order and the remaining initial weights still agree."
+        )
+    schedules = {
+        (run.steps, str(run.config.get("train_top_k")), run.config.get("data")) for run in comparison.runs.values()
+    }
+    if len(schedules) > 1:
+        found.append(
+            "These runs differ in data, steps or schedule of k: their differences are not those of the router."
+        )
+    if len({_protocol_key(run) for run in comparison.runs.values() if run.done}) > 1:
+        found.append("These runs were evaluated with different protocols: their figures are not comparable.")
+    places = {name for name in _PLACE if len({str(run.environment.get(name)) for run in comparison.runs.values()}) > 1}
+    if places:
+        found.append(
+            f"These runs were made on different machines ({', '.join(sorted(places))}): times are not comparable, and "
+            "rounding differs."
+        )
+    return found
+
+
+_NO_SETTINGS = ("format", "command", "findings")  # entries of config.json that are no settings
+_PLACE = ("device", "device_name", "machine", "processor", "threads", "packages")
+
+
+def _protocol_key(run: RunRecord) -> str:
+    found = run.evaluation.get("protocol")
+    return str(sorted(found.items()) if isinstance(found, dict) else found)
+
+
+def stochastic(router: str) -> bool:
+    """Whether this router draws random numbers in training (the registry's flag); no for baselines, unknown ones."""
+    from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
+
+    try:
+        return any(
+            build_router(spec, dim=8, num_experts=4, top_k=2, vocab_size=16).training_stochastic
+            for spec in split_specs(router)
+            if spec not in BASELINES
+        )
+    except ValueError:
+        return False
+
+
+def settings(comparison: Comparison) -> list[tuple[str, str]]:
+    """The settings that all runs share: (name in words, value)."""
+    source = comparison.settings if not comparison.single else next(iter(comparison.runs.values())).config
+    return [(_words(name), _plain(value)) for name, value in _flat(source) if name not in _NO_SETTINGS]
+
+
+def environment(comparison: Comparison) -> list[tuple[str, str]]:
+    """Versions, device, threads, kernels: (name in words, value); all values where runs differ."""
+    found: dict[str, list[str]] = {}
+    for run in comparison.runs.values():
+        for name, value in _flat(run.environment):
+            values = found.setdefault(name, [])
+            if _plain(value) not in values:
+                values.append(_plain(value))
+    return [(_words(name), " / ".join(values)) for name, values in found.items() if name != "format"]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat += _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            flat.append((prefix + name, value))
+    return flat
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace(".", " · ")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value)) or "-"
+    return "-" if value is None else str(value)

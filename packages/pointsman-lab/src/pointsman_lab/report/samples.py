@@ -1,0 +1,220 @@
+"""explorer.json: the routing of a stretch of the evaluated split, for the page's maps and explorer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman._files import within, write_whole
+from pointsman.control import named_routers, set_top_k
+from pointsman.diagnostics.base import join_routings, map_routing
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.collapse import RepresentationCollapse
+from pointsman.diagnostics.distribution import Entropy
+from pointsman.diagnostics.observe import evaluating, observe_routing
+from pointsman.diagnostics.samples import pack
+from pointsman.ops.kernels import using
+from pointsman.routers.frame.registry import has_one_k
+from pointsman.routing import Routing, RoutingContext
+from pointsman_lab.data.vocabulary import END_OF_LINE
+from pointsman_lab.models.transformer_xl import Memory
+from pointsman_lab.models.translation import Translator
+from pointsman_lab.report import pictures
+from pointsman_lab.report.embedding import available, embed
+from pointsman_lab.report.inside import readable
+from pointsman_lab.report.picture_samples import collect_pictures
+from pointsman_lab.runs.checkpoints import steps_of
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
+from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.training.run import load_run
+
+Note = Callable[[str], None]
+Seen = dict[str, tuple[Tensor, Routing]]
+"""Layer name -> the inputs [T, dim] of its router, and its routing of all T tokens."""
+
+
+def collect_samples(
+    path: Path,
+    *,
+    tokens: int = 2048,
+    points: int = 500,
+    method: str = "auto",
+    device: str = "cpu",
+) -> Path | None:
+    """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
+
+    Args:
+        path: a run directory with a checkpoint.
+        tokens: length of the stretch, the first of the split; shorter if the split is.
+        points: how many of them the 2-D map shows.
+        method: of the map: "umap", "pca", or "auto" (UMAP where umap-learn is installed).
+        device: where the model runs.
+
+    Returns:
+        The file; None for a model without routers.
+
+    Raises:
+        RunError: no run, no whole checkpoint, or data that are not there.
+    """
+    run = load_run(path, device=device)
+    if not any(True for _ in named_routers(run.model)):
+        return None
+    config = run.config
+    task = run.task()
+    segments, memory = task.stretch(config, tokens), config.eval_memory_length
+    top_k = sorted(config.eval_top_k)
+    middle = top_k[len(top_k) // 2]
+    with using(run.kernels):
+        history: list[dict[str, Any]] = []
+        before: Seen = {}
+        for step in sorted(steps_of(within(path, CHECKPOINTS))):
+            if step < run.step:
+                now = look(load_run(path, step=step, device=device).model, segments, middle, memory)
+                history.append(changes(step, now, before))
+                before = now
+        seen = {k: look(run.model, segments, k, memory) for k in top_k}
+        history.append(changes(run.step, seen[middle], before))
+    routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
+    sample = pack(routings, display_tokens(np.concatenate(segments), run.vocabulary))
+    sample |= {
+        "checkpoint": f"step-{run.step}",
+        "split": task.reported_split(config),
+        "level": run.vocabulary.level,
+        "map": map_points(run.model, seen[middle], middle, points, method),
+        "history": {"top_k": middle, "checkpoints": history},
+    }
+    return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
+
+
+def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
+    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date; for
+    runs on images `picture_samples.collect_pictures`.
+
+    Out of date: of another checkpoint than the evaluation, or with another kind of map. A run that cannot be sampled
+    (no checkpoint, no data) is skipped; `note` is told why.
+    """
+    wanted = available(method)
+    for router in comparison.routers:
+        run = next((run for run in comparison.of(router) if run.done), None)
+        if run is None or has_one_k(router):
+            continue
+        if run.is_audit:
+            continue  # it has its own, or none
+        images = run.family == "vit"
+        if pictures.is_current(run) if images else _is_current(run, wanted):
+            continue
+        try:
+            if note:
+                note(f"sampling the routing of {router}")
+            if images:
+                collect_pictures(run.path)
+            else:
+                collect_samples(run.path, method=method)
+        except RunError as error:
+            if note:
+                note(f"no sample of {router}: {error}")
+
+
+def _is_current(run: RunRecord, method: str) -> bool:
+    """Whether explorer.json is of this kind and of the evaluation's checkpoint, or cannot be made anew."""
+    found = run.explorer
+    if found and not (run.path / CHECKPOINTS).is_dir():
+        return True
+    method_of_map = (found.get("map") or {}).get("method")
+    checkpoint = run.evaluation.get("checkpoint")
+    return readable(found) and found.get("checkpoint") == checkpoint and bool(method_of_map == method)
+
+
+@torch.no_grad()
+def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_length: int) -> Seen:
+    """One pass over the segments, each [t] ids, with memory where the model has one, in evaluation mode at this k.
+
+    Of an encoder-decoder the encoder alone runs.
+    """
+    device = next(model.parameters()).device
+    side = model.encoder if isinstance(model, Translator) else model
+    memory_length = memory_length if side.config.causal else 0
+    routings: dict[str, list[Routing]] = {}
+    hiddens: dict[str, list[Tensor]] = {}
+
+    def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        routings.setdefault(name, []).append(map_routing(routing, Tensor.cpu))
+        hiddens.setdefault(name, []).append(hidden.float().cpu())
+
+    memory: Memory | None = None
+    with evaluating(model, 0), set_top_k(model, top_k), observe_routing(model, take):
+        for ids in segments:
+            segment = torch.from_numpy(ids[None]).to(device)
+            _, memory = side.encode(segment, memory, memory_length=memory_length)
+    return {name: (torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
+
+
+def changes(step: int, seen: Seen, before: Seen) -> dict[str, Any]:
+    """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
+    layers = {}
+    for name, (hidden, routing) in seen.items():
+        entropy, collapse = Entropy(), RepresentationCollapse()
+        entropy.update(routing)
+        collapse.update(routing, hidden=hidden)
+        found, spread = collapse.result(), entropy.result()
+        layer = {"entropy": spread["mean"], "entropy_std": spread["std"], "collapse": found["value"]}
+        layer["classes"] = found["classes"]
+        if name in before:
+            fluctuation = Fluctuation()
+            fluctuation.update(before[name][1], routing)
+            layer |= {key: fluctuation.result()[key] for key in ("top1", "sets")}
+        layers[name] = layer
+    return {"step": step, "layers": layers}
+
+
+def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:
+    """Each token as text. A character of several bytes stands at its first byte, the others are '·'."""
+    if vocabulary.level == "subword":
+        return [vocabulary.decode([index]) for index in ids]
+    symbols = [vocabulary.symbols[int(index)] for index in ids]
+    if vocabulary.level == "piece":
+        return [str(symbol).replace("▁", " ") for symbol in symbols]
+    if vocabulary.level != "byte":
+        return ["\n" if symbol == END_OF_LINE else str(symbol) for symbol in symbols]
+    raw = bytes(int(symbol) for symbol in symbols)
+    shown: list[str] = []
+    while len(shown) < len(raw):
+        head = raw[len(shown)]
+        length = 1 + (head >= 0xC0) + (head >= 0xE0) + (head >= 0xF0)
+        try:
+            character, width = raw[len(shown) : len(shown) + length].decode(), length
+        except UnicodeDecodeError:
+            character, width = "�", 1
+        shown += [character, *["·"] * (width - 1)]
+    return shown
+
+
+def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: str) -> dict[str, Any]:
+    """2-D positions, from 0 to 1000, of the inputs of each router at evenly spaced tokens.
+
+    The input is the hidden state, or its projection where the scorer has one (X-MoE).
+    """
+    count = len(next(iter(seen.values()))[0])
+    chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
+    layers, used = {}, method
+    for name, router in named_routers(model):
+        if name not in seen:
+            continue
+        hidden = seen[name][0][chosen]
+        projection = getattr(router.score, "projection", None)
+        if isinstance(projection, nn.Module):
+            with torch.no_grad():
+                hidden = projection.to("cpu")(hidden)
+        flat, used = embed(hidden.double().numpy(), method)
+        low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
+        layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
+    return {"top_k": top_k, "method": used, "indices": chosen.tolist(), "layers": layers}

@@ -1,0 +1,41 @@
+"""A run's settings against those of the preset or recipe that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman._errors import RunError
+
+
+def named(name: str, **given: Any) -> dict[str, Any] | None:
+    """The settings of a preset or recipe, those of the model as "model.…".
+
+    None where there is none of that name, or where it refuses the arguments, such as a router of another package.
+
+    Args:
+        given: further arguments of `recipes.preset`; a recipe takes router and seed only.
+    """
+    from pointsman_lab.recipes import PRESETS, RECIPES, preset, recipe
+    from pointsman_lab.training.config import flat
+
+    try:
+        if name in PRESETS:
+            return flat(preset(name, **given).to_dict())
+        if name in RECIPES:
+            own = {key: value for key, value in given.items() if key in ("router", "seed")}
+            return flat(recipe(name, **own).to_dict())
+    except (ValueError, RunError):
+        return None
+    return None
+
+
+def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
+    from pointsman_lab.training.config import DERIVED, flat
+
+    return {
+        key: value
+        for key, value in flat(config).items()
+        if key in expected and key not in DERIVED and value != expected[key]
+    }

@@ -1,0 +1,319 @@
+"""The table of a comparison: routers x k over seeds, and paired differences to one row."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._grid import NONE, Grid
+from pointsman._values import finite
+from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
+from pointsman_lab.report.metrics import Metric, metric
+from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.runs.evaluation import over_layers
+from pointsman_lab.runs.paths import REPEAT
+from pointsman_lab.runs.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One quantity over seeds.
+
+    Attributes:
+        values: seed -> value, finite ones only.
+    """
+
+    values: Mapping[int, float]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values.values()) if self.values else None
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n - 1); None below two seeds."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def interval(self) -> float | None:
+        """Half the width of the 95 % confidence interval of the mean (Student's t); None below two seeds."""
+        return Paired(list(self.values.values())).half
+
+    def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False) -> str:
+        """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
+        if self.mean is None:
+            return NONE
+        mean = f"{self.mean * scale:{'+' if sign else ''}.{decimals}f}"
+        return mean if self.std is None else f"{mean} ± {self.std * scale:.{decimals}f}"
+
+    def shown(self, metric: Metric, *, sign: bool = False) -> str:
+        """`text` in the metric's units and with its decimals."""
+        return self.text(metric.decimals, metric.scale, sign=sign)
+
+    def minus(self, other: Cell) -> Cell:
+        """The differences to another cell, over the seeds that both have."""
+        return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
+
+
+def by_pretraining(values: Mapping[int, float]) -> dict[int, float]:
+    """Seed of a pre-trained run -> the mean over its fine-tunings, whose seeds are s + 1000 j."""
+    seeds = dict.fromkeys(seed % REPEAT for seed in values)
+    return {one: statistics.fmean(value for seed, value in values.items() if seed % REPEAT == one) for one in seeds}
+
+
+def told_apart(cells: Mapping[str, Cell], *, lower_is_better: bool) -> set[str]:
+    """The one with the best mean, if paired 95 % intervals, corrected for their number, tell it from each other.
+
+    Intervals of fewer than three seeds tell nothing apart.
+    """
+    better = -1 if lower_is_better else 1
+    known = {name: cell for name, cell in cells.items() if cell.mean is not None}
+    first, *others = sorted(known, key=lambda name: better * (known[name].mean or 0.0), reverse=True) or [""]
+    differences = [Paired(list(known[first].minus(known[other]).values.values()), len(others)) for other in others]
+    enough = all(len(one.values) >= LEAST_SEEDS for one in differences)
+    return {first} if differences and enough and all(one.sign == better for one in differences) else set()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One router of a comparison.
+
+    Attributes:
+        router: its spec.
+        quality: k -> the metric over seeds.
+        entropy: of the full distribution before mixing, in nats, mean over tokens and layers, at the largest k.
+        router_parameters: trainable parameters of all routers; None for dense models.
+        step_seconds: median training step.
+        experts: mean number of experts a token at the largest k, where the evaluation recorded it.
+        done, missing: seeds with and without an evaluation.
+    """
+
+    router: str
+    quality: Mapping[int, Cell]
+    entropy: Cell
+    router_parameters: int | None
+    step_seconds: Cell
+    experts: Cell
+    done: Sequence[int]
+    missing: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ComparisonTable(Forms):
+    """Routers x k, with what they cost.
+
+    Attributes:
+        rows: in the comparison's order. top_k: all k of the rows, ascending.
+        metric: of the cells. split: of the data.
+        baseline: the row that is subtracted in paired differences.
+        audit: whether the rows are audits of models, which have no seeds and no costs.
+        repeats: whether seeds s and s + 1000 j are fine-tunings of one run, which count once in what is bold.
+    """
+
+    rows: Sequence[Row]
+    top_k: Sequence[int]
+    metric: Metric
+    baseline: str
+    split: str = "test"
+    audit: bool = False
+    repeats: bool = False
+
+    @classmethod
+    def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
+        """The table of a comparison directory (or of a single run).
+
+        Raises:
+            RunError: neither a run nor a comparison; an unknown baseline; runs evaluated by different metrics.
+        """
+        return cls.of(read_comparison(path), baseline=baseline, split=split)
+
+    @classmethod
+    def of(cls, comparison: Comparison, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
+        """The table of a comparison; errors as `read` raises them."""
+        if baseline is not None and baseline not in comparison.routers:
+            raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")
+        results = [row for run in comparison.runs.values() for row in run.results(split).values()]
+        names = {str(row.get("metric", "loss")) for row in results}
+        if len(names) > 1:
+            raise RunError(f"{comparison.path}: runs were evaluated by different metrics: {', '.join(sorted(names))}")
+        shown = {str(row.get("split", split)) for row in results}
+        split = shown.pop() if len(shown) == 1 else split
+        rows = [_row(comparison, router, split) for router in comparison.routers]
+        ks = sorted({k for row in rows for k in row.quality})
+        first = baseline or (comparison.routers[0] if comparison.routers else NONE)
+        audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
+        return cls(rows, ks, metric(names.pop() if names else "bits_per_character"), first, split, audit)
+
+    def quality(self, row: Row, top_k: int) -> Cell:
+        """One cell; empty where the row has none."""
+        return row.quality.get(top_k, Cell({}))
+
+    def differences(self) -> dict[str, dict[int, Cell]]:
+        """Every other router -> k -> it minus the baseline, over the seeds that both have (negative: smaller).
+
+        A baseline without routers has one figure, which is subtracted at every k.
+        """
+        base = next((row for row in self.rows if row.router == self.baseline), None)
+        if base is None:
+            return {}
+        own = {k: self.quality(base, k) for k in self.top_k}
+        if base.router_parameters is None and len(base.quality) == 1 and not self.audit:
+            own = dict.fromkeys(self.top_k, next(iter(base.quality.values())))
+        others = [row for row in self.rows if row is not base]
+        return {row.router: {k: self.quality(row, k).minus(own[k]) for k in self.top_k} for row in others}
+
+    def best(self, top_k: int) -> set[str]:
+        """The row with the best mean at this k, if it is `told_apart` from every other row."""
+        cells = {row.router: self.quality(row, top_k) for row in self.rows}
+        if self.repeats:
+            cells = {router: Cell(by_pretraining(cell.values)) for router, cell in cells.items()}
+        return told_apart(cells, lower_is_better=self.metric.lower_is_better)
+
+    @property
+    def varies(self) -> bool:
+        """Whether some row's tokens do not all get k experts: a column then says how many."""
+        return any(row.experts.mean is not None and abs(row.experts.mean - max(self.top_k)) > 1e-6 for row in self.rows)
+
+    def grid(self) -> Grid:
+        """Routers x k as text, with what they cost; the best of each k in bold."""
+        rows = [
+            [
+                row.router,
+                *(self.quality(row, k).shown(self.metric) for k in self.top_k),
+                row.entropy.text(3),
+                *([row.experts.text(2)] if self.varies else []),
+                *([] if self.audit else self._costs(row)),
+            ]
+            for row in self.rows
+        ]
+        header = ["router", *self.titles, *(title.lower() for title in self._tail)]
+        winners = [self.best(k) for k in self.top_k]
+        best = {(i, j) for i, row in enumerate(self.rows) for j, won in enumerate(winners, 1) if row.router in won}
+        return Grid(header, rows, best, self.caption)
+
+    @property
+    def _tail(self) -> list[str]:
+        """The titles of the columns after those of k."""
+        return ["Entropy", *self.experts_title, *([] if self.audit else ["Router params", "s/step", "Seeds"])]
+
+    def _costs(self, row: Row) -> list[str]:
+        return [
+            NONE if row.router_parameters is None else f"{row.router_parameters:,}",
+            NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
+            f"{len(row.done)}/{len(row.done) + len(row.missing)}",
+        ]
+
+    def quality_grid(self) -> Grid:
+        """Routers x k alone."""
+        return Grid(
+            ["router", *self.titles],
+            [[row.router, *(self.quality(row, k).shown(self.metric) for k in self.top_k)] for row in self.rows],
+        )
+
+    def difference_grid(self) -> Grid:
+        """Paired differences as text; no rows where nothing can be paired."""
+        differences = self.differences() if self.top_k else {}
+        rows = [
+            [name, *(cell.shown(self.metric, sign=True) for cell in of.values())] for name, of in differences.items()
+        ]
+        return Grid(["router", *self.titles], rows, caption=self.difference_caption)
+
+    @property
+    def experts_title(self) -> list[str]:
+        return ["experts/token"] if self.varies else []
+
+    @property
+    def titles(self) -> list[str]:
+        """The titles of the columns of k."""
+        return [f"k={k}" for k in self.top_k]
+
+    @property
+    def caption(self) -> str:
+        if self.audit:
+            return (
+                f"{self.metric.label} on the text ({self.metric.direction}). Entropy: nats, of the router's full "
+                "distribution, mean over tokens and layers at the largest k."
+            )
+        return (
+            f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
+            "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
+            "the largest k; router params: trainable ones; s/step: median training step. Bold: told apart from every "
+            "other row (95 % intervals of the paired differences, corrected for their number)."
+        )
+
+    @property
+    def difference_caption(self) -> str:
+        return (
+            f"Paired differences to {self.baseline}: same seed, data order and initial weights; mean ± sample standard "
+            f"deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
+        )
+
+    @property
+    def file(self) -> str:
+        return "table"
+
+    def text(self) -> str:
+        """Plain aligned text, paired differences below."""
+        missing = [f"{row.router}: seeds {', '.join(map(str, row.missing))}" for row in self.rows if row.missing]
+        differences = self.difference_grid()
+        paired = [differences.caption, differences.text()] if differences.rows else []
+        return joined(self.caption, self.grid().text(), *paired, f"Missing: {'; '.join(missing)}" if missing else "")
+
+    def csv(self) -> str:
+        """Comma-separated, full precision, one line a router."""
+        per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
+        tail = ["entropy mean", "entropy std", "router parameters", "step seconds", "seeds done", "seeds missing"]
+        rows = []
+        for row in self.rows:
+            line: list[Any] = [row.router, self.metric.name, self.split]
+            for cell in (self.quality(row, k) for k in self.top_k):
+                line += [cell.mean, cell.std, len(cell.values)]
+            line += [row.entropy.mean, row.entropy.std, row.router_parameters, row.step_seconds.mean]
+            rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
+        return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
+
+    def markdown(self) -> str:
+        """A Markdown table."""
+        return joined(self.grid().markdown(), self.caption)
+
+    def latex(self) -> str:
+        """A LaTeX table for the booktabs package."""
+        titles = [f"${title}$" for title in self.titles]
+        return self.grid().latex(["Router", *titles, *self._tail])
+
+    def rich(self) -> Any:
+        """The table for a terminal, as a `rich.table.Table`."""
+        return self.grid().rich(f"{self.metric.label} ({self.metric.direction})")
+
+
+def _row(comparison: Comparison, router: str, split: str) -> Row:
+    done = [run for run in comparison.of(router) if run.done]
+    quality: dict[int, dict[int, float]] = {}
+    for run in done:
+        for k, result in run.results(split).items():
+            if (value := finite(result.get("value"))) is not None:
+                quality.setdefault(k, {})[run.seed] = value
+    parameters = [value for run in done if (value := finite(run.evaluation.get("router_parameters"))) is not None]
+    seconds = {run.seed: finite(run.evaluation.get("step_seconds")) for run in done}
+    has_router = any(result.get("routers") for run in done for result in run.results(split).values())
+    return Row(
+        router=router,
+        quality={k: Cell(values) for k, values in sorted(quality.items())},
+        entropy=_at_largest_k(done, split, "entropy"),
+        router_parameters=int(parameters[0]) if parameters and has_router else None,
+        step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
+        experts=_at_largest_k(done, split, "experts_per_token"),
+        done=[run.seed for run in done],
+        missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
+    )
+
+
+def _at_largest_k(runs: Sequence[RunRecord], split: str, name: str) -> Cell:
+    """A figure of the routers at the largest k, mean over layers, by seed."""
+    rows = {run.seed: results[max(results)] for run in runs if (results := run.results(split))}
+    return Cell({seed: value for seed, row in rows.items() if (value := over_layers(row, name)) is not None})

@@ -1,0 +1,245 @@
+"""The fine-tunings of a comparison on one task: accuracy at every k, paired differences, change of the routing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pointsman._grid import NONE, Grid
+from pointsman._values import mean_of
+from pointsman_lab.report.forms import Forms, captioned, joined
+from pointsman_lab.report.published import papers
+from pointsman_lab.report.tables import ComparisonTable
+from pointsman_lab.runs.comparison import Comparison, read_comparison
+from pointsman_lab.runs.paths import REPEAT, finetuned_runs
+from pointsman_lab.runs.record import RunRecord, read_run
+
+FROM_SCRATCH = ",from-scratch"
+"""The end of a variant's name for the control without pre-training: the same model, fresh weights."""
+
+ROUTING_KEYS = ("top1", "sets", "consistency")
+ROUTING_TOP_K = 2
+ROUTING = (
+    "Routing: share of tokens whose first expert (top1) or set of experts (sets) at k = 2 differs from the pre-trained "
+    "model's, mean over layers and seeds; consistency: correlation of the loads at k = 2 between fine-tunings of one "
+    "pre-trained run, without the diagonal."
+)
+PUBLISHED = "Published figures, not ours: larger models, pre-trained far longer."
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's test accuracy, in percent as printed; `router` as the paper labels it."""
+
+    router: str
+    accuracy: float
+    source: str
+
+
+def published_for(task: str) -> list[Published]:
+    """The published accuracies for a task; [] for a task that no paper reports."""
+    return [
+        Published(line.label, value, f"{paper.name}, {table.number}")
+        for paper in papers().values()
+        for table in paper.tables
+        if table.metric == "accuracy"
+        for place, column in enumerate(table.columns)
+        if column.task == task
+        for line in table.lines
+        if (value := line.values[place]) is not None
+    ]
+
+
+def variants(comparison: Comparison) -> list[str]:
+    """The variants (task and changed settings, as their folders are called) that runs were fine-tuned on."""
+    return sorted({path.parent.name for run in comparison.runs.values() for path in finetuned_runs(run.path)})
+
+
+def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
+    """Fine-tunings of the comparison's runs.
+
+    With several pre-training seeds s: only those that `compare --task` makes, whose own seeds are s + 1000 j.
+    """
+    several = len(comparison.seeds) > 1
+    return [
+        tuned
+        for router in comparison.routers
+        for run in comparison.of(router)
+        for path in finetuned_runs(run.path, variant)
+        if (tuned := read_run(path)).seed % REPEAT == run.seed or not several
+    ]
+
+
+@dataclass(frozen=True)
+class TaskTable(Forms):
+    """A task's accuracies: routers x k over seeds, paired differences, published figures, change of the routing.
+
+    Attributes:
+        name: the variant: the task and changed settings, as in the folder names.
+        table: our figures.
+        published: the papers' figures for this task.
+        protocol: of our evaluations.
+        routing: router -> `routing_of` its fine-tunings.
+    """
+
+    name: str
+    table: ComparisonTable
+    published: Sequence[Published]
+    protocol: Mapping[str, Any]
+    routing: Mapping[str, Mapping[str, float | None]]
+
+    @classmethod
+    def read(cls, path: Path, variant: str, *, baseline: str | None = None) -> TaskTable:
+        """The table of this task in a comparison or run directory.
+
+        Raises:
+            RunError: neither a run nor a comparison, or an unknown baseline.
+        """
+        return cls.of(read_comparison(path), variant, baseline=baseline)
+
+    @classmethod
+    def of(cls, comparison: Comparison, variant: str, *, baseline: str | None = None) -> TaskTable:
+        """The table of this task in a comparison; its rows are the routers of which a fine-tuning has begun."""
+        tuned = finetunings(comparison, variant)
+        found = {(run.router, run.seed): run for run in tuned}
+        seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
+        begun = {run.router for run in tuned}
+        routers = [router for router in comparison.routers if router in begun or not tuned]
+        protocol = next((dict(run.evaluation["protocol"]) for run in tuned if run.done), {})
+        table = ComparisonTable.of(
+            Comparison(comparison.path, comparison.settings, routers, seeds, found),
+            baseline=baseline,
+            split=protocol.get("split", "test"),
+        )
+        table = replace(table, repeats=True)
+        routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
+        return cls(variant, table, published_for(variant.split(",")[0]), protocol, routing)
+
+    @property
+    def note(self) -> str:
+        """The protocol in words."""
+        protocol = self.protocol
+        if not protocol:
+            return "nothing has been fine-tuned yet"
+        start = "from scratch" if protocol["from_scratch"] else "from the pre-trained run"
+        balance = protocol["balance"]
+        words = [
+            f"{protocol['task']}",
+            f"{start}, {protocol['steps']:,} steps, trained with k = {protocol['trained_with_k']}",
+            *([f"scored: {protocol['scored']}"] if "scored" in protocol else []),
+            f"pooling: {protocol['pooling']}; length {protocol['length']}, cut: "
+            + ", ".join(f"{split} {count:,}" for split, count in protocol["truncated"].items()),
+            f"frozen: {', '.join(protocol['frozen']) or 'nothing'}; balance loss: "
+            + ("as in pre-training" if balance is None else f"{balance:g}"),
+            "seeds: that of pre-training, plus 1000 for each further fine-tuning of the same run",
+        ]
+        return "; ".join(words)
+
+    @property
+    def file(self) -> str:
+        return f"task-{self.name}"
+
+    def text(self) -> str:
+        """Ours, paired differences, routing, then the published figures, labelled."""
+        parts = captioned(self.further(), Grid.text)
+        return joined(f"{self.name}: {self.note}", self.table.text().rstrip("\n"), *parts)
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        grids = [grid for grid in (self.table.difference_grid(), *self.further()) if grid.rows]
+        parts = captioned(grids, Grid.markdown)
+        return joined(f"**{self.name}**: {self.note}", self.table.markdown().rstrip("\n"), *parts)
+
+    def csv(self) -> str:
+        """Ours, one line a router; below, under a header of their own, the published figures (as shares, like ours)."""
+        if not self.published:
+            return self.table.csv()
+        rows = [[one.router, f"{one.accuracy / 100:.4f}", one.source] for one in self.published]
+        return f"{self.table.csv()}\n{Grid(['published router', 'accuracy', 'source'], rows).csv()}"
+
+    def latex(self) -> str:
+        """Ours and, in a second table, the published figures."""
+        if not self.published:
+            return self.table.latex()
+        return self.table.latex() + "\n" + replace(self.published_grid(), code=False).latex()
+
+    def further(self) -> list[Grid]:
+        """The grids besides our figures: routing and published figures, where there are any."""
+        return [grid for grid in (self.routing_grid(), self.published_grid()) if grid.rows]
+
+    def published_grid(self) -> Grid:
+        """The papers' figures."""
+        rows = [[one.router, f"{one.accuracy:.2f}", one.source] for one in self.published]
+        return Grid(["router (published)", "accuracy (%)", "source"], rows, caption=PUBLISHED)
+
+    def routing_grid(self) -> Grid:
+        """How fine-tuning changed the routing."""
+        rows = [
+            [router, *(NONE if values[key] is None else f"{values[key]:.3f}" for key in ROUTING_KEYS)]
+            for router, values in self.routing.items()
+            if any(value is not None for value in values.values())
+        ]
+        return Grid(["router", *ROUTING_KEYS], rows, caption=ROUTING)
+
+
+def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
+    """How fine-tuning changed the routing of one router.
+
+    Returns:
+        {"top1", "sets": share of tokens whose first expert, or set of experts, differs from the pre-trained model's,
+        mean over layers and runs; "consistency": `consistency` of the runs}; None where it does not exist.
+    """
+    layers = [
+        one for run in runs for one in run.evaluation.get("change_from_pretrained", {}).get("layers", {}).values()
+    ]
+    found = {key: mean_of(layer.get(key) for layer in layers) for key in ("top1", "sets")}
+    return {**found, "consistency": consistency([(run.path, run.evaluation) for run in runs if run.done])}
+
+
+def consistency(
+    records: Sequence[tuple[Path, Mapping[str, Any]]],
+    attack: Mapping[str, Any] | None = None,
+    top_k: int = ROUTING_TOP_K,
+) -> float | None:
+    """Inter-run consistency of the expert loads between fine-tunings of one pre-trained run, mean over layers and runs.
+
+    Fine-tunings from scratch are left out: experts of different initial weights do not correspond.
+
+    Args:
+        records: (a fine-tuned run's directory, an evaluation of it), of one router.
+        attack: of the results that count; None: the clean ones.
+        top_k: of the results that count.
+    """
+    groups: dict[Path, dict[str, list[list[float]]]] = {}
+    for path, record in records:
+        for row in () if record["protocol"].get("from_scratch") else record["results"]:
+            if row.get("top_k") == top_k and is_of(row, attack):
+                for layer, values in row.get("routers", {}).items():
+                    loads = groups.setdefault(pretrained_of(path), {}).setdefault(layer, [])
+                    loads.append([share or 0.0 for share in values["load"]])
+    every = [loads for layers in groups.values() for loads in layers.values()]
+    if all(len(loads) < 2 for loads in every):
+        return None
+    from pointsman.diagnostics.consistency import inter_run_consistency
+
+    return mean_of(inter_run_consistency(loads)["without_diagonal"] for loads in every)
+
+
+def pretrained_of(path: Path) -> Path:
+    """A folder that fine-tunings of one pre-trained run share: RUN of RUN/finetune/VARIANT/seed-S.
+
+    With `finetune RUN --out DIR`, which has one pre-trained run, a folder above DIR.
+    """
+    parents = list(Path(os.path.abspath(path)).parents)
+    return parents[min(2, len(parents) - 1)]
+
+
+def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
+    """Whether a row of results is of this attack; with None, whether it is clean."""
+    found = row.get("attack")
+    if attack is None or not found:
+        return attack is None and not found and "recipe" not in row
+    return all(found.get(key) == value for key, value in attack.items())

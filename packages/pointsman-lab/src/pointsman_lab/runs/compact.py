@@ -1,0 +1,210 @@
+"""record.jsonl: the finished runs of a comparison in one compact file, a JSON line a run.
+
+A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
+the run: settings, environment with versions, evaluation with its protocol, attacks and fine-tunings as they are,
+diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns (format 1, by rows, is still
+read). Weights, vocabularies and samples of the data (explorer, pictures) are left out. `restore` makes the run
+directories again: tables come out identical, and `compare` takes the runs as finished on any machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._files import disk_errors, find, parse_json, read_json, read_text, scratch_folder, within, write_whole
+from pointsman._shapes import shape_of
+from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
+
+FORMAT = 2
+RECORD = "record.jsonl"
+LEFT_OUT = (VOCABULARY, EXPLORER, PICTURES)
+ROWS = {"train": 160, "routing": 60}
+"""At most so many steps of a kind of metrics are kept, evenly spaced: as many points as the page's curves have."""
+KEPT = {
+    "train": ("kind", "step", "loss", "top_k"),
+    "routing": ("kind", "step", "layer", "entropy", "load", "margin", "dead"),
+}
+"""Fields that are kept; of other kinds of rows all are."""
+DIGITS = 4
+_NAME = r"(?!\.\.?/)[^/\\:\x00-\x1f]+"
+_RUN = re.compile(rf"runs/{_NAME}/seed-[0-9]+")
+_FILE = re.compile(rf"(?:finetune/{_NAME}/seed-[0-9]+/)?([^/]+)")
+"""Paths that a record may name: of a run in its comparison, and of a file in a run."""
+
+
+def write_record(folder: Path) -> Path | None:
+    """Writes record.jsonl of a comparison: every finished run on the disk, and those that only the record knows.
+
+    Returns:
+        The file; None where no run is finished.
+
+    Raises:
+        RunError: a damaged record, or a folder that cannot be written.
+    """
+    entries = {entry["path"]: entry for entry in read_record(folder)}
+    for config in find(folder, f"runs/*/seed-*/{CONFIG}"):
+        run = config.parent
+        if (run / EVALUATION).is_file():
+            path = run.relative_to(folder).as_posix()
+            entries[path] = {"path": path, "files": packed(run)}
+    if not entries:
+        return None
+    lines = (_line(entries[path]) for path in sorted(entries))
+    return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
+
+
+def restore(folder: Path) -> list[Path]:
+    """Makes the run directories of record.jsonl that are not on the disk; each appears whole or not at all.
+
+    Returns:
+        The directories made.
+
+    Raises:
+        RunError: a damaged record, or a folder that cannot be written.
+    """
+    made = []
+    for entry in read_record(folder):
+        run = within(folder, *entry["path"].split("/"))
+        if run.exists():
+            continue
+        with (
+            disk_errors(run, "the run of the record was not restored"),
+            scratch_folder(run.parent) as scratch,  # new, so that no link in the folder is written through
+        ):
+            for name, content in entry["files"].items():
+                file = scratch.joinpath(run.name, *name.split("/"))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("x", encoding="utf-8") as opened:
+                    opened.write(_written(content))
+            (scratch / run.name).replace(run)
+        made.append(run)
+    return made
+
+
+def read_record(folder: Path) -> Iterator[dict[str, Any]]:
+    """The entries of record.jsonl, in file order, metrics as rows; none without the file.
+
+    Raises:
+        RunError: a line that is no entry of this format; names file and line.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return
+    for number, line in enumerate(io.StringIO(read_text(file)), 1):
+        try:
+            entry = parse_json(line)
+        except ValueError:
+            entry = None
+        try:
+            if not isinstance(entry, dict) or entry.get("format") not in (1, FORMAT) or not _is_whole(entry):
+                raise ValueError
+            files = {
+                name: from_columns(content) if name.endswith(METRICS) and entry["format"] == FORMAT else content
+                for name, content in entry["files"].items()
+            }
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise RunError(
+                f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged"
+            ) from None
+        yield {**entry, "files": files}
+
+
+def packed(run: Path) -> dict[str, Any]:
+    """File name -> content, of a run and of its fine-tunings: JSON objects, and lists of rows for metrics."""
+    found: dict[str, Any] = {}
+    for file in [*find(run, "*.json"), *find(run, "finetune/*/seed-*/*.json")]:
+        name = file.relative_to(run).as_posix()
+        if _is_kept(name) and (content := read_json(file)) is not None:
+            found[name] = rounded(content) if file.name == DIAGNOSTICS else content
+    for file in [*find(run, METRICS), *find(run, f"finetune/*/seed-*/{METRICS}")]:
+        config = found.get(file.with_name(CONFIG).relative_to(run).as_posix(), {})
+        found[file.relative_to(run).as_posix()] = thinned(read_metrics(file), config.get("steps"))
+    return found
+
+
+def thinned(rows: Iterable[Mapping[str, Any]], steps: int | None) -> list[dict[str, Any]]:
+    """Rows of metrics, the last steps of equal stretches of the run, rounded; what is thin already stays as it is."""
+    every = list(rows)
+    last = max([steps or 1, *(int(row["step"]) for row in every)])
+    kept: dict[tuple[str, int], int] = {}
+    for row in every:
+        if (kind := str(row["kind"])) in ROWS:
+            kept[kind, math.ceil(int(row["step"]) * ROWS[kind] / last)] = int(row["step"])
+    steps_kept = {(kind, step) for (kind, _), step in kept.items()}
+    return [
+        {key: rounded(value) for key, value in row.items() if row["kind"] not in KEPT or key in KEPT[str(row["kind"])]}
+        for row in every
+        if row["kind"] not in ROWS or (row["kind"], int(row["step"])) in steps_kept
+    ]
+
+
+def to_columns(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by kind, layer and fields: `{"fields", "same": what all of them share, "each": {field: values}}` a group."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["kind"], row.get("layer"), *row), []).append(row)
+    columns = []
+    for group in groups.values():
+        first = group[0]
+        same = {key: first[key] for key in first if key != "step" and all(row[key] == first[key] for row in group)}
+        each = {key: [row[key] for row in group] for key in first if key not in same}
+        columns.append({"fields": list(first), "same": same, "each": each})
+    return columns
+
+
+def from_columns(columns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `to_columns`, by step."""
+    rows = [
+        {key: group["same"][key] if key in group["same"] else group["each"][key][row] for key in group["fields"]}
+        for group in columns
+        for row in range(len(group["each"]["step"]))
+    ]
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def rounded(value: Any) -> Any:
+    """Floats to four significant digits, in lists and objects too."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    files = {
+        name: to_columns(content) if name.endswith(METRICS) else content for name, content in entry["files"].items()
+    }
+    return json.dumps(
+        {"format": FORMAT, "path": entry["path"], "files": files}, separators=(",", ":"), ensure_ascii=False
+    )
+
+
+def _is_whole(entry: Mapping[str, Any]) -> bool:
+    path, files = entry.get("path"), entry.get("files")
+    if not isinstance(path, str) or not isinstance(files, dict) or not {CONFIG, EVALUATION} <= files.keys():
+        return False
+    return _RUN.fullmatch(path) is not None and all(
+        _is_kept(name) and isinstance(content, list if name.endswith(METRICS) else dict)
+        for name, content in files.items()
+    )
+
+
+def _is_kept(name: str) -> bool:
+    """Whether a record holds the file of this path in a run."""
+    found = _FILE.fullmatch(name)
+    return found is not None and (found[1] == METRICS or (found[1] not in LEFT_OUT and shape_of(found[1]) is not None))
+
+
+def _written(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(json.dumps(row) + "\n" for row in content)
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,176 @@
+"""Comparison directories: comparison.json, and the runs of every router and seed side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import find, read_json, write_whole
+from pointsman_lab.runs.checkpoints import steps_of
+from pointsman_lab.runs.compact import restore
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path
+from pointsman_lab.runs.record import RunRecord, label, read_run
+
+FORMAT = 1
+
+
+def write_plan(
+    out: Path,
+    *,
+    settings: Mapping[str, Any],
+    routers: Sequence[str],
+    seeds: Sequence[int],
+    command: str,
+    kernels: Mapping[str, str],
+    data: str,
+) -> None:
+    """Writes comparison.json.
+
+    Args:
+        settings: those of every run, without router and seed.
+        routers: specs in the table's order. seeds: in order.
+        command: the command line that asked for the comparison last.
+        kernels: of all its runs. data: the fingerprint of their corpus.
+    """
+    grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
+    values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
+    write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
+
+
+def read_plan(out: Path) -> Mapping[str, Any] | None:
+    """The content of comparison.json; None without one.
+
+    Raises:
+        RunError: it is damaged, or of another format.
+    """
+    file = out / COMPARISON
+    values = read_json(file)
+    if values is not None and values.get("format") != FORMAT:
+        raise RunError(f"{file}: not a comparison of format {FORMAT}")
+    return values
+
+
+def required_plan(out: Path) -> Mapping[str, Any]:
+    """`read_plan`; RunError also where there is no comparison."""
+    plan = read_plan(out)
+    if plan is None:
+        raise RunError(f"{out} holds no comparison: train its routers first")
+    return plan
+
+
+def saved_runs(
+    out: Path, plan: Mapping[str, Any], note: Callable[[str], None], routers: Sequence[str] | None = None
+) -> list[tuple[str, int]]:
+    """(router, seed) of a comparison's runs that have saved weights, one seed for all routers before the next.
+
+    Args:
+        note: told, in one line, of those that have not.
+        routers: only these rows.
+
+    Raises:
+        RunError: the comparison has no such row, or no run has saved weights.
+    """
+    for router in routers or ():
+        if router not in plan["routers"]:
+            raise RunError(f"{out} has no row {router!r}: {did_you_mean(router, plan['routers'])}")
+    wanted = [(router, seed) for seed in plan["seeds"] for router in routers or plan["routers"]]
+    found = [one for one in wanted if steps_of(run_path(out, *one) / CHECKPOINTS)]
+    if not found:
+        raise RunError(
+            f"{out}: no run has a checkpoint (a record holds no weights): train the routers in another folder, "
+            "by `pointsman compare` with --out"
+        )
+    if len(found) < len(wanted):
+        without = ", ".join(f"{router} (seed {seed})" for router, seed in wanted if (router, seed) not in found)
+        note(f"passed over, without a checkpoint: {without}")
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side: a comparison directory, or several run directories.
+
+    Attributes:
+        path: the comparison's directory, or that of the only run.
+        settings: everything but the routers.
+        routers: specs in order. seeds: in order.
+        runs: (router, seed) -> run; missing where it has not begun.
+        single: whether this is one run and no comparison.
+        command: the command line that made it; "" where it is not known.
+        planned: whether it is a comparison directory.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    routers: Sequence[str]
+    seeds: Sequence[int]
+    runs: Mapping[tuple[str, int], RunRecord]
+    single: bool = False
+    command: str = ""
+    planned: bool = True
+
+    def of(self, router: str) -> list[RunRecord]:
+        """The runs of one router that have begun, in the order of seeds."""
+        return [self.runs[router, seed] for seed in self.seeds if (router, seed) in self.runs]
+
+    def missing(self) -> list[tuple[str, int]]:
+        """(router, seed) of all runs without an evaluation."""
+        done = {key for key, run in self.runs.items() if run.done}
+        return [(router, seed) for router in self.routers for seed in self.seeds if (router, seed) not in done]
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Reads a run directory or a comparison directory, whose runs a record may hold; RunError where it is neither."""
+    path = Path(path)
+    if not path.exists():
+        raise RunError(f"{path}: no such directory")
+    plan = read_plan(path)
+    if plan is None:
+        if (path / CONFIG).is_file():
+            return gather([read_run(path)])
+        raise RunError(f"{path}: neither a run directory ({CONFIG}) nor a comparison ({COMPARISON})")
+    restore(path)
+    routers, seeds = [label(spec) for spec in plan.get("routers", ())], [int(seed) for seed in plan.get("seeds", ())]
+    runs: dict[tuple[str, int], RunRecord] = {}
+    for config in find(path, f"runs/*/seed-*/{CONFIG}"):
+        run = read_run(config.parent)
+        if run.router in routers and run.seed in seeds:
+            runs[run.router, run.seed] = run
+    return Comparison(path, plan.get("settings", {}), routers, seeds, runs, command=str(plan.get("command", "")))
+
+
+def gather(runs: Sequence[RunRecord]) -> Comparison:
+    """Several runs as an unplanned comparison; RunError where two have the same router and seed.
+
+    Audits of models of one class get the name of their folder in their label.
+    """
+    named: dict[tuple[str, int], RunRecord] = {}
+    labels = Counter(run.router for run in runs)
+    for run in runs:
+        if run.is_audit and labels[run.router] > 1:
+            run = replace(run, router=f"{run.router} ({run.path.resolve().name})")
+        if (run.router, run.seed) in named:
+            other = named[run.router, run.seed].path
+            raise RunError(f"{other} and {run.path}: two runs with router {run.router!r} and seed {run.seed}")
+        named[run.router, run.seed] = run
+    first = runs[0]
+    common = {key: value for key, value in first.config.items() if all(run.config.get(key) == value for run in runs)}
+    routers, seeds = list(dict.fromkeys(router for router, _ in named)), sorted({seed for _, seed in named})
+    return Comparison(first.path, common, routers, seeds, named, single=len(runs) == 1, planned=False)
+
+
+def read(path: Path | Sequence[Path]) -> Comparison:
+    """A directory, or several run directories, as one comparison.
+
+    Raises:
+        RunError: no directory, neither a run nor a comparison, or a damaged file.
+    """
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    if not paths:
+        raise RunError("report: name at least one run or comparison directory")
+    return read_comparison(paths[0]) if len(paths) == 1 else gather([read_run(one) for one in paths])

@@ -1,0 +1,128 @@
+"""The directory of one run: who may work in it, and its JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from pointsman._errors import RunError
+from pointsman._files import read_text, read_whole_json, within, write_whole
+from pointsman._values import is_utf8
+from pointsman_lab.data.vocabulary import read_vocabulary
+from pointsman_lab.runs.checkpoints import steps_of
+from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
+from pointsman_lab.runs.record import refuse_model
+
+
+class Settings(Protocol):
+    """The settings of a run, as config.json holds them (`training.config.RunConfig`)."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def to_json(self) -> str: ...
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Self:
+        """What `to_json` wrote; RunError, which names `where`, if it is damaged."""
+
+    def differing(self, other: Self) -> dict[str, tuple[Any, Any]]:
+        """The settings in which another training would be the result: name -> (own value, the other's)."""
+
+
+S = TypeVar("S", bound=Settings)
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Attributes:
+        path: the folder.
+        checkpoints: its folder of checkpoints.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.checkpoints = within(self.path, CHECKPOINTS)
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / CONFIG).exists()
+
+    def config(self, kind: type[S]) -> S:
+        """The run's settings.
+
+        Raises:
+            RunError: there is no run here, or its config.json is damaged.
+        """
+        refuse_model(self.path)
+        file = self.path / CONFIG
+        try:
+            return kind.from_json(read_text(file), str(file))
+        except (FileNotFoundError, NotADirectoryError):
+            if (self.path / COMPARISON).is_file():
+                runs = self.path / "runs" / "ROUTER" / "seed-S"
+                raise RunError(f"{self.path} is a comparison, not a run: name one of its runs, {runs}") from None
+            raise RunError(f"{self.path} is no run directory: it has no {CONFIG}") from None
+        except OSError as error:
+            raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+
+    def claim(self, config: Settings, *, resume: bool) -> None:
+        """Writes config.json: from now on this is the directory of the run with these settings.
+
+        Raises:
+            RunError: what `check` raises; the folder cannot be written.
+        """
+        self.check(config, resume=resume)
+        write_whole(self.path / CONFIG, config.to_json())
+
+    def check(self, config: Settings, *, resume: bool) -> None:
+        """Checks that the run with these settings may work here; writes nothing.
+
+        Raises:
+            RunError: the directory holds a run with other settings (names them), or the same run and `resume` is
+                false, or something else.
+        """
+        if not is_utf8(str(self.path)):
+            raise RunError(f"{str(self.path)!r}: its bytes are not UTF-8; choose another --out")
+        if self.exists:
+            if differing := self.config(type(config)).differing(config):
+                told = "; ".join(f"{name} is {here!r} there, {ours!r} here" for name, (here, ours) in differing.items())
+                raise RunError(f"{self.path} holds a run of another configuration: {told}; choose another --out")
+            if not resume:
+                done = max(steps_of(self.checkpoints), default=0)
+                raise RunError(
+                    f"{self.path} holds this run already, saved at step {done} of {config.steps}: "
+                    "--resume goes on, another --out starts anew"
+                )
+        elif steps_of(self.checkpoints):
+            foreign = f"has checkpoints but no {CONFIG}: it is damaged or foreign"
+            raise RunError(f"{self.path} {foreign}; choose another --out")
+        elif self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+            raise RunError(f"{self.path} is not empty and holds no run; choose another --out")
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        write_whole(self.path / name, json.dumps(values, indent=2) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON object of this run; None where it is missing or damaged."""
+        return read_whole_json(self.path / name)
+
+    def vocabulary(self) -> Any:
+        """What the run's token ids stand for: a `Vocabulary`, `Pieces`, or `ClassNames`."""
+        file = self.path / VOCABULARY
+        try:
+            text = read_text(file)
+        except OSError as error:
+            raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+        try:
+            return read_vocabulary(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{file} is damaged: {error}") from None
+
+    def metrics(self, *kinds: str) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl of these kinds; all rows where no kind is given."""
+        return list(read_metrics(self.path / METRICS, *kinds))

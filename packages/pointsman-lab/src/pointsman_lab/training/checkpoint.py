@@ -1,0 +1,179 @@
+"""The tensors of checkpoints, as safetensors files; no pickle anywhere. The folder itself: `lab.runs.checkpoints`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from pointsman._files import parse_json, within
+from pointsman.ops.exchange import local_part
+from pointsman_lab.runs.checkpoints import FORMAT, Checkpoint, CheckpointError, write_folder
+
+_ALIASES = "aliases"
+
+Files = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of a checkpoint: file name without its ending -> tensor name -> tensor."""
+
+
+def write_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any], keep: int = 0) -> Path:
+    """Writes the checkpoint `folder/step-N`; tensors that share storage are stored once. Else as `write_folder`."""
+    packed = {f"{name}.safetensors": _packed(tensors) for name, tensors in files.items()}
+    return write_folder(folder, step, packed, state, keep)
+
+
+def checkpoint_tensors(checkpoint: Checkpoint, name: str, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The whole tensors of one file of a checkpoint, on the CPU; shared ones under each of their names.
+
+    Args:
+        only: names; None: all of them.
+    """
+    if checkpoint.format == FORMAT and only is None:
+        return read_tensors(checkpoint.path / f"{name}.safetensors")
+    stored = stored_tensors(checkpoint, name)
+    wanted = {one: torch.empty_like(meta, device="cpu") for one, meta in stored.items() if only is None or one in only}
+    read_into(checkpoint, name, wanted)
+    return wanted
+
+
+def stored_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    """The same on the meta device: shapes and types alone.
+
+    Raises:
+        CheckpointError: the file, or the folder of parts, cannot be read.
+    """
+    try:
+        described = _reader(checkpoint, name).read_metadata().state_dict_metadata
+        names: Iterable[str] = described
+        if checkpoint.format == FORMAT:  # the reader sees all files of the folder
+            with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
+                names = opened.keys()
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint.path / name} cannot be read: {error}") from None
+    found = {
+        one: torch.empty(described[one].size, dtype=described[one].properties.dtype, device="meta") for one in names
+    }
+    return {**found, **{alias: found[kept] for alias, kept in _aliases(checkpoint, name).items()}}
+
+
+def read_into(checkpoint: Checkpoint, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Fills tensors, or this rank's parts of them, in place.
+
+    Raises:
+        CheckpointError: one is missing or of another shape; [] and [1] fit each other.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    stored, aliases = stored_tensors(checkpoint, name), _aliases(checkpoint, name)
+    request: dict[str, Tensor] = {}
+    copies: list[tuple[Tensor, str]] = []
+    for one, tensor in tensors.items():
+        kept = aliases.get(one, one)
+        if kept in request or (one in stored and stored[one].dim() != tensor.dim() and tensor.numel() == 1):
+            request.setdefault(kept, torch.empty_like(stored[one], device="cpu")) if one in stored else None
+            copies.append((tensor, kept))
+        elif tensor.numel():
+            request[kept] = tensor
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another one for this
+            load(request, storage_reader=_reader(checkpoint, name), no_dist=True)
+    except CheckpointException as error:
+        why = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {str(why).splitlines()[0]}") from None
+    for tensor, kept in copies:
+        part, value = local_part(tensor), local_part(request[kept])
+        assert part is not None
+        assert value is not None
+        if part.numel() and part is not value:
+            part.copy_(value.view(part.shape))
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    return HuggingFaceStorageReader(str(checkpoint.path if checkpoint.format == FORMAT else checkpoint.path / name))
+
+
+def _aliases(checkpoint: Checkpoint, name: str) -> Mapping[str, str]:
+    if checkpoint.format != FORMAT:
+        return checkpoint.aliases.get(name, {})
+    with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
+        found: dict[str, str] = parse_json((opened.metadata() or {}).get(_ALIASES, "{}"))
+        return found
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file on the CPU; those stored once for several names come back under each name.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with safetensors.safe_open(within(file.parent, file.name), framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = opened.metadata() or {}
+        aliases = parse_json(metadata.get(_ALIASES, "{}"))
+        return {**tensors, **{name: tensors[kept] for name, kept in aliases.items()}}
+    except (AttributeError, KeyError, TypeError, OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> bytes:
+    """safetensors content; of tensors that are views of the same storage one is kept, the others' names are noted."""
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+            continue
+        seen[key] = name
+        kept[name] = tensor.cpu().contiguous()
+    storages: set[int] = set()
+    for name, tensor in kept.items():  # views of one storage that differ in shape or place: each on its own
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in storages:
+            kept[name] = tensor.clone(memory_format=torch.contiguous_format)
+        storages.add(pointer)
+    metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
+    return safetensors.torch.save(kept, metadata=metadata)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:
+    """Puts a checkpoint's weights, those of one of its files, into a model of the same settings.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    try:
+        model.load_state_dict(checkpoint_tensors(checkpoint, file))
+    except RuntimeError as error:
+        first = str(error).splitlines()[1:2]
+        told = first[0].strip() if first else str(error)
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: its weights do not fit: {told}") from None
+
+
+def misfit(model: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
+    """Why weights cannot be a model's; None if they can."""
+    own = model.state_dict()
+    if missing := sorted(own.keys() - weights.keys()):
+        return f"its weights belong to another model: {missing[0]} is missing"
+    if strange := sorted(weights.keys() - own.keys()):
+        return f"its weights belong to another model: this one has no {strange[0]}"
+    for name, tensor in own.items():
+        if not tensor.numel() or tensor.numel() == weights[name].numel() == 1:
+            continue  # an empty buffer takes what it finds; [] of one process is [1] of many
+        if tensor.shape != weights[name].shape:
+            return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
+    return None

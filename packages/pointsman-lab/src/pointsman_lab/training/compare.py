@@ -1,0 +1,265 @@
+"""A paired comparison of routers: one directory that grows by rows and seeds.
+
+Every run of a comparison has the same data in the same order, the same initial weights outside the router, the same
+dropout masks (steps seed the generator from (seed, step)), the same schedule of k and the same kernels. One seed is
+trained for all routers before the next.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pointsman._errors import RunError, Stopped
+from pointsman._files import alone
+from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.ops.kernels import Kernels
+from pointsman.parallel.launch import available_cores
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.start import one_after_another
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.elsewhere import import_routers
+from pointsman.routers.frame.registry import split_specs
+from pointsman_lab.models.families import OLDEST, build_model, family
+from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.runs.compact import restore
+from pointsman_lab.runs.comparison import read_plan, write_plan
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
+from pointsman_lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
+from pointsman_lab.training.jobs import Work, do_all, one_thread
+from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
+from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.state import check_ranks
+from pointsman_lab.training.task import Task
+from pointsman_lab.training.tasks import check_models, pretraining_task
+from pointsman_lab.training.trainer import train
+
+SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
+ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
+OF_THE_DATA = ("vocab_size", "num_classes", "image_size")
+OF_A_RUN = ("router", "seed", "top_k")
+PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
+"""Settings that may change between two calls, but not between the rows of a table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison directory holds or will hold.
+
+    Attributes:
+        base: the settings of every run but router and seed.
+        routers: specs in the table's order.
+        seeds: in order.
+        command: the words that asked for it last, for the page.
+    """
+
+    base: RunConfig
+    routers: tuple[str, ...]
+    seeds: tuple[int, ...]
+    command: str = ""
+
+    def config(self, router: str, seed: int) -> RunConfig:
+        """The settings of one run."""
+        return replace(self.base, model=replace(self.base.model, router=router), seed=seed)
+
+    def settings(self) -> dict[str, Any]:
+        """Everything but routers and seeds, as JSON."""
+        values = self.base.to_dict()
+        values.pop("seed")
+        model = {key: value for key, value in values["model"].items() if key not in OF_THE_DATA and key not in OF_A_RUN}
+        return {**values, "model": model}
+
+
+def merged(plan: Plan, out: Path) -> Plan:
+    """The plan together with what the directory holds already: rows and seeds are added, never taken away.
+
+    Raises:
+        RunError: the directory holds a comparison with other settings; the message names them.
+    """
+    before = read_plan(out)
+    if before is None:
+        if out.exists() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+            raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
+        return plan
+    ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / COMPARISON))
+    keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
+    differing = [key for key in keys if ours.get(key) != theirs.get(key)]
+    if differing:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(f"{out} holds a comparison with other settings: {told}; choose another --out")
+    routers = tuple(dict.fromkeys([*before["routers"], *plan.routers]))
+    seeds = tuple(sorted({*before["seeds"], *plan.seeds}))
+    differing = [key for key in PROTOCOL if ours.get(key) != theirs.get(key)]
+    others = [f"{router}, seed {seed}" for router in before["routers"] for seed in before["seeds"]
+              if router not in plan.routers or seed not in plan.seeds]  # fmt: skip
+    if differing and others:
+        told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
+        raise RunError(
+            f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
+            f"well ({'; '.join(others)}): they are then evaluated anew"
+        )
+    return replace(plan, routers=routers, seeds=seeds, command=_whole_command(plan.command, routers, len(seeds)))
+
+
+def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
+    """The command with all rows and seeds of the directory, so that it makes the whole table anew."""
+    words = shlex.split(command)
+    for flag, value in (("--routers", ",".join(routers)), ("--seeds", str(seeds))):
+        if flag in words[:-1]:
+            words[words.index(flag) + 1] = value
+        elif any(word.startswith(f"{flag}=") for word in words):
+            words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
+        elif words and value != "1":
+            words += [flag, value]
+    return shlex.join(words)
+
+
+class Watcher(Protocol):
+    """Told of every run of a comparison."""
+
+    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
+        """A run begins that `line` shows."""
+
+    def ended(self, router: str, seed: int) -> None:
+        """A run has its evaluation."""
+
+
+def compare(
+    plan: Plan,
+    out: Path,
+    *,
+    device: str = "cpu",
+    jobs: int | None = None,
+    progress: Progress,
+    watcher: Watcher,
+    stop: Stop | None = None,
+    data_progress: Callable[[str, int, int], None] | None = None,
+    ranks: Ranks = ALONE,
+    layout: Layout | None = None,
+) -> Plan:
+    """Trains and evaluates what is missing of a comparison: one seed for all routers before the next.
+
+    Args:
+        plan: the routers and seeds asked for; those that the directory holds already stay in its table.
+        out: the comparison's directory; an interrupted comparison goes on where it was.
+        jobs: how many runs go on at a time. Each has one thread then, and with more than one job a process of its own:
+            any number of jobs gives the same bits. None: one run after another in this process, with all its threads.
+        watcher: told when a run begins and when it has its evaluation.
+        stop: asks to save and end.
+        data_progress: told of reading and tokenizing the data.
+        ranks: who shares each batch of each run, one run after another; every rank calls with the same arguments.
+        layout: how they divide each model; None: in shards.
+
+    Returns:
+        The plan of the whole directory.
+
+    Raises:
+        RunError: other settings live in the directory, another process works in it, or what `train` raises.
+        Stopped: `stop` was set; everything is saved.
+    """
+    for router in plan.routers:
+        split_specs(router)
+    if not ranks.first:
+        progress, data_progress = Quiet(), None
+    if ranks.count > 1:
+        check_ranks(plan.base, ranks)
+    whole = ranks.by_first(lambda: merged(plan, out))
+    task = one_after_another(ranks, lambda: pretraining_task(plan.base, data_progress))
+    task.check(plan.base)
+    check_models([plan.config(router, 0) for router in plan.routers], task, layout or Layout(ranks.count))
+    every = [(router, seed) for seed in plan.seeds for router in plan.routers]
+
+    def finished(router: str, seed: int) -> bool:  # its checkpoints need not be there any more
+        record = RunDirectory(run_path(out, router, seed)).read_json(EVALUATION)
+        return task.is_current(record, plan.config(router, seed))
+
+    with ExitStack() as held, one_thread(jobs):  # kernels are timed with the threads that use them
+
+        def begin() -> tuple[Kernels, list[tuple[int, str, int]]]:
+            held.enter_context(alone(out))
+            kernels = _begun(plan.base, whole, out, task)
+            return kernels, [(number, *one) for number, one in enumerate(every, 1) if not finished(*one)]
+
+        kernels, todo = ranks.by_first(begin)
+
+        def begins(place: int, line: Progress) -> None:
+            number, router, seed = todo[place]
+            watcher.begins(number, len(every), router, seed, line)
+
+        def ended(place: int) -> None:
+            watcher.ended(*todo[place][1:])
+
+        runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
+        setup = partial(_trainer, plan.base, kernels, device)
+        here = partial(setup, task, ranks, layout)
+        do_all(runs, setup, here, jobs, progress=progress, begins=begins, ended=ended, stop=stop)
+    return whole
+
+
+def _begun(base: RunConfig, whole: Plan, out: Path, task: Task) -> Kernels:
+    """Writes the plan of a directory that no other process works in; the kernels of all its runs."""
+    restore(out)  # runs that another machine has finished
+    before = read_plan(out) or {}
+    if before.get("data", task.fingerprint) != task.fingerprint:
+        raise RunError(f"{out} holds a comparison on other data: {base.data} has changed since; choose another --out")
+    if (recorded := before.get("kernels")) is not None:
+        kernels = recorded_kernels(recorded, out / COMPARISON)
+    else:
+        kernels = choose_kernels(base, None)
+    write_plan(
+        out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
+        kernels=kernels.to_dict(), data=task.fingerprint,
+    )  # fmt: skip
+    return kernels
+
+
+def _trainer(
+    base: RunConfig, kernels: Kernels, device: str, task: Task | None = None, ranks: Ranks = ALONE,
+    layout: Layout | None = None,
+) -> Work:  # fmt: skip
+    """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
+    if task is None:
+        for name in base.imports:
+            import_routers(name)
+        task = pretraining_task(base)
+
+    def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:
+        config, path = run
+        try:
+            train(
+                config, path, resume=RunDirectory(path).exists, device=device, task=task, kernels=kernels,
+                progress=progress, monitor=RoutingMonitor, stop=stop, ranks=ranks, layout=layout,
+            )  # fmt: skip
+        except Interrupted as saved:
+            raise Stopped(f"stopped in {path} after step {saved.step}; saved: the same command goes on") from None
+
+    return work
+
+
+def default_jobs(config: RunConfig, device: str) -> int | None:
+    """As many jobs as cores for a small model on a CPU, which more threads would make no faster; otherwise None."""
+    with torch.device("meta"):
+        layers = build_model(config.model).layers
+    small = sum(parameter.numel() for parameter in layers.parameters()) <= SMALL_MODEL
+    return available_cores() if small and torch.device(device).type == "cpu" else None
+
+
+def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Settings that an earlier version wrote, as this one would: what is new since then has its default."""
+    model = {**settings.get("model", {}), "router": "smoe"}
+    if family(model.get("family", OLDEST)).config.reads_tokens:
+        model["vocab_size"] = ANY_VOCABULARY
+    return Plan(RunConfig.from_dict({**settings, "model": model}, str(file)), (), ()).settings()
+
+
+def ordered_seeds(count: int) -> Sequence[int]:
+    """The seeds that `--seeds S` means: 0 … S - 1."""
+    return range(count)

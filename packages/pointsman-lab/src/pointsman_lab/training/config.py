@@ -1,0 +1,316 @@
+"""RunConfig: everything that determines a run, checked, as JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, Literal, get_type_hints
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json
+from pointsman._values import most, typed_fields, typed_value, upper
+from pointsman.routers.frame.elsewhere import import_recorded
+from pointsman.routers.frame.registry import split_specs
+from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.families import OLDEST, family
+from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule
+
+FORMAT = 1
+TRACKERS = ("wandb", "trackio")
+
+DERIVED = {
+    "model.vocab_size": "it is the vocabulary of the data",
+    "model.seed": "set seed",
+    "model.top_k": "it is the first k of train_top_k",
+    "model.family": "it is the preset's",
+    "model.num_classes": "it is the number of classes of the data",
+    "model.image_size": "it is that of the images: --data NAME:size=N resizes them",
+}
+"""Settings that follow from others."""
+
+NO_EFFECT_ON_TRAINING = {
+    "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
+    "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
+    "cuda_graph", "imports", "tensorboard", "track", "preset", "n_best",
+}  # fmt: skip
+"""Settings that may change when a run is continued: none of them touches a weight."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of one training run and of its evaluation.
+
+    Attributes:
+        model: the model's family, shape and router. Its `vocab_size` is that of the data once the run starts, its
+            `seed` the run's, its `top_k` the first k of `train_top_k`.
+        data: a corpus or a set of images, as `--data` names it.
+        augment: what is done to training images (`data.images.augment`): "crop=4+flip".
+        tokenizer: `pieces:V`, or the path of a tokenizer (`data.subwords`); "": the corpus's bytes, characters, words.
+        start_from: folder of a model of transformers whose weights the training starts from; "": none.
+        steps: optimizer steps.
+        seed: of initial weights, dropout and routing noise.
+        batch_size: sequences a step; `accumulation` micro-batches share them.
+        segment_length, memory_length: tokens of a training segment, and of the memory before it.
+        eval_batch_size, eval_segment_length, eval_memory_length: the same in evaluation.
+        eval_tokens: tokens of the test split that are scored, whole segments evenly spaced; None = all.
+        eval_top_k: the k values of the final evaluation.
+        eval_split: the part of the final evaluation.
+        valid_tokens: as `eval_tokens`, for the validations on the way.
+        train_top_k: "2", "2:N" or "N/2:N": k, or its first and last value.
+        k_schedule: how k grows from the first to the last (`training.k_schedule`).
+        learning_rate: the highest one, reached after `warmup_steps`.
+        lr_schedule: what follows the warm-up: "cosine" or "linear" to `final_learning_rate` at the last step,
+            "inverse-sqrt" (rate sqrt(warmup_steps / step)), or "constant".
+        final_learning_rate: see `lr_schedule`.
+        clip_norm: largest norm of the whole gradient; 0 = no clipping.
+        betas, adam_eps, weight_decay: Adam's.
+        decay: "l2", weight decay is added to the gradient (Adam), or "decoupled", taken off the weights (AdamW).
+        decay_on: "all", or "matrices": no biases, norms, embeddings or positions.
+        label_smoothing: share of the target's probability that all classes get in the training loss.
+        pieces: of multilingual text: how many pieces of words are learned from it.
+        language_exponent: of multilingual text: a language with share q of it is drawn with probability ~ q^exponent.
+        mask_rate: of masked language modelling: the share of the places that are predicted.
+        mask_token_share, random_share: of these, the shares that become `<mask>` and a random piece.
+        beam: of translation: hypotheses of the search in the final evaluation; 1 = greedy.
+        n_best: of questions: how many answers to each question are kept beside the predictions; 0 = none.
+        choose: of fine-tuning: which weights are evaluated, those of the "last" step, or "best-valid", those with the
+            best figure on the held-out rows (of XTREME's tasks English ones), at the k of training.
+        precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
+        cuda_graph: on a CUDA device, replay forward and backward as a graph (`training.graph`).
+        deterministic: plain kernels and PyTorch's deterministic algorithms.
+        validate_every, checkpoint_every: in steps; 0 = only at the end.
+        keep_checkpoints: how many of the last ones are kept.
+        log_every: steps between two training lines in metrics.jsonl.
+        observe_every: steps between two looks at the routing.
+        tensorboard: whether to write TensorBoard files as well.
+        track: where the metrics go besides: "wandb", "trackio".
+        imports: modules and files of the user that registered routers, as `--import` takes them.
+        preset: name of the preset or recipe that the settings come from, for the record.
+    """
+
+    model: ModelConfig
+    data: str = "stdlib"
+    augment: str = ""
+    tokenizer: str = ""
+    start_from: str = ""
+    steps: int = 1000
+    seed: int = 0
+    batch_size: int = 22
+    segment_length: int = 512
+    memory_length: int = 512
+    accumulation: int = 1
+    eval_batch_size: int = 10
+    eval_segment_length: int = 128
+    eval_memory_length: int = 896
+    eval_tokens: int | None = None
+    eval_top_k: tuple[int, ...] = ()
+    eval_split: Literal["valid", "test"] = "test"
+    valid_tokens: int | None = 100_000
+    train_top_k: str = "N/2:N"
+    k_schedule: Shape = "linear"
+    learning_rate: float = 2.5e-4
+    lr_schedule: Literal["cosine", "linear", "inverse-sqrt", "constant"] = "cosine"
+    final_learning_rate: float = 0.0
+    warmup_steps: int = 0
+    clip_norm: float = 0.25
+    betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: Literal["l2", "decoupled"] = "l2"
+    decay_on: Literal["all", "matrices"] = "all"
+    label_smoothing: float = 0.0
+    pieces: int = 8192
+    language_exponent: float = 0.7
+    mask_rate: float = 0.15
+    mask_token_share: float = 0.8
+    random_share: float = 0.1
+    beam: int = 1
+    n_best: int = 0
+    choose: Literal["last", "best-valid"] = "last"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    cuda_graph: bool = False
+    deterministic: bool = False
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    observe_every: int = 50
+    tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    preset: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            _at_least(name, getattr(self, name), 1)
+        for name in _NOT_NEGATIVE:
+            _at_least(name, getattr(self, name), 0)
+        for name in ("eval_tokens", "valid_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        shares = ("language_exponent", "mask_rate", "mask_token_share", "random_share")
+        for name, right, allowed in (
+            ("learning_rate", self.learning_rate > 0, "numbers above 0"),
+            ("adam_eps", 0 < self.adam_eps < 1, "numbers above 0 and below 1"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "numbers from 0 to below 1"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 up to, not including, 1"),
+            *((share, 0 <= getattr(self, share) <= 1, "numbers from 0 to 1") for share in shares),
+        ):
+            if not right:
+                raise RunError(f"{name}={getattr(self, name)}: allowed are {allowed}")
+        if self.batch_size % self.accumulation:
+            raise RunError(f"accumulation={self.accumulation}: batch_size={self.batch_size} is no multiple of it")
+        if not self.eval_top_k:
+            object.__setattr__(self, "eval_top_k", default_top_k(self.model.num_experts))
+        most_k = self.model.num_experts
+        for k in self.eval_top_k:
+            if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most_k:
+                raise RunError(f"eval_top_k: k={k!r} is no whole number from 1 to {most_k}, the number of experts")
+        if len(set(self.eval_top_k)) != len(self.eval_top_k):
+            raise RunError(f"eval_top_k={','.join(map(str, self.eval_top_k))}: a k is given twice")
+        for name in self.track:
+            if name not in TRACKERS:
+                raise RunError(f"track={name!r}: {did_you_mean(name, TRACKERS)}")
+        split_specs(self.model.router)
+        object.__setattr__(self, "model", replace(self.model, seed=self.seed, top_k=self.top_k_schedule.low))
+
+    @property
+    def top_k_schedule(self) -> TopKSchedule:
+        """k as a function of the step."""
+        return build_schedule(self.train_top_k, self.k_schedule, self.steps, self.model.num_experts)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> RunConfig:
+        """A copy with settings replaced: {"learning_rate": "1e-3", "model.dim": 64}; strings are read as their type.
+
+        Raises:
+            RunError: an unknown setting (with the nearest name), or a value of another type or out of range.
+        """
+        allowed = settings(self.model.family)
+        own: dict[str, Any] = {}
+        model: dict[str, Any] = {}
+        for key, value in overrides.items():
+            if key in DERIVED:
+                raise RunError(f"setting {key!r} cannot be set: {DERIVED[key]}")
+            if key not in allowed:
+                raise RunError(f"unknown setting {key!r}: {did_you_mean(key, allowed)}")
+            head, _, rest = key.rpartition(".")
+            (model if head else own)[rest] = typed_value(value, allowed[key], f"setting {key}")
+        if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
+            own["eval_top_k"] = ()  # the default of the new number of experts
+        return replace(self, model=replace(self.model, **model), **own)
+
+    def with_vocabulary(self, size: int) -> RunConfig:
+        """A copy whose model has the vocabulary of the data, if it reads tokens."""
+        model: Any = self.model
+        if not model.reads_tokens:
+            return self
+        return replace(self, model=replace(model, vocab_size=size))
+
+    def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """The settings in which another training would be the result: name -> (own value, the other's)."""
+        differing = differing_settings(self, other).items()
+        return {name: values for name, values in differing if name not in NO_EFFECT_ON_TRAINING}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it: tuples are lists, the model is a dict of its own."""
+        values = dataclasses.asdict(self)
+        model = {"family": self.model.family, **values["model"]}
+        plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **values, "model": model}))
+        return plain
+
+    def to_json(self) -> str:
+        """The content of `config.json`."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], where: str = "config") -> RunConfig:
+        """What `to_dict` gave; strict.
+
+        Raises:
+            RunError: another format, an unknown setting, a value of another type or out of range.
+        """
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise RunError(f"{where}: not a run configuration of format {FORMAT} (format is {found!r})")
+        own = {key: value for key, value in values.items() if key not in ("format", "model")}
+        model = values.get("model")
+        if not isinstance(model, Mapping):
+            raise RunError(f"{where}: model is missing")
+        kept = typed_fields(cls, own, f"{where}: ", leave=("model",))
+        import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
+        try:
+            kind = family(model.get("family", OLDEST)).config
+        except ValueError as error:
+            raise RunError(f"{where}: {error}") from None
+        values = {key: value for key, value in model.items() if key != "family"}
+        typed = typed_fields(kind, values, f"{where}: model.")
+        try:
+            return cls(model=kind(**typed), **kept)
+        except ValueError as error:
+            raise RunError(f"{where}: {error}") from None
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "config") -> RunConfig:
+        """What `to_json` gave; errors as in `from_dict`."""
+        try:
+            values = parse_json(text)
+        except ValueError as error:
+            raise RunError(f"{where} is not JSON: {error}") from None
+        return cls.from_dict(values, where)
+
+
+_POSITIVE = (
+    "steps", "batch_size", "segment_length", "accumulation", "pieces", "eval_batch_size", "eval_segment_length",
+    "keep_checkpoints", "log_every", "observe_every",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "seed", "memory_length", "eval_memory_length", "warmup_steps", "clip_norm", "weight_decay", "final_learning_rate",
+    "validate_every", "checkpoint_every", "n_best",
+)  # fmt: skip
+
+
+def default_top_k(num_experts: int) -> tuple[int, ...]:
+    """1, 2, 4, … and N: the columns of a table of quality against k."""
+    powers = [2**i for i in range(num_experts.bit_length()) if 2**i < num_experts]
+    return (*powers, num_experts)
+
+
+@cache
+def settings(family_name: str = OLDEST) -> Mapping[str, Any]:
+    """Every setting that `--set` takes, with its type; those of a family's model as "model.…"."""
+    own = {name: kind for name, kind in _kinds(RunConfig).items() if name != "model"}
+    model = {f"model.{name}": kind for name, kind in _kinds(family(family_name).config).items()}
+    return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in DERIVED})
+
+
+def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two runs differ: name -> (value in one, value in the other)."""
+    first, second = flat(one.to_dict()), flat(other.to_dict())
+    names = dict.fromkeys([*first, *second])
+    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+
+
+def _kinds(cls: Any) -> dict[str, Any]:
+    """The fields of a dataclass with their types."""
+    hints = get_type_hints(cls)
+    return {each.name: hints[each.name] for each in fields(cls)}
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json, those of the model as "model.…"."""
+    model = config.get("model", {})
+    own = {key: value for key, value in config.items() if key != "model"}
+    return {**own, **{f"model.{key}": value for key, value in model.items()}}
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    whole = name not in ("clip_norm", "weight_decay", "final_learning_rate")
+    largest = most(name, int if whole else float)
+    right = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
+    if not right or not least <= value <= largest:
+        kind = "whole numbers" if whole else "numbers"
+        raise RunError(f"{name}={value!r}: allowed are {kind} from {least} to {upper(largest)}")

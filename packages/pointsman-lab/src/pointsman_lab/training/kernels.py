@@ -1,0 +1,79 @@
+"""Which kernels a run uses, so that a resumed run and all runs of a comparison use the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pointsman._errors import RunError
+from pointsman.experts import on_gpu as experts_on_gpu
+from pointsman.ops import attention_on_gpu
+from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.routers import on_gpu as routers_on_gpu
+from pointsman.routers.mutual import on_gpu as mixing_on_gpu
+from pointsman_lab.runs.checkpoints import Checkpoint
+from pointsman_lab.training.config import RunConfig
+
+ON_GPU = {
+    "gpu": experts_on_gpu.measured,
+    "gpu_decode": experts_on_gpu.measured_few,
+    "gpu_router": routers_on_gpu.measured,
+    "gpu_attention": attention_on_gpu.measured,
+    "gpu_mixing": mixing_on_gpu.measured,
+}
+"""What chooses the kernels of a GPU by a timing."""
+
+
+def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
+    """The kernels recorded in a checkpoint or comparison.
+
+    Raises:
+        RunError: this machine cannot use them; names `where`.
+    """
+    try:
+        return Kernels.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{where}: its kernels cannot be used here: {error}") from None
+
+
+def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.device | None = None) -> Kernels:
+    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the faster ones by a
+    timing. On a CUDA device also those of the GPU."""
+    if config.deterministic:
+        return PLAIN
+    chosen = given or measure_kernels()
+    if device is None or device.type != "cuda":
+        return chosen
+    found = {name: measured(device) for name, measured in ON_GPU.items() if getattr(chosen, name) == "auto"}
+    return replace(chosen, **found)
+
+
+def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:
+    """Those of a checkpoint; chosen as for a new run where an older version wrote it. Errors as in recorded_kernels."""
+    recorded = checkpoint.state.get("kernels")
+    if recorded is None:
+        return choose_kernels(config, None, device)
+    return recorded_kernels(recorded, checkpoint.path)
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic algorithms inside, if wanted; the setting is as before afterwards.
+
+    With them cuBLAS refuses to work unless this variable says how much room it has, before its first product.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        if torch.cuda.is_available():
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,227 @@
+"""The loop of a run: steps, validation, checkpoints, metrics, and the final evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from pointsman._errors import Stopped
+from pointsman._files import within, write_whole
+from pointsman_lab.evaluation.over_ranks import AgreedStop, each_its_own
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.runs.metrics import MetricsFile
+from pointsman_lab.runs.paths import EVALUATION, METRICS
+from pointsman_lab.runs.record import label
+from pointsman_lab.training.best import FILE, Best
+from pointsman_lab.training.checkpoint import write_checkpoint
+from pointsman_lab.training.precision import autocast
+from pointsman_lab.training.progress import Diverged, Interrupted, Monitor
+from pointsman_lab.training.sharded import Saver
+from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.times import Times
+from pointsman_lab.training.trackers import Tracker, begin_trackers, tracked
+
+
+class TrainingLoop:
+    """The loop of a run, and what it writes."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        best: Best | None,
+        directory: RunDirectory,
+        here: Mapping[str, Any],
+        monitor: Monitor | None,
+        progress: Progress,
+        stop: Stop | None,
+    ) -> None:
+        self.config, self.state, self.directory, self.here = state.config, state, directory, here
+        self.best = best
+        self.monitor, self.progress, self.stop = monitor, progress, stop
+        self.ranks = state.ranks
+        self.trackers: list[Tracker] = []
+        self.metrics: MetricsFile | None = None  # of rank 0
+        self.ranks.by_first(self._open_files)
+        self.saver = Saver(self.ranks) if self.ranks.count > 1 else None
+        self.saved = state.step if state.step else -1
+        self.times = Times()
+        self.figures: dict[str, Any] = {}  # that the display shows: those of the last step that was read
+
+    def _open_files(self) -> None:
+        config, folder, step = self.config, self.directory.path, self.state.step
+        name = f"{label(config.model.router)}, seed {config.seed}"
+        self.trackers = begin_trackers(config.track, config.tensorboard, folder, step, name, config.to_dict())
+        self.metrics = MetricsFile(folder / METRICS, step)
+
+    def __enter__(self) -> TrainingLoop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.saver:
+            self.saver.close()
+        if self.metrics:
+            self.metrics.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def loop(self) -> None:
+        """Steps until the run is done; validates and saves on the way."""
+        config, state = self.config, self.state
+        self.progress.phase("train", config.steps, state.step)
+        while True:
+            if self._due(config.validate_every) and (top_k := self.ranks.by_first(self._not_validated)):
+                self.validate(top_k)
+            if state.step == config.steps:
+                if self.best and self.saved == state.step:  # this step's validation came after its checkpoint
+                    self.saved = -1
+                    self.save()
+                return
+            with self.times:
+                self.one_step()
+            if self._due(config.checkpoint_every) or self._stopping():
+                self.save()
+            if self._stopping():
+                self._wait_for_save()
+                raise Interrupted(self.directory.path, state.step)
+
+    def one_step(self) -> None:
+        """One optimizer step, its line of metrics and the display."""
+        step = self.state.step + 1
+        due = step % self.config.log_every == 0 or step == self.config.steps
+        with self._diverging():
+            row = self.state.train_step(self.monitor, self.stop, read=due)
+        if "loss" in row:
+            self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
+            self.figures = {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}
+        self.progress.advance(row["step"], self.figures)
+        if due:
+            seconds, overhead = self.times.take()
+            speed = self.state.tokens_per_step / seconds
+            self._write([{**row, "tokens_per_second": speed, "step_seconds": seconds, "overhead": overhead}])
+        if self.monitor and (rows := self.monitor.rows()):
+            with self._diverging():
+                self.state.check()
+            self._write(rows)
+
+    @contextmanager
+    def _diverging(self) -> Iterator[None]:
+        try:
+            yield
+        except Diverged as error:
+            self._wait_for_save()
+            kept = f"the last good checkpoint is step-{self.saved}" if self.saved > 0 else "there is no checkpoint yet"
+            raise Diverged(f"{error}; {kept}; a lower learning_rate or clip_norm may help") from None
+
+    def _not_validated(self) -> list[int]:
+        """The smallest and the largest k of the final evaluation, but for those with a line of this step.
+
+        A run that is killed while it writes has the lines of some k only.
+        """
+        wanted = {min(self.config.eval_top_k), max(self.config.eval_top_k)}
+        wanted |= {self.best.top_k} if self.best else set()
+        assert self.metrics
+        rows = (row for row in self.metrics.rows if row["kind"] == "valid" and row["step"] == self.state.step)
+        return sorted(wanted - {row.get("top_k") for row in rows})
+
+    def validate(self, top_k: Sequence[int]) -> None:
+        """Scores the validation part at these k."""
+        task, config = self.state.task, self.config
+        split = task.validation_split(config)
+        if split is None:
+            return
+        with self._diverging():
+            self.state.check()
+        with self._saving_if_stopped():
+            results = self._evaluated(split, top_k, final=False)
+        self._write(
+            {"kind": "valid", "step": self.state.step, "top_k": result["top_k"], "loss": result["nats"],
+             "metric": result["metric"], "value": result["value"]}
+            for result in results
+        )  # fmt: skip
+        if self.best and self.metrics:
+            self.best.consider(self.metrics.rows, self.state.step)
+        self.progress.phase("train", self.config.steps, self.state.step)
+
+    def evaluate(self) -> Mapping[str, Any]:
+        """The final evaluation, of the last step's weights, at every k."""
+        with self._saving_if_stopped(), self.best.in_place() if self.best else nullcontext():
+            results = self._evaluated(self.state.task.reported_split(self.config), self.config.eval_top_k, final=True)
+            self._wait_for_save()
+            return self.ranks.by_first(lambda: self._report(results))
+
+    def _report(self, results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Writes and returns evaluation.json."""
+        task, model, config = self.state.task, self.state.model, self.config
+        assert self.metrics
+        record = task.record(model, config, self.state.step, results, self.metrics.rows)
+        if self.best:
+            record["chosen_step"] = self.best.step
+        self.metrics.sync()  # the evaluation says that the run is finished: no row is made up after it
+        for name, content in task.result_files(config).items():
+            write_whole(within(self.directory.path, *name.split("/")), content)
+        self.directory.write_json(EVALUATION, record)
+        return record
+
+    def _evaluated(self, split: str, top_k: Sequence[int], *, final: bool) -> list[dict[str, Any]]:
+        task, state = self.state.task, self.state
+        stop = self.stop if self.ranks.count == 1 else AgreedStop(self.ranks, self.stop)
+        context = EvaluationContext(autocast(self.config, state.device), self.progress, stop, final, self.ranks)
+        with each_its_own(state.model):
+            return task.evaluate(state.model, self.config, split, top_k, context)
+
+    @contextmanager
+    def _saving_if_stopped(self) -> Iterator[None]:
+        try:
+            yield
+        except Stopped:
+            self.save()
+            self._wait_for_save()
+            raise Interrupted(self.directory.path, self.state.step) from None
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step, unless it is there or there is nothing to save yet."""
+        if self.state.step in (0, self.saved):
+            return
+        with self._diverging():
+            self.state.check()
+        description: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "data": self.state.task.fingerprint,
+            "vocabulary": self.state.task.vocabulary.digest,
+            "kernels": self.here["kernels"],
+            "environment": dict(self.here),
+        }
+        tensors = self.state.tensors(self.monitor)
+        if self.best and self.best.step is not None:
+            tensors, description = tensors | self.best.files(), description | {FILE: self.best.step}
+        keep = self.config.keep_checkpoints
+        self.ranks.by_first(lambda: self.metrics.sync() if self.metrics else None)
+        folder, step = self.directory.checkpoints, self.state.step
+        if self.saver:
+            self.saver.save(folder, step, self.state.model, tensors, description, keep)
+        else:
+            write_checkpoint(folder, step, tensors, description, keep)
+        self.saved = step
+
+    def _wait_for_save(self) -> None:
+        if self.saver:
+            self.saver.wait()
+
+    def _write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        rows = list(rows)
+        if rows and self.metrics:
+            self.metrics.write(rows)
+            for tracker in self.trackers:
+                tracker.log(tracked(rows), rows[0]["step"])
+
+    def _due(self, every: int) -> bool:
+        step = self.state.step
+        return step == self.config.steps or (every > 0 and step > 0 and step % every == 0)
+
+    def _stopping(self) -> bool:
+        if self.ranks.count > 1:
+            return self.state.stopping
+        return self.stop is not None and self.stop.is_set()

@@ -1,0 +1,162 @@
+"""Adam and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers
+from pointsman.parallel import shard
+from pointsman.ranks import ALONE, Ranks
+from pointsman_lab.training.config import RunConfig
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """The learning rate of the step with this number, counted from 0.
+
+    Linear warm-up to the highest rate lr at step w = `warmup_steps`. Then, with t and T counted from there and f the
+    final rate, so that the step after the last would have f:
+
+    - cosine: f + (lr - f) (1 + cos(pi t / T)) / 2
+    - linear: f + (lr - f) (1 - t / T)
+    - inverse-sqrt: lr sqrt(w / step) (Vaswani et al. 2017, as in fairseq)
+    - constant: lr
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    highest, last = config.learning_rate, config.final_learning_rate
+    if config.lr_schedule == "constant":
+        return highest
+    if config.lr_schedule == "inverse-sqrt":
+        return highest * math.sqrt(max(config.warmup_steps, 1) / max(step, 1))
+    done = min((step - config.warmup_steps) / max(1, config.steps - config.warmup_steps), 1.0)
+    if config.lr_schedule == "linear":
+        return last + (highest - last) * (1 - done)
+    return last + (highest - last) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter of everything that trains, each parameter once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def lr_scales(model: nn.Module) -> dict[int, float]:
+    """id -> factor of the learning rate, of every parameter of a router that has a rate of its own."""
+    scaled = [router for _, router in named_routers(model) if router.lr_scale != 1]
+    return {id(parameter): router.lr_scale for router in scaled for parameter in router.parameters()}
+
+
+def not_matrices(model: nn.Module) -> set[int]:
+    """ids of the parameters that `decay_on="matrices"` leaves alone: biases, norms, embeddings, positions.
+
+    A module names those of its own parameters that do not show by shape, name or role in `no_decay`.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if getattr(module, "role", "") == "embedding":
+            found |= {id(parameter) for parameter in module.parameters(recurse=True)}
+        left_out = getattr(module, "no_decay", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or name.startswith(("b_", "bias")) or name in left_out:
+                found.add(id(parameter))
+    return found
+
+
+def build_adam(
+    config: RunConfig,
+    parameters: Mapping[str, nn.Parameter],
+    scales: Mapping[int, float] = MappingProxyType({}),
+    undecayed: Collection[int] = (),
+) -> torch.optim.Adam:
+    """Adam or AdamW over these parameters, fused: one pass over each weight.
+
+    Args:
+        scales: what `lr_scales` gives. Parameters of one factor are a group, whose "lr_scale" it is.
+        undecayed: ids of parameters without weight decay, in groups of their own.
+
+    Raises:
+        RunError: there are none.
+    """
+    if not parameters:
+        raise RunError("nothing in the model trains")
+    groups: dict[tuple[float, float, Any], list[nn.Parameter]] = {}
+    for parameter in parameters.values():
+        decay = 0.0 if id(parameter) in undecayed else config.weight_decay
+        mesh = getattr(parameter, "device_mesh", None)  # a fused optimizer takes no two meshes at a time
+        groups.setdefault((scales.get(id(parameter), 1.0), decay, mesh), []).append(parameter)
+    adam = torch.optim.AdamW if config.decay == "decoupled" else torch.optim.Adam
+    return adam(
+        [{"params": group, "lr_scale": scale, "weight_decay": decay} for (scale, decay, _), group in groups.items()],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.adam_eps,
+        fused=True,
+    )
+
+
+def rates_on_device(optimizer: torch.optim.Adam, device: torch.device) -> None:
+    """Makes the learning rates tensors, which a captured step reads where they lie."""
+    on_cuda = device.type == "cuda"
+    for group in optimizer.param_groups:  # on CUDA Adam takes float32; on a CPU float64 has the bits of a number
+        dtype = torch.float32 if on_cuda else torch.float64
+        group["lr"], group["capturable"] = torch.tensor(group["lr"], dtype=dtype, device=device), on_cuda
+
+
+def set_learning_rate(optimizer: torch.optim.Adam, rate: float) -> None:
+    """Sets each group's rate: this one times the group's factor."""
+    for group in optimizer.param_groups:
+        own = rate * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
+
+
+def optimizer_tensors(optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Adam's state as tensors: "exp_avg.<parameter>" and so on."""
+    return {
+        f"{key}.{name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Adam, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """What `optimizer_tensors` gave, back into a fresh optimizer over the same parameters.
+
+    Raises:
+        RunError: tensors that do not fit the parameters.
+    """
+    state: dict[int, dict[str, Tensor]] = {}
+    places = {
+        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
+    }
+    order = {name: places[id(parameter)] for name, parameter in parameters.items()}
+    for full_name, tensor in tensors.items():
+        key, _, name = full_name.partition(".")
+        if name in order and tensor.dim() != parameters[name].dim() and tensor.numel() == parameters[name].numel() == 1:
+            tensor = tensor if key == "step" else tensor.view(parameters[name].shape)  # [] of one process, [1] of many
+        if name not in order or (tensor.dim() and tensor.shape != parameters[name].shape):
+            raise RunError(f"the optimizer's {full_name} {list(tensor.shape)} belongs to another model")
+        state.setdefault(order[name], {})[key] = tensor
+    whole: dict[str, Any] = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
+def gradient_norm(parameters: Mapping[str, nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
+    """Norm of the whole gradient."""
+    return shard.gradient_norm(parameters.values(), ranks)
+
+
+def clip_gradient(parameters: Mapping[str, nn.Parameter], norm: Tensor, clip_norm: float) -> None:
+    """Scales the whole gradient, of this norm, down to `clip_norm` if it is larger; 0 = leaves it alone."""
+    if clip_norm:
+        shard.clip_gradient(parameters.values(), norm, clip_norm)

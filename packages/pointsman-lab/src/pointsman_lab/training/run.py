@@ -1,0 +1,164 @@
+"""A saved run, opened again: its settings, its model and what its tokens stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers
+from pointsman.ops.kernels import Kernels, using
+from pointsman_lab.data import Corpus, Vocabulary, open_corpus
+from pointsman_lab.data.download import DataProgress
+from pointsman_lab.evaluation.language_model import evaluate
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.models.families import build_model
+from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.runs.paths import VOCABULARY
+from pointsman_lab.training import best
+from pointsman_lab.training.checkpoint import load_weights
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import saved_kernels
+from pointsman_lab.training.language_modelling import eval_protocol
+from pointsman_lab.training.precision import autocast
+from pointsman_lab.training.task import Task
+from pointsman_lab.training.tasks import pretraining_task
+
+
+@dataclass(frozen=True)
+class Run:
+    """A saved run.
+
+    Attributes:
+        path: the run directory.
+        config: its settings.
+        step: the step of the checkpoint that the weights are from.
+        model: with these weights, in evaluation mode.
+        vocabulary: what token ids stand for: a `Vocabulary`, or `Pieces`; what labels stand for: `ClassNames`.
+        kernels: those of its training: the same bits inside `with using(run.kernels):`.
+        finetuning: the content of finetune.json; empty for a pre-trained run.
+    """
+
+    path: Path
+    config: RunConfig
+    step: int
+    model: Any
+    vocabulary: Any
+    kernels: Kernels
+    finetuning: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def context(self) -> int:
+        """The longest text that the model is meant for: the setting of a decoder, else what it has been run with."""
+        config = self.config
+        meant = getattr(config.model, "context_length", None)
+        trained = config.segment_length + config.memory_length
+        return int(meant or max(trained, config.eval_segment_length + config.eval_memory_length))
+
+    @property
+    def last_top_k(self) -> int:
+        """k of the last step of training."""
+        return self.config.top_k_schedule(max(self.config.steps - 1, 0))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the model has a router."""
+        return any(True for _ in named_routers(self.model))
+
+    def autocast(self) -> torch.autocast:
+        """The precision that the settings ask for, on the model's device."""
+        return autocast(self.config, next(self.model.parameters()).device)
+
+    def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
+        """The run's data, or others, in the run's vocabulary.
+
+        Raises:
+            RunError: the run is of no language model, or what `open_corpus` raises.
+        """
+        if not isinstance(self.vocabulary, Vocabulary):
+            raise RunError(f"{self.path} learned {self.config.data}: this is for language models")
+        return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
+
+    def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:
+        """What the run was trained on, or the same on other data, in the run's vocabulary."""
+        config = self.config if spec is None else self.config.with_overrides({"data": spec})
+        return pretraining_task(config, progress, self.vocabulary)
+
+    def evaluate(
+        self,
+        tokens: Any,
+        *,
+        split: str = "test",
+        top_k: Sequence[int] | None = None,
+        budget: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Evaluates on ids [n] in the run's vocabulary as the run's settings do; see `evaluation.evaluate`.
+
+        Args:
+            top_k: k values; None = those of the settings.
+            budget: how many targets at most; None = all.
+        """
+        with using(self.kernels):
+            return evaluate(
+                self.model,
+                tokens,
+                self.vocabulary.level,
+                split=split,
+                top_k=self.config.eval_top_k if top_k is None else top_k,
+                protocol=eval_protocol(self.config, budget),
+                how=EvaluationContext(self.autocast()),
+            )
+
+
+def load_run(
+    path: Path | str, *, step: int | None = None, device: str = "cpu", note: Callable[[str], None] | None = None
+) -> Run:
+    """Opens a run directory: the weights of its last whole checkpoint, or of the one at `step`.
+
+    Args:
+        note: told of damaged checkpoints that were passed over.
+
+    Raises:
+        RunError: it is no run directory, or it has no whole checkpoint.
+        CheckpointError: the checkpoint asked for is damaged or foreign.
+    """
+    directory = RunDirectory(path)
+    config = directory.config(RunConfig)
+    if step is None:
+        checkpoint = whole_checkpoint(directory.checkpoints, note)
+    else:
+        checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
+    model, kernels = model_of(checkpoint, config, device)
+    return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels)
+
+
+def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
+    """What the token ids of a checkpoint stand for.
+
+    Raises:
+        RunError: vocabulary.json is damaged, also where it holds another vocabulary than the checkpoint's.
+    """
+    vocabulary = directory.vocabulary()
+    if checkpoint.state.get("vocabulary", vocabulary.digest) != vocabulary.digest:
+        raise RunError(f"{directory.path / VOCABULARY} is damaged: it is not the vocabulary of step-{checkpoint.step}")
+    return vocabulary
+
+
+def model_of(
+    checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None
+) -> tuple[Any, Kernels]:
+    """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run.
+
+    With choose="best-valid" its weights are the chosen ones.
+    """
+    model = build_model(config.model) if model is None else model
+    chosen = config.choose != "last" and (checkpoint.path / f"{best.FILE}.safetensors").is_file()
+    load_weights(model, checkpoint, best.FILE if chosen else "model")
+    kernels = saved_kernels(config, checkpoint)
+    return model.to(torch.device(device)).eval(), kernels

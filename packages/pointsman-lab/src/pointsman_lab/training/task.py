@@ -1,0 +1,177 @@
+"""A task: what a run learns and how it is judged. The training loop knows nothing else of data or models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import named_routers
+from pointsman.diagnostics.diagnose import Batch, Reader
+from pointsman.routers.frame.registry import has_one_k
+from pointsman_lab.data.vocabulary import Symbols
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.runs.evaluation import evaluation_record, is_current
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.objectives import Objective
+
+
+class Batches(Protocol):
+    """Training batches as a pure function of the step.
+
+    Attributes:
+        tokens_per_step: real tokens of a batch (on average), for the rate.
+    """
+
+    @property
+    def tokens_per_step(self) -> float: ...
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(inputs [B, ...], targets [B, ...]); B is divided among `accumulation` micro-batches."""
+
+    def is_epoch_start(self, step: int) -> bool:
+        """Whether memories must be forgotten before this step."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a diagnosis reads.
+
+    Attributes:
+        batches: in text order. count: how many.
+        reader: creates what runs a model on a batch and returns the sum of nats.
+        protocol: which tokens are read.
+        groups: names of the batches' groups, by number.
+    """
+
+    batches: Iterable[Batch]
+    count: int
+    reader: Callable[[], Reader]
+    protocol: Mapping[str, Any]
+    groups: tuple[str, ...] = ()
+
+
+class Task(ABC):
+    """Data, model, objective and metric of a run (in the sense of fairseq's tasks).
+
+    Attributes:
+        vocabulary: what the run's token ids stand for.
+        name: of the data, for names of files.
+        fingerprint: of the data; a checkpoint of other data is refused.
+        files: name -> JSON of further files of the run directory.
+        fixed_shapes: whether all batches, and all full memories, have the same shapes.
+        notes: what the user should know of the model that `build_model` made.
+        may_choose: whether the best validation, larger = better, may choose the evaluated weights (`best.Best`).
+    """
+
+    vocabulary: Symbols
+    name: str = ""
+    fingerprint: str
+    files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    fixed_shapes = False
+    may_choose = False
+    notes: Sequence[str] = ()
+
+    def prepared(self, config: RunConfig) -> RunConfig:
+        """The settings with what follows from the data."""
+        return config.with_vocabulary(self.vocabulary.size)
+
+    @abstractmethod
+    def check(self, config: RunConfig) -> None:
+        """Refuses data that these settings cannot use, before anything is written.
+
+        Raises:
+            RunError: in one line.
+        """
+
+    @abstractmethod
+    def build_model(self, config: RunConfig) -> Any:
+        """The model at step 0."""
+
+    @abstractmethod
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        """The training batches."""
+
+    @abstractmethod
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        """What a step minimises."""
+
+    @abstractmethod
+    def validation_split(self, config: RunConfig) -> str | None:
+        """The part that is scored during training: never the reported one if there is another; None: there is none."""
+
+    @abstractmethod
+    def reported_split(self, config: RunConfig) -> str:
+        """The part of the final evaluation."""
+
+    @abstractmethod
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        """For each k a result: {"split", "top_k", "nats", "metric", "value", ...}."""
+
+    @abstractmethod
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        """How the figures of the final evaluation came about. Records with another protocol are out of date."""
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """What a diagnosis of this task's models reads: about `tokens` tokens of a part, None: all.
+
+        Raises:
+            RunError: there is nothing to read, or no such part.
+        """
+        raise RunError(f"models of the family {config.model.family!r} are not diagnosed")
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        """Ids of texts, about `tokens` together, for the page's look at single tokens; a later text may follow.
+
+        Raises:
+            RunError: there are none.
+        """
+        raise RunError(f"models of the family {config.model.family!r} have no page of single tokens")
+
+    def description(self) -> dict[str, Any]:
+        """What the record's protocol says besides: words that no figure depends on."""
+        return {}
+
+    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
+        """Further entries of evaluation.json."""
+        return {}
+
+    def result_files(self, config: RunConfig) -> Mapping[str, str]:
+        """Name -> content of further files of the run directory, after the final evaluation."""
+        return {}
+
+    def record(
+        self, model: nn.Module, config: RunConfig, step: int, results: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The content of evaluation.json."""
+        routers = {id(p): p for _, router in named_routers(model) for p in router.parameters() if p.requires_grad}
+        record = evaluation_record(
+            step=step,
+            protocol={**self.protocol(config), **self.description()},
+            results=results,
+            router_parameters=sum(parameter.numel() for parameter in routers.values()),
+            parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            metrics=metrics,
+        )
+        return {**record, **self.further_results(model, config)}
+
+    def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
+        """Whether evaluation.json is there and is of the last step, with this protocol, part and k values."""
+        protocol, split = self.protocol(config), self.reported_split(config)
+        return is_current(record, step=config.steps, protocol=protocol, split=split, top_k=evaluated_k(config))
+
+
+def evaluated_k(config: RunConfig) -> set[int]:
+    """The values of k that an evaluation by these settings has: a baseline's is its number of experts."""
+    return {config.model.num_experts} if has_one_k(config.model.router) else set(config.eval_top_k)

@@ -1,0 +1,208 @@
+"""The training loop: from a RunConfig to a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pointsman._files import alone, write_whole
+from pointsman.ops.kernels import Kernels, using
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.start import one_after_another
+from pointsman.ranks import ALONE, Ranks
+from pointsman_lab.data import Corpus
+from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.runs.environment import differing_bits, environment
+from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
+from pointsman_lab.training.best import Best
+from pointsman_lab.training.checkpoint import misfit, stored_tensors
+from pointsman_lab.training.config import RunConfig, flat
+from pointsman_lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
+from pointsman_lab.training.language_modelling import LanguageModelling
+from pointsman_lab.training.loop import TrainingLoop
+from pointsman_lab.training.progress import Monitor
+from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.task import Task
+from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.trackers import find_library
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left.
+
+    Attributes:
+        out: the run directory.
+        step: finished steps.
+        evaluation: the content of evaluation.json.
+        already_finished: nothing was left to do.
+    """
+
+    out: Path
+    step: int
+    evaluation: Mapping[str, Any]
+    already_finished: bool = False
+
+
+def train(
+    config: RunConfig,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    corpus: Corpus | None = None,
+    task: Task | None = None,
+    kernels: Kernels | None = None,
+    progress: Progress | None = None,
+    monitor: Callable[[nn.Module, int, int], Monitor] | None = None,
+    stop: Stop | None = None,
+    ranks: Ranks = ALONE,
+    layout: Layout | None = None,
+) -> TrainResult:
+    """Trains and evaluates the run that `config` describes, in the run directory `out`.
+
+    With several ranks every rank calls it with the same arguments. Rank 0 writes the files, all of them the
+    checkpoints, and the figures are those of one process with the whole batch.
+
+    Args:
+        config: the settings.
+        out: made if need be.
+        resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
+        device: "cpu", "cuda", "cuda:1", …
+        corpus: the data, if they are loaded already.
+        task: what is learned; default: what `tasks.TASKS` says of the model's family.
+        kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
+        progress: a display.
+        monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
+            (`diagnostics.RoutingMonitor`).
+        stop: asks the run to save and end; one rank's is enough.
+        ranks: who shares each batch.
+        layout: how they divide the model; None: in shards.
+
+    Raises:
+        RunError: settings, data, directory or disk that do not allow the run; in one line.
+        Diverged: a loss or gradient that is not finite (also a RunError); names step, layer and last good checkpoint.
+        Interrupted: `stop` was set; the run has saved.
+    """
+    progress = progress if progress and ranks.first else Quiet()
+    directory = RunDirectory(out)
+    if task is None:
+        given = None if corpus is None else LanguageModelling(corpus)
+        task = given or one_after_another(ranks, lambda: pretraining_task(config))
+    config = task.prepared(config)
+    ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
+    # before anything is written: checks all settings
+    state = TrainingState(config, task, torch.device(device), ranks=ranks, layout=layout)
+    best = Best(state.model, config, task, ranks) if config.choose != "last" else None
+    watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
+    ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
+    with ExitStack() as held:
+        ranks.by_first(lambda: held.enter_context(alone(directory.path)))
+        return _trained(state, best, directory, watch, kernels, progress, stop, resume=resume)
+
+
+def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
+    here = {"layout": str(layout), "out": str(out), "resume": resume, "data": task.fingerprint}
+    versions = {f"version of {name}": of for name, of in environment({})["packages"].items()}
+    return {**flat(config.to_dict()), **here, **versions}
+
+
+def _trained(
+    state: TrainingState,
+    best: Best | None,
+    directory: RunDirectory,
+    watch: Monitor | None,
+    kernels: Kernels | None,
+    progress: Progress,
+    stop: Stop | None,
+    *,
+    resume: bool,
+) -> TrainResult:
+    """`train` in a directory that no other process works in."""
+    config, task, ranks = state.config, state.task, state.ranks
+    for name in config.track:
+        find_library(name)
+    ranks.by_first(lambda: directory.claim(config, resume=resume))
+    checkpoint = _restored(state, watch, directory, progress) if resume else None
+    for note in task.notes if checkpoint is None else ():
+        progress.note(note)
+    record = ranks.by_first(lambda: directory.read_json(EVALUATION))
+    if record is not None and state.step == config.steps and task.is_current(record, config):
+        progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
+        return TrainResult(directory.path, state.step, record, already_finished=True)
+
+    def choose() -> Kernels:
+        if checkpoint is None:
+            return choose_kernels(config, kernels, state.device)
+        return saved_kernels(config, checkpoint, state.device)
+
+    chosen = ranks.by_first(choose)
+    cuda = state.device.type == "cuda"
+    here = environment(
+        chosen.to_dict(),
+        device=str(state.device),
+        device_name=torch.cuda.get_device_name(state.device) if cuda else None,
+        threads=torch.get_num_threads(),
+    )
+    if checkpoint:
+        _note_other_machine(checkpoint, here, progress)
+    if ranks.count > 1:
+        here |= {"ranks": ranks.count, "layout": str(state.layout)}
+
+    def write() -> None:
+        directory.write_json(ENVIRONMENT, here)
+        for name, values in task.files.items():
+            directory.write_json(name, values)
+        write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
+
+    ranks.by_first(write)
+    with (
+        using(chosen),
+        deterministic_algorithms(config.deterministic),
+        TrainingLoop(state, best, directory, here, watch, progress, stop) as run,
+    ):
+        if best and checkpoint and run.metrics:
+            best.restore(checkpoint, run.metrics.rows, state.step)
+        run.loop()
+        return TrainResult(directory.path, state.step, run.evaluate())
+
+
+def _restored(
+    state: TrainingState, monitor: Monitor | None, directory: RunDirectory, progress: Progress
+) -> Checkpoint | None:
+    """Puts the last usable checkpoint of a run into `state`; says which, and which were passed over and why."""
+
+    ranks = state.ranks
+
+    def foreign(checkpoint: Checkpoint) -> str | None:
+        if checkpoint.state.get("data") != state.task.fingerprint:
+            return "it was trained on other data (the files have changed)"
+        return misfit(state.model, stored_tensors(checkpoint, "model"))
+
+    def find() -> Checkpoint | None:
+        remove_leftovers(directory.checkpoints)
+        return last_checkpoint(directory.checkpoints, progress.note, foreign)
+
+    found = ranks.by_first(find)
+    if found is None:
+        progress.note(f"{directory.path}: there is no whole checkpoint, so the run begins at step 0")
+        return None
+    ranks.each(lambda: state.restore(found, monitor))
+    keep = state.config.keep_checkpoints  # a kill may have come before it
+    ranks.by_first(lambda: prune(directory.checkpoints, found.step, keep))
+    if found.step < state.config.steps:
+        progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
+    return found
+
+
+def _note_other_machine(checkpoint: Checkpoint, here: Mapping[str, Any], progress: Progress) -> None:
+    if differing := differing_bits(checkpoint.state.get("environment", {}), here):
+        progress.note(f"another machine than the checkpoint's, so the last bits may differ: {'; '.join(differing)}")

@@ -1,0 +1,223 @@
+"""Translation: the task of encoder-decoders, judged by BLEU (X-MoE, Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch
+from pointsman_lab.data.download import DataProgress
+from pointsman_lab.data.multilingual.pieces import START, Pieces
+from pointsman_lab.data.parallel import ParallelText, ids_of, open_parallel
+from pointsman_lab.data.streams import IGNORE
+from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.evaluation.translation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
+from pointsman_lab.models.families import build_model
+from pointsman_lab.models.memory import Memory
+from pointsman_lab.models.translation import TranslationConfig, Translator
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.objectives import Objective, objective_of, smoothed
+from pointsman_lab.training.precision import autocast
+from pointsman_lab.training.task import Batches, Observed, Task
+
+TOKENS_A_SENTENCE = 20
+"""`eval_tokens` and `valid_tokens` count sentences as so many tokens."""
+
+
+class Translation(Task):
+    """Translates sentences of several languages into one."""
+
+    vocabulary: Pieces
+
+    def __init__(self, text: ParallelText, pieces: Pieces) -> None:
+        self.text = text
+        self.vocabulary = pieces
+        self.name = text.name
+        self.fingerprint = f"{text.fingerprint}-{pieces.digest}"
+        self._encoded: dict[int, Encoded] = {}
+        self._kept: dict[int, dict[str, list[str]]] = {}
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: Pieces | None = None
+    ) -> Translation:
+        """The task of `config.data`, with pieces learned from it or with those of a trained run."""
+        check(config)
+        text = open_parallel(config.data)
+        return cls(text, vocabulary or text.pieces(config.pieces, config.language_exponent))
+
+    def check(self, config: RunConfig) -> None:
+        check(config)
+
+    def build_model(self, config: RunConfig) -> Any:
+        return build_model(config.model)
+
+    def encoded(self, length: int) -> Encoded:
+        """The training pairs of all source languages."""
+        if length not in self._encoded:
+            self._encoded[length] = self._encode(
+                [pair for pairs in self.text.parts["train"].values() for pair in pairs], length
+            )
+        return self._encoded[length]
+
+    def _encode(self, pairs: Sequence[tuple[str, str]], length: int) -> Encoded:
+        """Rows of source ids, labels [n, T] of target ids, padded with -1."""
+        rows = tuple(ids_of(one, self.vocabulary, length) for one, _ in pairs)
+        targets = [ids_of(other, self.vocabulary, length) for _, other in pairs]
+        labels = np.full((len(pairs), max(map(len, targets))), PADDING, dtype=np.int64)
+        for place, row in enumerate(targets):
+            labels[place, : len(row)] = row
+        return Encoded(rows, labels, 0)
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """Pairs of a part, the right translation as the decoder's input; groups are source languages."""
+        if split not in self.text.parts:
+            raise RunError(f"translation has no {split} part: allowed are {', '.join(self.text.parts)}")
+        count = self._budget(tokens, split)
+        names = tuple(self.text.parts[split])
+        batches = []
+        for number, pairs in enumerate(self.text.parts[split].values()):
+            encoded = self._encode(pairs[:count], config.segment_length)
+            for one in eval_batches(encoded, config.eval_batch_size, device):
+                inputs, targets = paired(one.tokens, one.labels)
+                batches.append(Batch(inputs, targets, None, number))
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits: Tensor = model(batch.inputs)
+            return F.cross_entropy(
+                logits.float().flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
+        protocol = {"data": self.text.description, "split": split, "tokens": read_tokens}
+        return Observed(batches, len(batches), lambda: read, protocol, names)
+
+    def stretch(self, config: RunConfig, tokens: int) -> list[NDArray[np.int64]]:
+        """Source sentences, of each language alike: the page looks at the encoder's layers."""
+        parts = self.text.parts[config.eval_split]
+        found = []
+        for pairs in parts.values():
+            left = tokens // len(parts)
+            for source, _ in pairs:
+                found.append(ids_of(source, self.vocabulary, config.segment_length))
+                left -= len(found[-1])
+                if left <= 0:
+                    break
+        return found
+
+    def _budget(self, tokens: int | None, split: str) -> int | None:
+        """How many pairs of each source language have about so many tokens; None: all."""
+        return None if tokens is None else max(1, tokens // (TOKENS_A_SENTENCE * len(self.text.parts[split])))
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        return PairStream(self.encoded(config.segment_length), config.batch_size, config.seed, device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        return objective_of(
+            model, pair_loss, pair_logits, label_smoothing=config.label_smoothing, weighted_by_targets=True
+        )
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return "valid"
+
+    def reported_split(self, config: RunConfig) -> str:
+        return config.eval_split
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        if split not in ("valid", "test"):
+            raise RunError(f"translation has no {split} part to score: allowed are valid and test")
+        tokens = config.eval_tokens if context.final else config.valid_tokens
+        parts = self.text.parts[split]
+        count = self._budget(tokens, split)
+        self._kept = {}
+        return evaluate_translation(
+            model,
+            self.vocabulary,
+            {language: pairs[:count] for language, pairs in parts.items()},
+            split=split,
+            top_k=top_k,
+            beam=config.beam if context.final else 1,
+            length=config.segment_length,
+            batch_size=config.eval_batch_size,
+            how=context,
+            keep=self._kept,
+        )
+
+    def result_files(self, config: RunConfig) -> Mapping[str, str]:
+        """The translations at the k of training, else the largest, a sentence a line."""
+        if not self._kept:
+            return {}
+        own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
+        target = self.text.target
+        return {
+            f"translations/{language}-{target}.txt": "".join(f"{line}\n" for line in found)
+            for language, found in self._kept[own].items()
+        }
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        return {
+            "beam": config.beam,
+            "length_penalty": LENGTH_PENALTY,
+            "longest": [LONGER, MORE],
+            "source_length": config.segment_length,
+            "tokens": config.eval_tokens,
+            "checkpoint_rule": "the last step",
+            "vocabulary": self.vocabulary.digest,
+        }
+
+    def description(self) -> dict[str, Any]:
+        return {"data": f"{self.text.description}; {self.vocabulary.size:,} pieces"}
+
+
+class PairStream(TaskStream):
+    """Batches of like length: inputs [B, 2, L] (source; `<s>` and the target without its end) and targets [B, L]."""
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return paired(*super().batch(step))
+
+
+def paired(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """source [B, S] and target [B, T], padded with -1 -> inputs [B, 2, L] and targets [B, L], padded with -100."""
+    length = max(source.shape[1], int((target >= 0).sum(1).max()))
+    target = target[:, :length]
+    start = target.new_full((len(target), 1), START)
+    shifted = torch.cat([start, torch.where(target[:, 1:] >= 0, target[:, :-1], PADDING)], 1)
+    inputs = torch.stack([_wide(source, length, PADDING), _wide(shifted, length, PADDING)], 1)
+    return inputs, _wide(torch.where(target >= 0, target, IGNORE), length, IGNORE)
+
+
+def _wide(rows: Tensor, length: int, fill: int) -> Tensor:
+    more = rows.new_full((len(rows), length - rows.shape[1]), fill)
+    return torch.cat([rows, more], 1)
+
+
+def check(config: RunConfig) -> None:
+    """Refuses sentences longer than the model's positions.
+
+    Raises:
+        RunError: they are.
+    """
+    model = config.model
+    if isinstance(model, TranslationConfig) and config.segment_length > model.max_length:
+        raise RunError(f"segment_length={config.segment_length}: model.max_length is {model.max_length}")
+
+
+def pair_logits(model: Translator, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
+    """Logits [B, L, V] of the next target tokens."""
+    return model(inputs), None
+
+
+pair_loss = smoothed(pair_logits, 0.0)
+"""Mean nats of the target tokens."""

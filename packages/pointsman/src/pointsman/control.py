@@ -1,0 +1,299 @@
+"""Functions for any model with MoE layers: k, recording, freezing, step ends, materializing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from pointsman._errors import did_you_mean
+from pointsman.layer import MoE
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.registry import COMMON, format_spec, parse_spec
+from pointsman.routers.frame.router import Router, check_top_k
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import Routing, RoutingContext
+
+Callback = Callable[[str, Routing, RoutingContext | None], None]
+
+
+def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Every router with the qualified name of its layer: the MoE layer's, or the router's own if it stands alone."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            inside.add(id(module.router))
+            yield name, module.router
+        elif isinstance(module, Router) and id(module) not in inside:
+            yield name, module
+
+
+def _routers(model: nn.Module) -> list[Router]:
+    found = [router for _, router in named_routers(model)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE layer and no router in it")
+    return found
+
+
+class set_top_k:  # noqa: N801 - used like a function
+    """Sets k, at once, in every router of a model, an MoE layer, a bare router or a Hugging Face MoE.
+
+    As a context manager it restores every router's own k on exit:
+
+        set_top_k(model, 4)
+        with set_top_k(model, 1): …
+
+    A forward under activation checkpointing is done again in backward, which must lie inside, too.
+
+    Raises:
+        ValueError: k is no whole number from 1 to the number of experts, or a router or a class of Hugging Face models
+            works with no other k; then no router has changed.
+    """
+
+    def __init__(self, module: nn.Module, k: int) -> None:
+        if _is_huggingface(module):
+            from pointsman.hf.top_k import top_k_fields  # transformers is imported only for its own models
+
+            places: list[tuple[Any, str]] = [(field.owner, field.attribute) for field in top_k_fields(module, k)]
+        else:
+            places = [(router, "top_k") for router in _routers(module)]
+            for router, _ in places:
+                check_top_k(k, router.num_experts)
+                if router.fixed_k and k != router.num_experts:
+                    raise ValueError(f"{router.spec}: top_k={k}: every token uses all {router.num_experts} experts")
+        self._before = [(owner, name, getattr(owner, name)) for owner, name in places]
+        for owner, name in places:
+            setattr(owner, name, k)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for owner, name, k in self._before:
+            setattr(owner, name, k)
+
+
+def _is_huggingface(module: nn.Module) -> bool:
+    """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel)."""
+    return _has_huggingface_parts(module) and not any(isinstance(part, MoE) for part in module.modules())
+
+
+def _has_huggingface_parts(module: nn.Module) -> bool:
+    return any(type(part).__module__.startswith("transformers.models.") for part in module.modules())
+
+
+class record_routing:  # noqa: N801 - used like a function
+    """`with record_routing(model) as records:` records[layer name] = that layer's last Routing, detached.
+
+    With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept.
+    """
+
+    def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
+        self._model, self._callback = model, callback
+        self._handles: list[RemovableHandle] = []
+        self.records: dict[str, Routing] = {}
+
+    def __enter__(self) -> dict[str, Routing]:
+        for name, router in named_routers(self._model):
+            self._handles.append(router.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self.records
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+            # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
+            routing: Routing = rest[-1]
+            context = args[1] if len(args) > 1 else rest[0].get("context") if len(rest) > 1 else None
+            if self._callback is None:
+                self.records[name] = routing.detach()
+            else:
+                self._callback(name, routing.detach(), context)
+
+        return hook
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def freeze(model: nn.Module, *roles: str) -> None:
+    """Stops training of every part with one of these roles ("router", "experts", "attention", …).
+
+    Running statistics of a frozen router stop, too. Its losses stay attached and still train earlier layers.
+    `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself.
+
+    Raises:
+        ValueError: a role that no part of the model has.
+    """
+    known = {role for module in model.modules() if isinstance(role := getattr(module, "role", None), str)}
+    for role in roles:
+        if role not in known:
+            raise ValueError(
+                f"freeze: no part of {type(model).__name__} has the role {role!r}: {did_you_mean(role, known)}"
+            )
+    for module in model.modules():
+        if getattr(module, "role", None) in roles:
+            module.requires_grad_(False)
+            if isinstance(module, Router):
+                module.frozen = True
+
+
+def pack_experts(model: nn.Module, packed: bool = True) -> int:
+    """Deprecated: does nothing and returns 0.
+
+    It cached a copy of large weights in oneDNN's layout. The copy gained nothing on most machines, and a weight that
+    was written in place could leave it out of date.
+    """
+    warnings.warn("pack_experts does nothing any more: remove the call", DeprecationWarning, stacklevel=2)
+    return 0
+
+
+def step_end(
+    model: nn.Module,
+    reduce: Callable[[Sequence[Tensor]], None] | None = None,
+    unless: Tensor | None = None,
+) -> None:
+    """Once after each optimizer step: norms kept, schedules, running statistics.
+
+    Args:
+        reduce: with many processes, adds up each tensor over the processes, in place. It is called once, with the sums
+            of all routers, in the same order and with the same shapes in every process. None: the routers' own `ranks`,
+            which `parallel.parallelize` sets.
+        unless: bool [], on the model's device; where it is true no parameter and no buffer changes. Nobody waits to
+            know.
+    """
+    routers = [router for _, router in named_routers(model)]
+    if reduce is None and routers and routers[0].ranks.count > 1:
+        reduce = routers[0].ranks.add_up
+    with torch.no_grad():
+        if reduce is not None:
+            reduce([tensor for router in routers for tensor in router.gathered()])
+        for router in routers:
+            router.step_end() if unless is None else router.step_end(unless)
+
+
+def track_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reduce: Callable[[Sequence[Tensor]], None] | None = None,
+) -> RemovableHandle:
+    """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
+    return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
+
+
+def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
+    """The loss with the routers' own losses (balance, z-loss, …) added: for a training loop of your own.
+
+        output = model(inputs)
+        loss = pointsman.add_losses(criterion(output, targets), model)
+        scaler.scale(loss / accumulation).backward()
+
+    What scales the loss afterwards scales them alike. Each training forward's losses are added once, those of several
+    forwards since the last call together; under `torch.compile` those of each layer's last run. Without gradients
+    (`torch.no_grad`) and of a model in evaluation mode the loss comes back as it is.
+
+    Args:
+        loss: a scalar, before any scaling.
+        model: the model whose forward made it, wrapped or not; its MoE layers have `attach_losses=False`.
+        ranks: the W ranks over which `parallel.parallelize` divided the model. The mean over ranks of their losses is
+            then the loss of the batch, and a W-th of each is what comes back: gradients are added over ranks, and the
+            routers' losses are parts of a sum already. Divide by W neither before nor after.
+
+    Raises:
+        ValueError: no MoE layer, a layer that attaches its losses itself, forwards without gradients, or other ranks
+            than those of the model.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers:
+        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
+    for name, layer in layers:
+        if layer.attach_losses:
+            raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it with attach_losses=False")
+        if layer.router.ranks.count > ranks.count:
+            raise ValueError(
+                f"add_losses: the model is divided over {layer.router.ranks.count} ranks: write "
+                "add_losses(loss, model, ranks), which divides the loss; divide it neither before nor after"
+            )
+        if layer.router.ranks.count < ranks.count:
+            raise ValueError(
+                f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under DDP, which "
+                "averages gradients, leave ranks out"
+            )
+    if ranks.count > 1:
+        loss = loss / ranks.count
+    if torch.is_grad_enabled():
+        for _, layer in layers:
+            for value in layer.take_losses():
+                loss = loss + value.to(loss.device)
+    return loss
+
+
+def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The last values of the routers' losses: layer name -> loss name -> weighted scalar, detached."""
+    return {name: dict(module.last_losses) for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Scales the attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor).
+
+    `add_losses` needs no such call.
+    """
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.loss_scale.copy_(torch.as_tensor(scale))
+            module.know_scale()
+
+
+def materialize(model: nn.Module) -> nn.Module:
+    """Replaces, in place, every generated or frozen linear router by a plain linear one with the same logits.
+
+    HyperRouter, SMoE-Dropout and the temperature controls become `smoe`; mixers, k and losses stay. The saved model
+    then loads as one built with the spec `smoe`. A Hugging Face model gets its class's own gates back, which have no
+    mixers (`pointsman.hf.materialize`).
+
+    Raises:
+        ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
+    """
+    if _is_huggingface(model):
+        from pointsman.hf.surgery.materialize import materialize as to_own_gates
+
+        return to_own_gates(model)
+    plain: list[tuple[Router, LinearScorer]] = []
+    for name, router in named_routers(model):
+        if isinstance(router.score, LinearScorer):
+            continue  # it is one already, with its noise in training
+        with torch.no_grad():
+            weights = router.score.plain_linear()
+        if weights is None:
+            raise ValueError(
+                f"materialize: layer {name!r} has the router {router.spec!r}, which no linear router equals"
+            )
+        weight, bias = weights
+        scorer = LinearScorer(router.dim, router.num_experts, bias=bias is not None).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            scorer.weight.copy_(weight)
+            if scorer.bias is not None and bias is not None:
+                scorer.bias.copy_(bias)
+        scorer.train(router.training)
+        scorer.requires_grad_(not router.frozen)
+        plain.append((router, scorer))
+    for router, scorer in plain:
+        router.score, router.losses = scorer, {}
+        router.spec = _plain_spec(router)
+    return model
+
+
+def _plain_spec(router: Router) -> str:
+    parsed = parse_spec(router.spec)
+    options = {name: value for name, value in parsed.options.items() if name in COMMON.options}
+    if getattr(router.score, "bias", None) is None:
+        options = {"bias": "false", **options}
+    return format_spec(parsed._replace(router="smoe", options=options), {})

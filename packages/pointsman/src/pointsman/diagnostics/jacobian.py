@@ -1,0 +1,230 @@
+"""The two terms of an MoE layer's Jacobian: the gradient through the experts and the gradient through the router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.diagnostics.base import Diagnostic, Moments, chosen, map_routing, number, ratio
+from pointsman.diagnostics.observe import evaluating
+from pointsman.experts.combine import combine
+from pointsman.layer import MoE
+from pointsman.routers.frame.router import Router
+from pointsman.routing import Means, Routing, RoutingContext, Slots
+
+TERMS = ("j1", "j2", "both")
+MATRICES = ("j1_norm", "j2_norm", "j1_rank", "j2_rank")
+MAX_DIM = 1024  # the matrices J1 and J2 of a token are built up to this width
+
+
+class JacobianTerms(Diagnostic):
+    """dy/dh = J1 + J2 of y = sum_j w_j E_j(h), for gradients g = dL/dy.
+
+    HyperRouter, Eqs. 3 to 5 (and X-MoE, Eqs. 4 to 6, whose J1 has the residual connection's identity on top):
+        J1 = sum_j w_j dE_j/dh,        J2 = sum_j E_j(h) (dw_j/dh)^T,
+        J2^T g = sum_i c_i W_i,        c_i = sum_j w_j (1[i=j] - w_i) (E_j(h)^T g) for softmax weights of a linear
+    router W over the chosen k. Both are computed by autograd, for any router and experts, y as a function of h and w:
+    J1 with constant weights, J2 through the weights alone. Weights are also those on the experts' inputs
+    (`weigh=input`), of virtual experts, of means (`default`) and of slots (`soft`). Shared experts and auxiliary losses
+    do not contribute. J2 = 0 at k = 1 with renormalised weights and for routers without a gradient. With a mixer, J2^T
+    g of a token includes the gradients of other tokens through mixing; the matrix J2 is that of the token itself.
+
+    `gradient` for J1^T g, J2^T g and their sum: `norm_mean` over tokens; `rank` of the [tokens, dim] matrix (singular
+    values s above dim eps max(s), eps that of the hidden states' dtype, and above sqrt(dim eps_64) max(s));
+    `effective_rank` = exp(H(s^2 / sum s^2)); `in_span`: the share of the sum of squares that lies in the router's span.
+    That is the span of the rows W_i (X-MoE's cosine: of the projection's); `span_rank` is its dimension, `span_share` =
+    span_rank / dim is the value of a random direction. For a linear router J2's `in_span` is 1 by Eq. 3; also for
+    HyperRouter, whose W = H(e) is constant in h, but training e changes the span.
+    `matrices`: the mean Frobenius norms and ranks of J1 and J2 over sampled tokens (rank J2 <= k - 1 for softmax
+    weights over the k chosen); None for `soft`, where slots mix the tokens. Ranks need at least float32; else None.
+
+    Args:
+        layer: the MoE layer.
+        samples: the number of tokens whose matrices are built in each update.
+    """
+
+    def __init__(self, layer: MoE, samples: int = 4) -> None:
+        self.layer: MoE | None = layer
+        self.samples = samples
+        self.eps = 0.0
+        span = router_span(layer.router)
+        self._basis = None if span is None else _row_basis(span)
+        self.moments = {name: Moments() for name in (*TERMS, *MATRICES)}
+        self.second: Tensor | None = None  # [3, dim, dim]: sums of outer products of the gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the layer, for merging in another process."""
+        return {**vars(self), "layer": None}
+
+    def merge(self, other: Self) -> Self:
+        for name, moments in self.moments.items():
+            moments.merge(other.moments[name])
+        if other.second is not None:
+            self._add(second=other.second)
+        self.eps = max(self.eps, other.eps)
+        return self
+
+    def update(
+        self, hidden: Tensor, gradient: Tensor, context: RoutingContext | None = None, mask: Tensor | None = None
+    ) -> None:
+        """Adds one forward: `hidden` [B, T, dim], the layer's input, and `gradient`, that of its output.
+
+        `mask` [B, T] bool, True for tokens that count; padding never counts.
+        """
+        assert self.layer is not None, "merged states take no updates"
+        layer = self.layer
+        hidden = hidden.detach().to(next(layer.experts.parameters()).dtype)  # under autocast the dtypes may differ
+        hidden = hidden[None] if hidden.dim() == 2 else hidden
+        flat = hidden.flatten(0, 1)
+        gradient = gradient.detach().to(flat.dtype).reshape(flat.shape)
+        with evaluating(layer), torch.enable_grad():
+            into_router = hidden.clone().requires_grad_()
+            routing: Routing = layer.router(into_router, context)
+            into_experts = flat.clone().requires_grad_()
+            weights = {name: one.detach().clone().requires_grad_() for name, one in _weights(routing).items()}
+            output = self._output(into_experts, _weighted(routing, weights))
+            first, *of_weights = torch.autograd.grad(
+                output, (into_experts, *weights.values()), gradient, allow_unused=True, materialize_grads=True
+            )
+            second = _vjp(tuple(_weights(routing).values()), into_router, of_weights).flatten(0, 1)
+            real = (chosen(routing, None, virtual=True) >= 0).any(-1)
+            real = real if mask is None else real & mask.reshape(-1)
+            terms = torch.stack([first, second, first + second.to(first.dtype)]).double() * real[:, None]
+            for term, values in zip(TERMS, terms, strict=True):
+                self.moments[term].add(values.norm(dim=-1), real)
+            self._add(second=terms.mT @ terms)
+            if flat.shape[1] <= MAX_DIM and routing.slots is None:
+                self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
+        self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
+
+    def _sample(self, flat: Tensor, into_router: Tensor, routing: Routing, real: Tensor) -> None:
+        count = min(self.samples, len(real))
+        for token in real[torch.linspace(0, len(real) - 1, count, device=real.device).round().long()].tolist():
+            matrices = self._matrices(token, flat, into_router, routing)
+            for name, matrix in zip(("j1", "j2"), matrices, strict=True):
+                singular = torch.linalg.svdvals(matrix)
+                limit = matrix.shape[0] * torch.finfo(flat.dtype).eps * singular[:1]
+                self.moments[f"{name}_norm"].add(matrix.norm()[None])
+                self.moments[f"{name}_rank"].add((singular > limit).sum()[None])
+
+    def _matrices(self, token: int, flat: Tensor, into_router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """J1 and J2 [dim, dim] of one token, float64."""
+        assert self.layer is not None
+        dim = flat.shape[1]
+        copies = flat[token].expand(dim, dim).clone().requires_grad_()
+        sources = _weights(routing)
+        weights = {name: one.detach()[token].repeat(dim, 1).requires_grad_() for name, one in sources.items()}
+        repeated = map_routing(routing.detach(), lambda tensor: tensor[token].expand(dim, -1))
+        output = self._output(copies, _weighted(replace(repeated, means=routing.means), weights))
+        each = torch.eye(dim, dtype=output.dtype, device=output.device)  # a row of J1 from each copy
+        j1, *of_weights = torch.autograd.grad(
+            output, (copies, *weights.values()), each, allow_unused=True, materialize_grads=True
+        )
+        j2 = torch.zeros(dim, dim, dtype=torch.float64, device=flat.device)
+        for source, slopes in zip(sources.values(), of_weights, strict=True):
+            for place in range(source.shape[-1]):
+                pick = torch.zeros_like(source)
+                pick[token, place] = 1.0
+                slope = _vjp((source,), into_router, (pick,)).flatten(0, 1)[token]
+                j2 += torch.outer(slopes[:, place].double(), slope.double())
+        return j1.double(), j2
+
+    def _output(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """The layer's output [tokens, dim] without shared experts."""
+        assert self.layer is not None
+        output, _ = combine(self.layer.experts, hidden, routing)
+        if self.layer.virtual is not None and routing.virtual_weights is not None:
+            output = output + self.layer.virtual(hidden, routing.virtual_weights)
+        return output
+
+    def result(self) -> dict[str, Any]:
+        gradient: dict[str, dict[str, Any]] = {}
+        for index, term in enumerate(TERMS):
+            second = None if self.second is None else self.second[index].cpu()
+            gradient[term] = {"norm_mean": self.moments[term].mean, **self._spectrum(second)}
+        span = None if self._basis is None else self._basis.shape[0]
+        width = None if self.second is None else self.second.shape[-1]
+        sampled = {name: self.moments[name].mean for name in MATRICES}
+        return {
+            "tokens": self.moments["j1"].count,
+            "gradient": gradient,
+            "norm_ratio": ratio(gradient["j2"]["norm_mean"], gradient["j1"]["norm_mean"]),
+            "span_rank": span,
+            "span_share": ratio(span, width),
+            "matrices": {"tokens": self.moments["j1_norm"].count, **sampled},
+        }
+
+    def _spectrum(self, second: Tensor | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"rank": None, "effective_rank": None, "in_span": None}
+        if second is None:
+            return found
+        squares = torch.linalg.eigvalsh(second).clamp_min(0)
+        total = squares.sum()
+        if not total > 0:
+            return {**found, "rank": 0}
+        relative = second.shape[0] * self.eps
+        if relative < 0.01:
+            floor = second.shape[0] * torch.finfo(torch.float64).eps  # the rounding error of eigvalsh
+            found["rank"] = int((squares > max(relative**2, floor) * squares.max()).sum())
+        found["effective_rank"] = number(torch.special.entr(squares / total).sum().exp())
+        if self._basis is not None:
+            basis = self._basis.cpu()
+            found["in_span"] = number(((basis @ second) * basis).sum() / second.trace())
+        return found
+
+
+@torch.no_grad()
+def router_span(router: Router) -> Tensor | None:
+    """Rows [r, dim] whose span contains every gradient of the router's logits by a token; None if unknown."""
+    linear = router.score.plain_linear()
+    if linear is not None:
+        return linear[0].detach()
+    projection = getattr(router.score, "projection", None)
+    return projection.weight.detach() if isinstance(projection, nn.Linear) else None
+
+
+def _weights(routing: Routing) -> dict[str, Tensor]:
+    """All weights that enter the output, by name: [tokens, …], of slots [B, T, E, P]."""
+    found = {"weights": routing.weights}
+    if routing.virtual_weights is not None:
+        found["virtual"] = routing.virtual_weights
+    if routing.means is not None:
+        found["means"] = routing.means.weights
+    if routing.slots is not None:
+        found |= {"dispatch": routing.slots.dispatch, "combine": routing.slots.combine}
+    return found
+
+
+def _weighted(routing: Routing, weights: Mapping[str, Tensor]) -> Routing:
+    """The routing with these weights in the place of its own."""
+    means = routing.means
+    return replace(
+        routing.detach(),
+        weights=weights["weights"],
+        flat=None,
+        virtual_weights=weights.get("virtual"),
+        means=None if means is None else Means(weights["means"], means.values.detach()),
+        slots=None if routing.slots is None else Slots(weights["dispatch"], weights["combine"]),
+    )
+
+
+def _vjp(outputs: Sequence[Tensor], inputs: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    used = [(one, vector) for one, vector in zip(outputs, vectors, strict=True) if one.requires_grad]
+    if not used:
+        return torch.zeros_like(inputs)
+    sources, given = zip(*used, strict=True)
+    (found,) = torch.autograd.grad(sources, inputs, given, retain_graph=True, allow_unused=True)
+    gradient: Tensor = torch.zeros_like(inputs) if found is None else found
+    return gradient
+
+
+def _row_basis(rows: Tensor) -> Tensor:
+    """Orthonormal basis [rank, dim] of the span of rows, float64."""
+    _, singular, right = torch.linalg.svd(rows.double(), full_matrices=False)
+    limit = max(rows.shape) * torch.finfo(rows.dtype).eps * singular[0]
+    basis: Tensor = right[singular > limit]
+    return basis

@@ -1,0 +1,195 @@
+"""Scorers that start from the weight of a pre-trained gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.hf.forms import Form
+from pointsman.hf.layouts import LAYOUTS
+from pointsman.routers.frame.registry import entry, parse_spec
+from pointsman.routers.frame.router import Router
+from pointsman.routers.frame.select import TopK
+from pointsman.routers.frame.stages import Scorer, Sigmoid, Softmax, Stage
+from pointsman.routers.papers.hash import TableScorer
+from pointsman.routers.papers.hyper import HyperScorer
+from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.xmoe import TEMPERATURE_FLOOR, TemperatureGate
+from pointsman.routing import RoutingContext
+
+CLASS_OPTIONS = {
+    "capacity": "the model class never drops tokens",
+    "eval_capacity": "the model class never drops tokens",
+    "capacity_order": "the model class never drops tokens",
+    "capacity_scope": "the model class never drops tokens",
+    "capacity_unit": "the model class never drops tokens",
+    "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
+    "balance_scope": "use the model's own losses",
+    "balance_on": "use the model's own losses",
+    "z_loss": "use the model's own losses",
+    "weigh": "the model class decides what a weight multiplies",
+    "l2": "use a weight decay of the embedding",
+}
+RULES = ("smoe", "loss-free", "sparsemixer")
+"""Routers whose own selection rule can take the place of the class's: always, or `smoe` with one of `RULE_OPTIONS`."""
+SOME = ("hash", "switch")
+"""The same for classes that say so: gates with a table of token ids, and those whose `Layout` has the router."""
+RULE_OPTIONS = {"gate", "renormalize", "scale", "nulls"}
+SHARE_FROM = 2**24
+"""From this number of frozen output weights on, layers share one hypernetwork, unless the spec says otherwise."""
+
+
+def check_spec(spec: str, form: Form) -> None:
+    """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
+    parsed, layout = parse_spec(spec), LAYOUTS.get(form.layout)
+    allowed = layout.allowed if layout is not None else ()
+    own = ("hash",) if form.table else layout.rules if layout is not None else ()
+    fixed = layout.options if layout is not None else ()
+    for name, value in parsed.options.items():
+        if name in CLASS_OPTIONS and name not in allowed and f"{name}={value}" not in fixed:
+            raise ValueError(f"replace_routers: option {name!r} of {spec!r}: {CLASS_OPTIONS[name]}")
+    of_virtual = "kind" in parsed.options and "nulls" in entry(parsed.router).options
+    if of_virtual and parsed.options.get("nulls", "0") == "0":
+        raise ValueError(f"replace_routers: option 'kind' of {spec!r}: there are no virtual experts without nulls")
+    if parsed.router in SOME and parsed.router not in own:
+        raise ValueError(
+            f"replace_routers: {spec!r} is defined by its selection, which the Hugging Face class does itself"
+        )
+    if has_own_rule(spec) and (parsed.mixer is not None or parsed.router not in RULES + own):
+        names = sorted(RULE_OPTIONS & set(parsed.options)) or [parsed.router]
+        takers = ", ".join(map(repr, RULES))
+        raise ValueError(f"replace_routers: {spec!r}: {names[0]!r} works with {takers} without a mixer")
+
+
+def has_own_rule(spec: str) -> bool:
+    """Whether the router itself selects and weights the experts, in the place of the class's code."""
+    parsed = parse_spec(spec)
+    return parsed.router in RULES[1:] + SOME or bool(RULE_OPTIONS & set(parsed.options))
+
+
+def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
+    """The spec with `share=true` if an unshared hypernetwork is very large (67M weights at d 2048 and N 128)."""
+    parsed = parse_spec(spec)
+    if parsed.router != "hyperrouter" or "share" in parsed.options or parsed.options.get("generate") == "expert":
+        return spec
+    hidden = int(parsed.options.get("hyper_dim", 256))
+    if hidden * num_experts * (dim + 1) < SHARE_FROM:
+        return spec
+    head, plus, tail = spec.partition("+")
+    return f"{head}:share=true{plus}{tail}"
+
+
+class HyperDelta(HyperScorer):
+    """z = (W + H(e) - H(e_0)) h + b: HyperRouter starting from a pre-trained gate W, b, without its bias column.
+
+    Initially e = e_0, and the weight is exactly W. Only e is trained.
+
+    Args:
+        scorer: a HyperRouter as built.
+        weight: W [E, dim]; None: HyperRouter's own initial values.
+        bias: b [E], if the class's gate has one.
+    """
+
+    def __init__(self, scorer: HyperScorer, weight: Tensor | None, bias: Tensor | None) -> None:
+        Scorer.__init__(self)
+        self.shape = scorer.shape
+        self.embedding = scorer.embedding
+        self.hypernetwork = scorer.hypernetwork
+        self.register_buffer("places", scorer.places)
+        self.embed_dropout, self.training_stochastic = scorer.embed_dropout, scorer.training_stochastic
+        self._cache = None
+        self.base: Tensor
+        self.base_bias: Tensor
+        self.origin: Tensor
+        experts, columns = scorer.shape
+        with torch.no_grad():
+            origin = super().generate()[0].clone() if weight is not None else torch.zeros(experts, columns - 1)
+        self.register_buffer("origin", origin)
+        self.register_buffer("base", torch.zeros_like(origin) if weight is None else weight.to(origin))
+        self.register_buffer("base_bias", torch.zeros_like(origin[:, 0]) if bias is None else bias.to(origin))
+
+    def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        generated = super().generate(dropout)[0].to(self.base.device)
+        return self.base + (generated - self.origin), self.base_bias
+
+    def refer(self, hypernetwork: nn.Module) -> None:
+        """Uses a hypernetwork owned by another layer, so that a checkpoint contains it once."""
+        self._modules.pop("hypernetwork", None)
+        self.__dict__["hypernetwork"] = hypernetwork
+
+
+class TemperatureScorer(Scorer):
+    """z = s / tau: X-MoE's learnable temperature before the class's own softmax or sigmoid."""
+
+    def __init__(self, score: Scorer, gate: TemperatureGate) -> None:
+        super().__init__()
+        self.score, self.gate = score, gate
+        self.needs_step_end = score.needs_step_end
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        scores: Tensor = self.score(hidden, context)
+        return scores / self.gate.temperature.to(scores.dtype).clamp_min(TEMPERATURE_FLOOR)
+
+    def step_end(self) -> None:
+        self.score.step_end()
+        self.gate.step_end()
+
+
+def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Scorer:
+    """The router's scorer for a gate with this weight [E, dim] and bias [E].
+
+    Linear scorers (trained or frozen) and HyperRouter start from the weight, others at random. `weight` None: the
+    method's own initial values.
+
+    Raises:
+        ValueError: the router is not defined by its scores alone.
+    """
+    starts_at = entry(parse_spec(router.spec).router).starts_at
+    own_rule = has_own_rule(router.spec)
+    if (type(router.select) is not TopK or starts_at is not None or router.losses) and not own_rule:
+        raise ValueError(
+            f"replace_routers: {router.spec!r} is defined by its selection, which the Hugging Face class does itself"
+        )
+    score, normalize = router.score, router.normalize
+    if isinstance(normalize, TemperatureGate):
+        return TemperatureScorer(score, normalize)
+    if not isinstance(normalize, (Softmax, Sigmoid)) and not own_rule:
+        raise ValueError(f"replace_routers: {router.spec!r} has its own normalisation")
+    if isinstance(score, HyperScorer):
+        return HyperDelta(score, weight, bias)
+    if isinstance(score, TableScorer):
+        if score.gate is not None and weight is not None:
+            score.gate.weight.data.copy_(weight)
+        return score
+    if isinstance(score, (LinearScorer, FrozenLinearScorer)):
+        with torch.no_grad():
+            if isinstance(score, LinearScorer):
+                score.bias = None if bias is None else nn.Parameter(torch.zeros_like(score.weight[:, 0]))
+            if weight is not None:
+                score.weight.copy_(weight)
+            if bias is not None and score.bias is not None and weight is not None:
+                score.bias.copy_(bias)
+    return score
+
+
+def plain_gate(gate: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the class's own gate with the same logits as a replaced one; None where there is none."""
+    score = gate.pointsman.score
+    if gate.pointsman_form.table and score.gate is not None:  # the choice is the class's table
+        score = score.gate
+    plain: tuple[Tensor, Tensor | None] | None = score.plain_linear()
+    return plain
+
+
+class Strength(Stage):
+    """A learnable scalar, clamped to [0, 1] in the forward only, so that its gradient never vanishes."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(start)))
+
+    def forward(self) -> Tensor:
+        return self.value + (self.value.clamp(0, 1) - self.value).detach()

@@ -1,0 +1,121 @@
+"""Where a Hugging Face MoE stores k, and whether its class accepts another value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pointsman.hf.forms import NotAGateError
+from pointsman.hf.gates import BY_TOKEN_ID, Gate, call_gate, no_gate, survey
+from pointsman.routers.frame.router import Router
+
+CONFIG_NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""Names of k in configurations."""
+
+
+class TopKField(NamedTuple):
+    """An attribute that stores k."""
+
+    owner: Any
+    attribute: str
+
+    @property
+    def value(self) -> int:
+        return int(getattr(self.owner, self.attribute))
+
+
+def max_top_k(gate: Gate) -> int:
+    """The largest k: the number of experts; with group-limited routing, that of the groups a token may use."""
+    groups, reached = getattr(gate.module, "num_group", None), getattr(gate.module, "topk_group", None)
+    if isinstance(groups, int) and isinstance(reached, int) and 0 < reached < groups:
+        return gate.num_experts // groups * reached
+    return gate.num_experts
+
+
+def gate_top_k(gate: Gate) -> TopKField:
+    """The attribute from which this gate reads k.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kind = type(gate.module).__name__
+    if gate.layout is not None and gate.layout.fixed_k is not None:
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} always chooses {gate.layout.fixed_k}")
+    router = getattr(gate.module, "pointsman", None)
+    if gate.form.table and router is not None:
+        return TopKField(router, "top_k")
+    for owner in (gate.module, gate.block):
+        if isinstance(getattr(owner, "top_k", None), int):
+            return TopKField(owner, "top_k")
+    config = getattr(gate.module, "config", None)
+    for name in CONFIG_NAMES:
+        if isinstance(getattr(config, name, None), int):
+            return TopKField(config, name)
+    raise ValueError(f"set_top_k: layer {gate.layer!r}: {kind} keeps no k")
+
+
+def top_k_fields(model: nn.Module, k: int) -> list[TopKField]:
+    """All attributes that must be set to change k: gates, replaced routers, copies in models (aux_loss) and configs.
+
+    Raises:
+        ValueError: k is out of range for a layer, or the layer's class accepts no other k; nothing has changed.
+    """
+    gates, reasons = survey(model)
+    if reasons or not gates:
+        raise ValueError("set_top_k: " + (reasons[0] if reasons else no_gate(model)))
+    found: list[TopKField] = []
+    for gate in gates:
+        most = max_top_k(gate)
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+            raise ValueError(f"top_k={k!r}: allowed are whole numbers from 1 to {most} (layer {gate.layer!r})")
+        field = gate_top_k(gate)
+        _check_accepts(gate, field, k)
+        found.append(field)
+        found.extend(TopKField(router, "top_k") for router in gate.module.modules() if isinstance(router, Router))
+    if not any(gate.layout is not None and gate.layout.own_k for gate in gates):
+        found.extend(_copies(model, {field.value for field in found}))
+    return list({(id(field.owner), field.attribute): field for field in found}.values())
+
+
+def _copies(model: nn.Module, current: set[int]) -> Iterator[TopKField]:
+    """Copies of k in models and configurations. A value that differs from every gate's k has another meaning."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or not hasattr(module, "base_model_prefix"):
+            continue
+        for owner in (module, config, getattr(config, "ffn_config", config)):  # DBRX keeps it there
+            for name in CONFIG_NAMES:
+                value = owner.__dict__.get(name)
+                if isinstance(value, int) and not isinstance(value, bool) and value in current:
+                    yield TopKField(owner, name)
+
+
+@torch.no_grad()
+def _check_accepts(gate: Gate, field: TopKField, k: int) -> None:
+    """Raises ValueError unless the gate, with this k, returns k experts per token."""
+    if k == field.value or next(gate.module.parameters()).is_meta:
+        return
+    if gate.form.table:
+        if hasattr(gate.module, "pointsman"):
+            return
+        name = type(gate.module).__name__
+        raise ValueError(f"set_top_k: layer {gate.layer!r}: {name} {BY_TOKEN_ID} of {field.value}")
+    before, training = field.value, gate.module.training
+    gate.module.eval()
+    setattr(field.owner, field.attribute, k)
+    try:
+        given = int(gate.routed(call_gate(gate))[2].shape[-1])
+    except (RuntimeError, ValueError, AssertionError, NotAGateError) as error:
+        raise ValueError(
+            f"set_top_k: layer {gate.layer!r}: {type(gate.module).__name__} does not work with k = {k} ({error})"
+        ) from None
+    finally:
+        setattr(field.owner, field.attribute, before)
+        gate.module.train(training)
+    if given != k:
+        raise ValueError(
+            f"set_top_k: layer {gate.layer!r}: {type(gate.module).__name__} chooses {given} experts whatever k is"
+        )

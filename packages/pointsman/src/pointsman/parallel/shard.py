@@ -1,0 +1,239 @@
+"""`parallelize`: a model whose parameters, gradients and optimizer state are divided over ranks.
+
+One engine, torch's `fully_shard`, holds all layouts: shards, replicas, both. Gradients are sums over ranks, never
+means: each rank minimises its part of the batch's loss, and what arrives at an expert through the exchange is already
+the sum over the ranks that sent it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.experts.modules import BaseExperts, Experts
+from pointsman.layer import MoE
+from pointsman.ops.exchange import Exchange, local_part
+from pointsman.parallel.layout import Layout
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.stages import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
+    """Divides a model over the ranks of `start`, in place, before its optimizer is built; returns it.
+
+    Every rank must hold the same weights, and give the model its own rows of each batch (`ranks.rows`). The loss that
+    a rank differentiates is its part of the batch's: for a mean over tokens, the sum over its tokens divided by the
+    tokens of all ranks. Balance losses are those of the whole batch. `step_end` after each optimizer step adds up the
+    running statistics. Use `gradient_norm` and `clip_gradient`: torch's own take no parameters of several meshes.
+
+    Args:
+        model: any model with `MoE` layers. Groups of parameters are the experts of each layer, each block (the items of
+            a ModuleList that hold an MoE layer), and the rest.
+        layout: how the ranks divide it.
+        ranks: who shares the batch.
+
+    Raises:
+        RunError: a layout of another number of ranks; experts that it does not divide; a router that one process only
+            can train; weights that differ between ranks.
+    """
+    if layout.world != ranks.count:
+        raise RunError(f"layout {layout} is of {layout.world} ranks; there are {ranks.count}")
+    layers = check_layers(model, layout)
+    ranks.agree(_digest(model), "the initial weights")
+    if ranks.count == 1:
+        return model
+    _without_scalars(model)
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    dense, sparse = _meshes(next(model.parameters()).device.type, layout)
+    for module in model.modules():
+        if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
+            setattr(module, "ranks", ranks)  # noqa: B010
+    for layer in layers:
+        _divide(layer.experts, sparse, layout)
+    blocks = _blocks(model)
+    for together in _that_share(blocks):
+        fully_shard(together, mesh=dense)
+    fully_shard(model, mesh=dense)
+    for block in blocks:  # what the lab's models enter besides forward: an extra sparse layer, a translator's parts
+        if "forward" not in type(block).__dict__ and hasattr(block, "mix"):
+            register_fsdp_forward_method(block, "mix")
+        if hasattr(block, "source_keys"):
+            register_fsdp_forward_method(block, "source_keys")
+    if hasattr(model, "decode"):
+        register_fsdp_forward_method(model, "encode")
+        register_fsdp_forward_method(model, "decode")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
+    return model
+
+
+def check_layers(model: nn.Module, layout: Layout) -> list[MoE]:
+    """The MoE layers of a model, which may be on meta.
+
+    Raises:
+        RunError: one whose experts the layout does not divide, or that only one process can train.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    for name, layer in layers.items():
+        router = layer.router
+        try:
+            layout.check_experts(layer.experts.num_experts)
+        except RunError as error:
+            raise RunError(f"layer {name!r}: {error}") from None
+        for stage in router.modules():
+            if layout.world > 1 and isinstance(stage, Stage) and stage.one_process:
+                raise RunError(f"layer {name!r}: router {router.spec!r} trains in one process: {stage.one_process}")
+        update = getattr(router.select, "update", None)
+        if layout.world > 1 and getattr(update, "bins", None) == 0:
+            raise RunError(f"layer {name!r}: router {router.spec!r}: bins=0 sorts in one process only; use bins=1000")
+    return list(layers.values())
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
+    """The 2-norm of the whole gradient, of parameters on any meshes, in one collective.
+
+    The sum over ranks of the squares of their parts, each divided by the number of ranks that hold the same part.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if ranks.count == 1:
+        return torch.nn.utils.get_total_norm(gradients)
+    squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
+    for gradient in gradients:
+        part = local_part(gradient)
+        assert part is not None
+        squares += part.double().square().sum() / _copies(gradient, ranks)
+    (total,) = ranks.total(squares)
+    return total.sqrt().to(gradients[0].dtype) if gradients else total
+
+
+def _copies(tensor: Tensor, ranks: Ranks) -> int:
+    """How many ranks hold the same part of a tensor."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return ranks.count
+    placements = tensor.placements  # type: ignore[attr-defined]
+    return math.prod(size for size, place in zip(mesh.shape, placements, strict=True) if place.is_replicate())
+
+
+def clip_gradient(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
+    """Scales the whole gradient, of this norm, down to `most` where it is larger."""
+    for group in _by_mesh(parameters).values():
+        torch.nn.utils.clip_grads_with_norm_(group, most, norm)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """The parameters as groups of an optimizer: one a mesh, since fused optimizers take no more than one at a time."""
+    return [{"params": group} for group in _by_mesh(parameters).values()]
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with whole tensors, as one process has it; every rank must call it."""
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return groups
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+@cache
+def _meshes(kind: str, layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
+    """The meshes of dense parameters and of experts. Models after one another share them, and their process groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sparse = (layout.replicas, layout.expert_shards, layout.experts)
+    return (
+        init_device_mesh(kind, (layout.replicas, layout.shards), mesh_dim_names=("replicas", "shards")),
+        init_device_mesh(kind, sparse, mesh_dim_names=("replicas", "expert_shards", "experts")),
+    )
+
+
+def _digest(model: nn.Module) -> str:
+    """Equal for equal weights: sums of all floating-point tensors, and with weights that tell places apart."""
+    import hashlib
+
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        if tensor.numel() and not tensor.is_meta:
+            values = tensor.detach().double().reshape(-1)
+            places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
+            digest.update(repr((float(values.sum()), float((values / places).sum()))).encode())
+    return digest.hexdigest()
+
+
+def _without_scalars(model: nn.Module) -> None:
+    """Parameters without dimensions become [1]: `fully_shard` takes no others. Loading fits either to the other."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 0:
+                setattr(module, name, nn.Parameter(parameter.detach().view(1), requires_grad=parameter.requires_grad))
+
+
+def _divide(experts: Experts | BaseExperts, mesh: DeviceMesh, layout: Layout) -> None:
+    """Puts a layer's experts on their ranks, and shards each rank's further."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if layout.experts > 1:
+        over = mesh["experts"]
+        for module in experts.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                part = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
+                setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        experts.exchange = Exchange(over.get_group(), experts.num_experts)
+    each = experts.num_experts // layout.experts
+    by_expert = each % layout.expert_shards == 0
+
+    def placement(parameter: nn.Parameter) -> Any:
+        return Shard(0) if by_expert or parameter.dim() < 2 else Shard(1)
+
+    fully_shard(experts, mesh=mesh["replicas", "expert_shards"], shard_placement_fn=placement)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What becomes a group of its own: the items of every ModuleList that hold an MoE layer, and the model's other
+    children that hold one."""
+
+    def sparse(module: nn.Module) -> bool:
+        return any(isinstance(part, MoE) for part in module.modules())
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    found = [item for each in lists for item in each if sparse(item) and not isinstance(item, MoE)]
+    covered = {id(block) for block in found}
+    return found + [
+        child
+        for child in model.children()
+        if sparse(child) and not isinstance(child, MoE) and not any(id(part) in covered for part in child.modules())
+    ]
+
+
+def _that_share(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks, those together that have a parameter in common: it can lie in one group only."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for block in blocks:
+        own = {id(parameter) for parameter in block.parameters()}
+        joined = [group for group in groups if group[0] & own]
+        members = [member for _, each in joined for member in each]
+        groups = [group for group in groups if group not in joined]
+        groups.append((own.union(*(ids for ids, _ in joined)), [*members, block]))
+    return [members for _, members in groups]

@@ -1,0 +1,158 @@
+"""Routers of other packages: entry points of the group `pointsman.routers`, and modules or files that a user names.
+
+In either case the import of a module registers its routers (`register_router`, `register_mixer`).
+
+A run records the names of the modules and files that its user gave. Whoever opens the run would execute them, so they
+are imported again only if the same user has named the same module, or the file with the same content, before. What a
+user has named is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from pointsman._files import user_cache_folder
+from pointsman.routers.frame.registry import list_mixers, list_routers, split_specs
+
+GROUP = "pointsman.routers"
+
+
+def load_installed() -> None:
+    """Imports the modules that installed packages name as entry points; warns of one that fails."""
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            import_module(point.module)
+        except Exception as error:  # somebody else's package must not take ours down
+            package = point.dist.name if point.dist else "?"
+            warnings.warn(
+                f"routers of the package {package!r} are missing: {point.module} fails with {_told(error)}",
+                stacklevel=2,
+            )
+
+
+def import_routers(name: str) -> str:
+    """Imports a module, or a Python file, whose import registers routers.
+
+    Args:
+        name: a module as `import` takes it, or the path of a file that ends in .py; the file's folder is added to the
+            end of the module search path.
+
+    Returns:
+        What to record: the module's name, or the file's absolute path.
+
+    Raises:
+        ValueError: there is no such module or file, it fails, or it registers no router.
+    """
+    where = f"--import {name!r}"
+    path = Path(name).absolute() if name.endswith(".py") else None
+    if path is None and ("/" in name or os.sep in name or not all(part.isidentifier() for part in name.split("."))):
+        raise ValueError(f"{where}: allowed are a module, as package.module, and a file that ends in .py")
+    if path is not None and not path.is_file():
+        raise ValueError(f"{where}: there is no such file")
+    module = name if path is None else f"pointsman_import_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    if module in sys.modules:
+        return name if path is None else str(path)
+    before = len(list_routers()) + len(list_mixers())
+    try:
+        if path is None:
+            import_module(module)
+        else:
+            _import_file(module, path)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(error.name + ".")):
+            hint = f"; did you mean {name}.py?" if Path(f"{name}.py").is_file() else ""
+            raise ValueError(f"{where}: there is no module {error.name!r}{hint}") from None
+        raise ValueError(f"{where}: it fails with {_told(error)}") from None
+    except Exception as error:
+        raise ValueError(f"{where}: it fails with {_told(error)}") from None
+    if before == len(list_routers()) + len(list_mixers()):
+        raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
+    _remember(_mark(name))
+    return name if path is None else str(path)
+
+
+def import_recorded(router: str, names: Sequence[str]) -> None:
+    """Makes the router setting of a saved run known: imports what the run records, where this user has named it before.
+
+    Args:
+        router: one spec, or several joined by "|".
+        names: what `import_routers` returned when the run was made.
+
+    Raises:
+        ValueError: the router is unknown, and the run's module was never named here, or its file is gone or changed.
+    """
+    try:
+        split_specs(router)
+        return
+    except ValueError:
+        if not names:
+            raise
+    refused = import_remembered(names)
+    try:
+        split_specs(router)
+    except ValueError as error:
+        if refused:
+            raise ValueError(
+                f"router {router!r}: the run takes it from {refused[0]!r}, which is missing, has changed or was "
+                f"never imported here; if you trust it, repeat the command with --import {refused[0]}"
+            ) from None
+        raise error from None
+
+
+def import_remembered(names: Sequence[str]) -> list[str]:
+    """Imports the modules and files that this user has named before; returns the others."""
+    refused = [name for name in names if not _is_remembered(_mark(name))]
+    for name in names:
+        if name not in refused:
+            import_routers(name)
+    return refused
+
+
+def _import_file(module: str, path: Path) -> None:
+    spec = spec_from_file_location(module, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = module_from_spec(spec)
+    sys.modules[module] = loaded  # before it runs, as `import` does: dataclasses and pickle look it up there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[module]
+        raise
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+
+
+def _mark(name: str) -> Path | None:
+    """The empty file that stands for a module, or for a file with its present content; None if it cannot be read."""
+    content = b""
+    if name.endswith(".py"):
+        try:
+            name, content = str(Path(name).absolute()), Path(name).read_bytes()
+        except OSError:
+            return None
+    key = hashlib.sha256(os.fsencode(name) + b"\0" + content).hexdigest()
+    return user_cache_folder() / "imports" / key
+
+
+def _is_remembered(mark: Path | None) -> bool:
+    return mark is not None and mark.is_file()
+
+
+def _remember(mark: Path | None) -> None:
+    if mark is not None:
+        with contextlib.suppress(OSError):  # without it the flag is needed each time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()

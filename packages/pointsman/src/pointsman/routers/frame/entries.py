@@ -1,0 +1,239 @@
+"""What is registered: named routers and mixers, with their options as the signature of a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from pointsman._errors import did_you_mean
+from pointsman.routers.frame.stages import Mixer, Stages
+
+BASELINES = {
+    "dense": "One feed-forward layer with the parameters of all experts; no router.",
+    "dense-dropout": "The dense baseline with dropout 0.1 in its feed-forward layers.",
+    "plain": "One feed-forward layer of one expert's width: the FLOPs of k = 1; nothing where `after:` adds a layer.",
+}
+"""Baselines without a router: models build them, `compare` lists them."""
+
+
+def is_baseline(spec: str) -> bool:
+    """Whether a router setting (a spec, or several) is a baseline, which always stands alone."""
+    return spec.partition(":")[0] in BASELINES
+
+
+def has_one_k(spec: str) -> bool:
+    """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
+    parts = [part.partition("+")[0].partition(":")[0].strip() for part in spec.split("|")]
+    return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
+
+
+class Allowed(NamedTuple):
+    """Which values an option may have: part of its annotation, as in `Annotated[float, Allowed("numbers from 0", …)]`.
+
+    Attributes:
+        words: for errors.
+        holds: whether a value is allowed.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+NotNegative = Annotated[float, Allowed("numbers from 0", lambda value: value >= 0)]
+Positive = Annotated[float, Allowed("numbers above 0", lambda value: value > 0)]
+Probability = Annotated[float, Allowed("numbers from 0 to 1", lambda value: 0 <= value <= 1)]
+BelowOne = Annotated[float, Allowed("numbers from 0, below 1", lambda value: 0 <= value < 1)]
+Share = Annotated[float, Allowed("numbers above 0, up to 1", lambda value: 0 < value <= 1)]
+Whole = Annotated[int, Allowed("whole numbers from 0", lambda value: value >= 0)]
+Count = Annotated[int, Allowed("whole numbers from 1", lambda value: value >= 1)]
+
+
+@dataclass
+class LayerSpec:
+    """Where a router will stand.
+
+    Attributes:
+        dim, num_experts, top_k: the layer's sizes; `top_k` is the k at construction.
+        shared: what the routers of one model share (a hypernetwork), by key.
+        vocab_size: how many token ids there are; None where the model does not say (`need_vocab_size`).
+        place: how many sparse layers are below it in the model.
+        renormalize: whether the k weights are divided by their sum: the option, or the router's default.
+    """
+
+    dim: int
+    num_experts: int
+    top_k: int
+    shared: dict[str, nn.Module] = field(default_factory=dict)
+    vocab_size: int | None = None
+    renormalize: bool = True
+    place: int = 0
+
+    def need_vocab_size(self, router: str) -> int:
+        """The vocabulary's size; ValueError, in the router's name, where it is not known."""
+        if self.vocab_size is None:
+            raise ValueError(f"{router}: the router routes by token ids and needs vocab_size, the number of token ids")
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered router or mixer; the fields are `register_router`'s arguments."""
+
+    name: str
+    build: Callable[..., Any]
+    summary: str
+    paper: str
+    balance: float = 0.0
+    renormalize: Callable[[LayerSpec], bool] = lambda layer: True
+    starts_at: Callable[[LayerSpec], int] | None = None
+    fixed_k: bool = False
+
+    @cached_property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Its own options by name, with annotation and default."""
+        hints = get_type_hints(self.build)
+        return {
+            name: parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(self.build).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+    @cached_property
+    def allowed(self) -> dict[str, Allowed]:
+        """The range of each option that has one."""
+        return {
+            name: one
+            for name, hint in get_type_hints(self.build, include_extras=True).items()
+            for part in (hint, *get_args(hint))
+            if get_origin(part) is Annotated
+            for one in part.__metadata__
+            if isinstance(one, Allowed)
+        }
+
+
+ROUTERS: dict[str, Entry] = {}
+MIXERS: dict[str, Entry] = {}
+
+
+def _common(
+    *,
+    balance: NotNegative = 0.0,
+    balance_scope: Literal["batch", "sequence", "step"] = "batch",
+    balance_on: Literal["softmax", "scores"] = "softmax",
+    z_loss: NotNegative = 0.0,
+    capacity: Positive | None = None,
+    eval_capacity: Positive | None = None,
+    capacity_order: Literal["token", "rank", "priority"] = "token",
+    capacity_scope: Literal["sequence", "batch"] = "sequence",
+    capacity_unit: Literal["share", "tokens"] = "share",
+    renormalize: bool | None = None,
+    scale: Positive = 1.0,
+    lr_scale: Positive = 1.0,
+    weigh: Literal["output", "input"] = "output",
+) -> None:
+    """The options of every router.
+
+    balance: weight of the balance loss E sum_i f_i P_i, which is 1 at perfect balance.
+    balance_scope: f and P over the micro-batch (batch); of each sequence, then the mean (sequence); f over all
+        micro-batches of the optimizer step so far (step).
+    balance_on: P is the mean of softmax(logits) or of the scores divided by their sum.
+    z_loss: weight of the mean squared log-sum-exp of the logits.
+    capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
+    eval_capacity: the same in evaluation (none = capacity).
+    capacity_order: earlier tokens first (token); all first choices before all second ones (rank); the same with the
+        tokens of the largest probability first (priority).
+    capacity_scope: T is the length of each sequence (sequence), or all tokens of the micro-batch together (batch).
+    capacity_unit: capacity is that share of T k / E, or the number of assignments itself (tokens).
+    renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
+    scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
+    lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
+    weigh: whether a combine weight multiplies the expert's output or, as in Llama 4, its input.
+    """
+
+
+COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
+
+
+def _add(table: dict[str, Entry], new: Entry) -> None:
+    """Registers `new`; the same function of the same file may come again, as when a notebook's cell runs again."""
+    for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
+        if known is not None and _place(known.build) != _place(new.build):
+            raise ValueError(
+                f"the name {new.name!r} is taken: {known.build.__module__} registers it; choose another name"
+            )
+    taken = sorted(set(inspect.signature(new.build).parameters) & set(COMMON.options)) if table is ROUTERS else []
+    if taken:
+        raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
+    table[new.name] = new
+
+
+def _place(build: Callable[..., Any]) -> tuple[str, str]:
+    code = getattr(build, "__code__", None)
+    return build.__module__ if code is None else code.co_filename, getattr(build, "__qualname__", repr(build))
+
+
+def register_router(
+    name: str,
+    *,
+    paper: str,
+    balance: float = 0.0,
+    renormalize: bool | Callable[[LayerSpec], bool] = True,
+    starts_at: Callable[[LayerSpec], int] | None = None,
+    fixed_k: bool = False,
+) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
+    """Registers a function `(layer, *, options) -> Stages` under `name`.
+
+    Args:
+        paper: where the router comes from.
+        balance: default weight of the balance loss.
+        renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
+        starts_at: the router's first k as a function of the `LayerSpec`, whose `top_k` is the layer's; None: that.
+        fixed_k: whether every token uses all experts, so that k is E and cannot be set.
+
+    Raises:
+        ValueError: another router or mixer has that name, or an option of the function is one of every router.
+    """
+
+    def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
+        rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
+        _add(ROUTERS, Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at, fixed_k))
+        return build
+
+    return add
+
+
+def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]], Callable[..., Mixer]]:
+    """Registers a function `(layer, *, options) -> Mixer` under `name`; `name` alone means `smoe+name`."""
+
+    def add(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
+        _add(MIXERS, Entry(name, build, inspect.getdoc(build) or "", paper))
+        return build
+
+    return add
+
+
+def list_routers() -> list[str]:
+    """Names of all registered routers, sorted. Baselines and mixers are not among them."""
+    return sorted(ROUTERS)
+
+
+def list_mixers() -> list[str]:
+    """Names of all registered mixers, sorted."""
+    return sorted(MIXERS)
+
+
+def entry(name: str) -> Entry:
+    """The registered router or mixer of that name.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
+    known = ROUTERS | MIXERS
+    if name not in known:
+        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, known | BASELINES)}")
+    return known[name]

@@ -1,0 +1,264 @@
+"""The stages of a router, score -> normalize -> mix -> select: what each takes and gives.
+
+Each stage is a small module. It declares its part of the router's contract with class attributes, and may change its
+state in `step_end()`, once after each optimizer step, from the sums of what its forwards returned as statistics.
+
+Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
+from pointsman.routing import RouterState, RoutingContext
+
+TINY = 1e-9  # keeps a sum of sigmoids away from zero
+
+
+class Stage(nn.Module):
+    """One stage of a router, with its part of the router's contract.
+
+    Its buffers keep at least float32 when the model is cast to bf16 or half: they never train.
+
+    Attributes:
+        causal: whether a token's routing depends on no later token of its sequence.
+        batch_invariant: whether it depends on no other sequence.
+        stochastic: whether it draws random numbers.
+        training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
+        needs: fields of `RoutingContext` that must be there.
+        needs_step_end: whether training without `step_end` is a mistake.
+        ranks: who shares the batch; set by `parallel.parallelize`.
+        one_process: why several processes cannot train it; "" = they can.
+        sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
+    """
+
+    causal: bool = True
+    batch_invariant: bool = True
+    stochastic: bool = False
+    training_causal: bool | None = None
+    training_batch_invariant: bool | None = None
+    training_stochastic: bool | None = None
+    needs: frozenset[str] = frozenset()
+    needs_step_end: bool = False
+    ranks: Ranks = ALONE
+    one_process: str = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, Tensor] = {}
+
+    def gather(self, statistics: Tensors) -> None:
+        """Adds the statistics of one micro-batch to `sums`: called in backward, once."""
+        for name, value in statistics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
+
+    def step_end(self) -> None:
+        """Called once after each optimizer step; `sums` then holds the step's, and is emptied afterwards."""
+
+    def restored(self) -> None:
+        """Called where `step_end` may have been undone: what follows from the buffers is to follow again."""
+
+    def extra_repr(self) -> str:
+        """The plain values that it was made with."""
+        kept = {name: getattr(self, name, None) for name in inspect.signature(type(self).__init__).parameters}
+        return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module, name, before in kept:
+            after = module._buffers[name]
+            if after is not None and after.dtype in (torch.bfloat16, torch.float16):
+                module._buffers[name] = before.to(after.device)
+        return self
+
+
+class Product(NamedTuple):
+    """Logits z = rows weight' + bias: rows [B, T, A], weight [E, A], bias [E] or None."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Scorer(Stage):
+    """hidden [B, T, dim] -> logits [B, T, E].
+
+    Attributes:
+        accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`). Otherwise it
+            gets float32. A subclass with a `forward` of its own must set it again.
+        asks_experts: whether it may use `RoutingContext.responses`; `asking`: whether its next forward does.
+    """
+
+    accepts_half = False
+    asks_experts = False
+    asking = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__ and "accepts_half" not in cls.__dict__:
+            cls.accepts_half = False
+        if "forward" in cls.__dict__ and "product" not in cls.__dict__:
+            cls.product = Scorer.product  # type: ignore[method-assign]
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
+        raise NotImplementedError
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
+        """The product that the logits are, for a kernel that goes on with it; None where they are more than that."""
+        return None
+
+    @property
+    def below(self) -> Mapping[str, int]:
+        """Name and width of the tensors [B, T, width] that it reads of `RoutingContext.below` if they are there."""
+        return {}
+
+    def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight [E, dim] and bias [E] of the linear router with the same logits; None where there is none."""
+        return None
+
+
+class Normalizer(Stage):
+    """logits [B, T, E] -> probabilities [B, T, E].
+
+    Attributes:
+        increasing: whether larger logits have larger probabilities, at every token: selection then ranks by the logits,
+            which still differ where probabilities are rounded to 0 or 1.
+    """
+
+    increasing = False
+
+    def forward(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
+        """("softmax" or "sigmoid", s) where p is that function of s z (s None: 1); None where it is something else."""
+        return None
+
+
+class Softmax(Normalizer):
+    """p = softmax(z)."""
+
+    increasing = True
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, -1)
+
+    def gate_and_scale(self) -> tuple[str, Tensor | None]:
+        return "softmax", None
+
+
+class Sigmoid(Normalizer):
+    """p_i = sigmoid(z_i), each expert on its own."""
+
+    increasing = True
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits)
+
+    def gate_and_scale(self) -> tuple[str, Tensor | None]:
+        return "sigmoid", None
+
+
+class Mixer(Stage):
+    """Tokens inform each other: probabilities [B, T, E] -> probabilities [B, T, E], and what to carry on."""
+
+    def forward(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext
+    ) -> tuple[Tensor, RouterState | None, Tensors]:
+        """Returns the mixed probabilities, the carry, and statistics for `gather`."""
+        raise NotImplementedError
+
+
+class Selector(Stage):
+    """Scores and k -> experts [N, k] (-1 = none) and weights [N, k].
+
+    Attributes:
+        ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
+        needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
+        overrides: options of every router that this selector has its own rule for; `build_router` refuses them.
+        renormalize: whether weights are divided by their sum; None: they have a rule of their own, and `build_router`
+            refuses the option.
+    """
+
+    ragged: bool = False
+    needs_moe: bool = False
+    overrides: frozenset[str] = frozenset()
+    renormalize: bool | None = None
+
+    def __init__(self, renormalize: bool | None = None) -> None:
+        super().__init__()
+        if renormalize is not None:
+            self.renormalize = renormalize
+
+    def renormalized(self, weights: Tensor) -> Tensor:
+        """Weights [N, k] divided by their sums, if `renormalize` asks for it."""
+        return weights / weights.sum(-1, keepdim=True).clamp_min(TINY) if self.renormalize else weights
+
+    def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
+        """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
+        rows among them."""
+        flat = rows.flatten(0, 1)
+        own = slice(self.ranks.rank * len(flat), (self.ranks.rank + 1) * len(flat))
+        every = None if mask is None else self.ranks.gather_rows(mask.reshape(-1))[None]
+        return self.ranks.gather_rows(flat)[None], every, own
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor] | Selection:
+        raise NotImplementedError
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        """The given experts [N, width] (-1 = none) with the weights that they have here: `replay_routing`.
+
+        Here: the probabilities, renormalised if `renormalize` is true.
+
+        Raises:
+            ValueError: weights are not a function of the experts.
+        """
+        weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return Selection(experts, weights)
+
+
+def equal_weights(scores: Scores, experts: Tensor) -> Selection:
+    """The given experts [N, width], each with weight 1 / their number at the token."""
+    chosen = experts >= 0
+    weights = chosen.to(scores.probs.dtype)
+    return Selection(experts, weights / weights.sum(-1, keepdim=True).clamp_min(1))
+
+
+@dataclass
+class Stages:
+    """What a named router puts together.
+
+    Attributes:
+        balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).
+        counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
+        losses: further losses by name. Their weights must be 0 or above.
+        virtual: the kinds of virtual experts ("zero", "copy", "constant"): the scores' columns after the E experts.
+        objective: None, or the name of a training objective that the router needs ("consistency").
+        objective_weight: weight of that objective's extra term.
+    """
+
+    score: Scorer
+    normalize: Normalizer = field(default_factory=Softmax)
+    select: Selector | None = None
+    balance_temperature: float = 1.0
+    counted: Callable[[LossInput], Tensor] | None = None
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    virtual: Sequence[str] = ()
+    objective: str | None = None
+    objective_weight: float = 0.0

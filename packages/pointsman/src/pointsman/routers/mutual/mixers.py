@@ -1,0 +1,234 @@
+"""Mutual-Inform (Nguyen et al. 2025, arXiv 2505.00792): tokens inform each other's choice of experts.
+
+A mixer turns each token's expert scores e_j into p_i = sum_j S[i, j] e_j, the rows of S summing to 1. It works on any
+router: `smoe+similarity`, `xmoe+attention`. In a causal context j <= i; j runs over the segment and the tokens carried
+over from earlier segments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
+from pointsman.routers.frame.stages import Mixer
+from pointsman.routers.mutual.posterior import Posterior, head_entropies
+from pointsman.routers.mutual.similarity import Similarity
+from pointsman.routers.mutual.streaming import block_scores, inform
+from pointsman.routers.mutual.token_mixer import TokenMixer
+from pointsman.routers.mutual.visible import Visible
+from pointsman.routing import AttentionTrace, RouterState, RoutingContext
+
+RUNNING_SHARE = 0.01  # weight of one step in the running mean of the heads' entropies, from step 100 on
+
+
+class SimilarityInform(TokenMixer):
+    """S[i, :] = softmax_j(u_i' W_s u_j / tau) (Definition 1).
+
+    Args:
+        source: what u is: "unit" = hidden / |hidden|, "input" = the router's hidden states as they are,
+            "attention" = the raw attention output.
+        learned: W_s trains, from the identity; otherwise it is the identity.
+    """
+
+    def __init__(self, dim: int, *, source: str, tau: float, learned: bool, strength: float, neighbours: str) -> None:
+        super().__init__(strength, neighbours)
+        self.source = source
+        self.needs = frozenset({"attention"} if source == "attention" else ())
+        self.tau: Tensor
+        self.register_buffer("tau", torch.tensor(float(tau)))
+        self.weight = nn.Parameter(torch.eye(dim)) if learned else None
+
+    def mix(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Tensor:
+        prepare, batched, shared = self._tensors(probs, hidden, context, past)
+        return inform(prepare, batched, shared, visible)[0]
+
+    def rows(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Iterator[tuple[slice, int, int, Tensor]]:
+        prepare, batched, shared = self._tensors(probs, hidden, context, past)
+        for group in visible.groups(len(probs), probs.device):
+            prepared = prepare(*(tensor[group] for tensor in batched), *shared)
+            for start, stop in visible.blocks(probs.device):
+                yield group, start, stop, torch.softmax(block_scores(prepared, visible.of(group), start, stop), -1)
+
+    def carried(self, probs: Tensor, hidden: Tensor, context: RoutingContext) -> dict[str, Tensor]:
+        return {"probs": probs.detach(), "tokens": self._tokens(hidden, context).detach()}
+
+    def _tokens(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        if self.source != "attention":
+            return hidden
+        assert context.attention is not None
+        return context.attention.output.to(hidden.dtype)
+
+    def _tensors(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None
+    ) -> tuple[Similarity, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        prepare = Similarity(self.source == "unit", self.weight is not None, past is not None)
+        before = () if past is None else (past["probs"], past["tokens"])
+        shared = (self.tau,) if self.weight is None else (self.tau, self.weight)
+        return prepare, (probs, self._tokens(hidden, context), *before), shared
+
+
+class AttentionInform(TokenMixer):
+    """S = A'_h, the posterior of which attended token explains a token's attention output (Definition 2), of one head
+    or of all.
+
+    Args:
+        sigma: standard deviation of the Gaussians.
+        factor: "heads" = W_h is H times the head's block of the output projection, as the paper's definition of
+            attention has it; "one" = the block itself.
+        heads: "lowest-entropy" = the head whose attention has the lowest mean entropy so far: a running mean per head,
+            updated in `step_end` (head 0 before the first), so that no token looks ahead; "lowest-entropy-sequence" =
+            the lowest mean entropy in this segment of this sequence, which looks ahead; "all" = every head by its
+            posterior H' (Lemma 1).
+    """
+
+    needs = frozenset({"attention"})
+
+    def __init__(self, *, sigma: float, heads: str, strength: float, neighbours: str, factor: str = "heads") -> None:
+        super().__init__(strength, neighbours)
+        self.heads, self.factor = heads, factor
+        self.causal = heads != "lowest-entropy-sequence"
+        self.needs_step_end = heads == "lowest-entropy"
+        self.sigma: Tensor
+        self.register_buffer("sigma", torch.tensor(float(sigma)))
+        self.head_entropy: Tensor  # [H], or [0] before the first step
+        self.head_steps: Tensor
+        if heads == "lowest-entropy":
+            self.register_buffer("head_entropy", torch.zeros(0))
+            self.register_buffer("head_steps", torch.zeros((), dtype=torch.int64))
+
+    def sees_earlier(self, context: RoutingContext) -> bool:
+        return context.causal or _trace(context).causal
+
+    def keys(self, context: RoutingContext, past: int) -> int:
+        trace = _trace(context)
+        return min(past, trace.key.shape[2] - trace.query.shape[2])
+
+    def mix(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Tensor:
+        posterior = self._posterior(probs, context, past, visible)
+        head = self._head(context, visible)
+        return posterior.all_heads() if head is None else posterior.inform(head)[0]
+
+    def rows(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Iterator[tuple[slice, int, int, Tensor]]:
+        yield from self._posterior(probs, context, past, visible).weights(self._head(context, visible))
+
+    def _posterior(
+        self, probs: Tensor, context: RoutingContext, past: RouterState | None, visible: Visible
+    ) -> Posterior:
+        trace = _trace(context)
+        if (trace.query.shape[0], trace.query.shape[2]) != probs.shape[:2]:
+            raise ValueError(
+                f"RoutingContext.attention is of {trace.query.shape[0]} x {trace.query.shape[2]} tokens, "
+                f"the hidden states of {probs.shape[0]} x {probs.shape[1]}"
+            )
+        before = None if past is None else past["probs"]
+        factor = 1.0 if self.factor == "one" else None
+        return Posterior(trace, probs, before, self.sigma, visible, factor)
+
+    def _head(self, context: RoutingContext, visible: Visible) -> Tensor | None:
+        """Heads [1] or [B]; None: all heads."""
+        if self.heads == "all":
+            return None
+        if self.heads == "lowest-entropy":
+            entropies = self.head_entropy if len(self.head_entropy) else self.head_entropy.new_zeros(1)
+            return entropies.argmin(keepdim=True)
+        sums, _ = head_entropies(_trace(context), visible, sample=False)
+        return sums.argmin(1)
+
+    def statistics(self, context: RoutingContext, visible: Visible) -> Mapping[str, Tensor]:
+        if self.heads != "lowest-entropy" or not self.training or not torch.is_grad_enabled():
+            return {}
+        sums, counts = head_entropies(_trace(context), visible, sample=True, ranks=self.ranks)
+        return {"head_entropy": sums.sum(0), "head_tokens": counts.sum()}
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        """Updates the running mean from the sums since the last step."""
+        if not self.sums:
+            return
+        sums, tokens = self.sums["head_entropy"], self.sums["head_tokens"]
+        mean = (sums / tokens.clamp_min(1)).to(self.sigma.dtype)
+        if len(self.head_entropy) != len(mean):
+            self.head_entropy = torch.zeros_like(mean)
+        self.head_steps += 1
+        self.head_entropy.lerp_(mean, (1 / self.head_steps).clamp_min(RUNNING_SHARE).to(mean.dtype))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        saved = state_dict.get(f"{prefix}head_entropy")
+        if saved is not None and self.heads == "lowest-entropy":  # the number of heads is only known from a forward
+            self.head_entropy = self.head_entropy.new_zeros(saved.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _trace(context: RoutingContext) -> AttentionTrace:
+    assert context.attention is not None  # the router has checked
+    return context.attention
+
+
+TAU = {"unit": 0.1, "input": 1.0, "attention": 1.0}
+PAPER = "Nguyen et al. 2025, arXiv 2505.00792"
+
+
+@register_mixer("similarity", paper=PAPER)
+def similarity(
+    layer: LayerSpec,
+    *,
+    source: Literal["unit", "input", "attention"] = "unit",
+    tau: Positive | None = None,
+    learned: bool = False,
+    strength: Probability = 1.0,
+    neighbours: Literal["all", "surer"] = "all",
+) -> Mixer:
+    """Similarity-Inform: p_i = sum_j softmax_j(u_i' W_s u_j / tau) e_j.
+
+    source: u = the router's input scaled to norm 1 (unit), as it is (input), or the raw attention output (attention).
+    tau: temperature (none = 0.1 for unit, else 1); on layer-normed inputs tau 1 makes the mixing the identity.
+    learned: W_s trains, from the identity.
+    strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
+    neighbours: all tokens, or only those at least as sure of their experts (surer).
+    """
+    tau = TAU[source] if tau is None else tau
+    return SimilarityInform(
+        layer.dim, source=source, tau=tau, learned=learned, strength=strength, neighbours=neighbours
+    )
+
+
+@register_mixer("attention", paper=PAPER)
+def attention(
+    layer: LayerSpec,
+    *,
+    sigma: Positive | None = None,
+    relative: bool = False,
+    factor: Literal["heads", "one"] = "heads",
+    heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
+    strength: Probability = 1.0,
+    neighbours: Literal["all", "surer"] = "all",
+) -> Mixer:
+    """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
+
+    sigma: standard deviation of the Gaussians (none = sqrt(dim), the length of a vector whose coordinates are 1). The
+        paper has 1, with which the Gaussians outweigh the attention and one to three others decide a token's experts.
+    relative: sigma counts in units of sqrt(dim).
+    factor: c is the number of heads, as the paper defines it (heads), or 1 (one).
+    heads: the head of lowest mean attention entropy over training so far (lowest-entropy) or in this sequence, which
+        looks ahead (lowest-entropy-sequence); or every head, by its posterior (all).
+    strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
+    neighbours: all tokens, or only those at least as sure of their experts (surer).
+    """
+    if sigma is None:
+        sigma, relative = 1.0, True
+    if relative:
+        sigma *= math.sqrt(layer.dim)
+    return AttentionInform(sigma=sigma, heads=heads, strength=strength, neighbours=neighbours, factor=factor)

@@ -1,0 +1,61 @@
+"""Default MoE (Panda et al. 2025, arXiv 2504.12463): means of earlier outputs stand for the experts not chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import BelowOne, LayerSpec, register_router
+from pointsman.routers.frame.stage_values import Scores, Selection
+from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+
+class WithMeans(Selector):
+    """A = top-k of p; y = sum_(e in A) p_e E_e(h) + sum_(e not in A) p_e m_e. The layer computes the second sum.
+
+    After each step m_e = decay m_e + (1 - decay) mean of E_e's outputs over the tokens that it served in the step; an
+    expert that served none keeps its mean. m starts at 0.
+    """
+
+    needs_moe = True
+    needs_step_end = True
+    renormalize = False
+    means: Tensor
+
+    def __init__(self, dim: int, num_experts: int, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("means", torch.zeros(num_experts, dim))
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        experts = top_k(scores.choice.flatten(0, 1), k)
+        weights = scores.probs.flatten(0, 1).gather(-1, experts)
+        # a copy: `step_end` changes the buffer between forward and backward of a graph that is kept
+        return Selection(experts, weights, means=self.means.clone())
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return replace(super().replay(scores, experts), means=self.means.clone())
+
+    def step_end(self) -> None:
+        if "served" not in self.sums:
+            return
+        served = self.sums["served"][:, None]
+        mean = self.sums["outputs"] / served.clamp_min(1)
+        self.means.copy_(torch.where(served > 0, torch.lerp(mean.to(self.means), self.means, self.decay), self.means))
+
+
+@register_router("default", paper="Panda et al. 2025, arXiv 2504.12463", renormalize=False)
+def default(layer: LayerSpec, *, decay: BelowOne = 0.9) -> Stages:
+    """p = softmax(W h), top-k; an expert that is not chosen gives p times the running mean of its outputs.
+
+    decay: of the running means, from step to step.
+    """
+    if layer.renormalize:
+        raise ValueError("default: option renormalize=true: allowed is false: weights of all experts add up to 1")
+    select = WithMeans(layer.dim, layer.num_experts, decay)
+    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), select=select)

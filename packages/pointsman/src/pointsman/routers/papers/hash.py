@@ -1,0 +1,191 @@
+"""Hash layers (Roller et al. 2021, arXiv 2106.04426): a fixed table says which experts a token id goes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pointsman.routers.frame.entries import LayerSpec, register_router
+from pointsman.routers.frame.stage_values import Scored, Scores, Selection
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Softmax, Stages, equal_weights
+from pointsman.routers.frame.token_ids import checked_ids
+from pointsman.routers.papers.clustering import kmeans
+from pointsman.routers.papers.loss_free import SqrtSoftplus
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+NEEDED = {
+    "balanced": "the counts of token ids: call router.score.calibrate(counts)",
+    "clustered": "embeddings of the token ids: call router.score.cluster(embeddings)",
+}
+"""What a table that is not random is made of."""
+
+
+class TableScorer(Scorer):
+    """Looks token ids up: the first experts of an id, and the stride at which its further ones follow.
+
+    e_j = (e_0 + j stride) mod E, with a stride coprime to E: an order of all experts for every id, without a table of
+    that size. Logits are 0, or those of a trained linear map which weighs the chosen experts.
+
+    Args:
+        vocab_size: V.
+        kind: "random": each id's experts drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
+        seed: of the table.
+        gated: whether there is a linear map.
+        columns: how many experts of an id the table names: `table` is [V], or [V, columns].
+    """
+
+    needs = frozenset({"token_ids"})
+    table: Tensor
+    stride: Tensor
+    ready: Tensor
+
+    def __init__(
+        self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool, columns: int = 1
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.vocab_size, self.kind, self.seed = num_experts, vocab_size, kind, seed
+        draw = torch.Generator().manual_seed(seed)
+        coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
+        table = torch.randint(num_experts, (vocab_size,), generator=draw)
+        if columns > 1:
+            table = torch.rand(vocab_size, num_experts, generator=draw).topk(columns).indices
+        self.register_buffer("table", table)
+        self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
+        self.register_buffer("ready", torch.tensor(kind == "random"))
+        self.gate = LinearScorer(dim, num_experts, bias=False) if gated else None
+
+    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
+        """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
+
+        Args:
+            counts: [V], how often each id is in the training data.
+
+        Raises:
+            ValueError: not one count for every id, or a negative one.
+        """
+        numbers = torch.as_tensor(counts).tolist()
+        if len(numbers) != self.vocab_size or min(numbers, default=0) < 0:
+            raise ValueError(f"hash: calibrate needs {self.vocab_size} counts from 0, one for each token id")
+        loads = [0] * self.num_experts
+        table = [0] * self.vocab_size
+        for index in sorted(range(self.vocab_size), key=lambda one: -numbers[one]):
+            lightest = loads.index(min(loads))
+            table[index] = lightest
+            loads[lightest] += int(numbers[index])
+        self.table.copy_(torch.tensor(table))
+        self.ready.fill_(True)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `calibrate` must be called first."""
+        return self.kind == "balanced" and not bool(self.ready)
+
+    def cluster(self, embeddings: Tensor) -> None:
+        """Fills the table of `kind=clustered`: k-means of embeddings of the ids, one cluster an expert.
+
+        Args:
+            embeddings: [V, d], of a trained model.
+
+        Raises:
+            ValueError: not one row for every id, or numbers that are not finite.
+        """
+        if embeddings.dim() != 2 or len(embeddings) != self.vocab_size or not bool(embeddings.isfinite().all()):
+            raise ValueError(f"hash: cluster needs finite embeddings [{self.vocab_size}, d], one row for each token id")
+        draw = torch.Generator().manual_seed(self.seed)
+        self.table.copy_(kmeans(embeddings, self.num_experts, draw))
+        self.ready.fill_(True)
+
+    def set_table(self, table: Tensor) -> None:
+        """Takes a table of a trained model.
+
+        Args:
+            table: [V, columns], or [V] for one column: the experts of each id, different ones.
+
+        Raises:
+            ValueError: another shape, an expert that does not exist, or one that is named twice for an id.
+        """
+        if table.shape != self.table.shape or table.is_floating_point():
+            raise ValueError(f"hash: the table must be whole numbers {list(self.table.shape)}, got {list(table.shape)}")
+        if not 0 <= int(table.min()) <= int(table.max()) < self.num_experts:
+            raise ValueError(f"hash: the table names an expert outside 0 to {self.num_experts - 1}")
+        if table.dim() > 1 and bool((table.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("hash: the table names an expert twice for a token id")
+        self.table.copy_(table)
+        self.ready.fill_(True)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        ids = checked_ids("hash", self.vocab_size, context)
+        if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
+            raise ValueError(f"hash: kind={self.kind} needs {NEEDED[self.kind]}")
+        logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
+        if self.gate is not None:
+            logits = self.gate(hidden, context)
+        columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
+        return Scored(logits, {"columns": columns, "stride": self.stride[ids]})
+
+
+def walk(columns: Tensor, stride: Tensor, k: int, num_experts: int) -> Tensor:
+    """The first k experts [N, k] of each token: those of the table [N, w], then (e_0 + j stride) mod E without them."""
+    width = columns.shape[1]
+    if k <= width:
+        return columns[:, :k]
+    places = torch.arange(k if width == 1 else num_experts, device=columns.device)
+    order = (columns[:, :1] + places * stride[:, None]) % num_experts
+    if width == 1:
+        return order
+    taken = torch.zeros_like(order).scatter(1, columns, 1).gather(1, order)
+    further = order.gather(1, taken.argsort(dim=1, stable=True))
+    return torch.cat([columns, further[:, : k - width]], 1)
+
+
+class Walk(Selector):
+    """The first k experts of each token's `walk`; weights 1/k, or their probabilities, renormalised."""
+
+    def __init__(self, gated: bool, renormalize: bool) -> None:
+        super().__init__()
+        self.gated, self.renormalize = gated, renormalize if gated else None
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        columns, stride = scores.extra["columns"].flatten(0, 1), scores.extra["stride"].flatten()
+        experts = walk(columns, stride, k, probs.shape[-1])
+        if not self.gated:
+            return experts, torch.full(experts.shape, 1 / k, dtype=probs.dtype, device=probs.device)
+        return experts, self.renormalized(probs.gather(-1, experts))
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return super().replay(scores, experts) if self.gated else equal_weights(scores, experts)
+
+
+@register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426")
+def hash_router(
+    layer: LayerSpec,
+    *,
+    kind: Literal["random", "balanced", "clustered"] = "random",
+    seed: int = 0,
+    columns: int = 1,
+    gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none",
+) -> Stages:
+    """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
+
+    kind: a random table, one balanced over the counts that `router.score.calibrate(counts)` is given, or one of the
+        clusters of the embeddings that `router.score.cluster(embeddings)` is given.
+    seed: of the table.
+    columns: how many experts of an id the table names; the further ones follow at a stride of the id's own
+        (DeepSeek-V4: k columns). `router.score.set_table(table)` takes the table of a trained model.
+    gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
+    """
+    if not 1 <= columns <= layer.num_experts:
+        raise ValueError(f"hash: option columns={columns}: allowed are whole numbers from 1 to {layer.num_experts}")
+    if columns > 1 and kind != "random":
+        raise ValueError(f"hash: option columns={columns}: kind={kind} makes a table of one column")
+    vocabulary = layer.need_vocab_size("hash")
+    gated = gate != "none"
+    normalize = {"sigmoid": Sigmoid, "sqrtsoftplus": SqrtSoftplus}.get(gate, Softmax)()
+    scorer = TableScorer(layer.dim, layer.num_experts, vocabulary, kind, seed, gated, columns)
+    return Stages(scorer, normalize, select=Walk(gated, layer.renormalize))

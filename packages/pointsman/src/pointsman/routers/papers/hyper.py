@@ -1,0 +1,148 @@
+"""HyperRouter (Do et al., EMNLP 2023): a fixed random hypernetwork generates the router from a trained embedding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.routers.frame.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
+from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.stage_values import Loss, LossInput
+from pointsman.routers.frame.stages import Product, Scorer, Stages
+from pointsman.routers.papers.hypernetwork import FrozenLinear, build_hypernetwork
+from pointsman.routing import RoutingContext
+
+
+class HyperScorer(Scorer):
+    """[W | b] = H(e) as [E, dim + 1], z = W h + b (Eq. 2); H(e) = W2 relu(W1 e + b1) + b2 is fixed, only e trains.
+
+    H's weights are N(0, 0.02^2), its biases 0, e ~ N(0, 1). With zero biases H(c e) = c H(e) for c > 0, so training e
+    moves the router's direction and its temperature. W and b are generated once a forward; without gradients they are
+    kept on a CPU until e changes, a training forward, `train`, `eval`, `step_end` or a loaded state.
+
+    Args:
+        hypernetwork: H, from e to E (dim + 1) numbers; with `each` to dim + 1.
+        each: H generates one expert's weight and bias, from e + a_i with a fixed a_i ~ N(0, 1).
+        embed_dropout: in training one mask a forward drops this share of e and scales the rest by 1 / (1 - share).
+    """
+
+    accepts_half = True
+    has_bias = True
+    embed_dropout = 0.0
+    places: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        embed_dim: int,
+        hypernetwork: nn.Module,
+        *,
+        bias: bool = True,
+        each: bool = False,
+        embed_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.has_bias = bias
+        self.shape = (num_experts, dim + 1)
+        self.embedding = nn.Parameter(torch.randn(embed_dim))
+        self.hypernetwork = hypernetwork
+        self.register_buffer("places", torch.randn(num_experts, embed_dim) if each else None)
+        self.embed_dropout = embed_dropout
+        self.training_stochastic = embed_dropout > 0
+        self._cache: tuple[Tensor, Tensor, Tensor | None] | None = None  # e, W, b
+
+    def generate(self, dropout: float = 0.0) -> tuple[Tensor, Tensor | None]:
+        """W [E, dim] and b [E] (None without a bias), generated from e, of which a share `dropout` is dropped."""
+        first: FrozenLinear = self.hypernetwork[0]  # type: ignore[index]
+        embedding = self.embedding.to(first.weight.dtype)
+        embedding = nn.functional.dropout(embedding, dropout) if dropout else embedding
+        given = embedding if self.places is None else embedding + self.places
+        generated = self.hypernetwork(given).view(self.shape)
+        weight = generated[:, :-1]
+        if weight.device.type != "cpu":  # where rows of products are to be whole 16 bytes
+            weight = weight.contiguous()
+        return weight, generated[:, -1] if self.has_bias else None
+
+    def penalty(self, given: LossInput) -> Tensor:
+        """|e|^2."""
+        return given.ranks.once(self.embedding.square().sum())
+
+    def plain_linear(self) -> tuple[Tensor, Tensor | None]:
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self._cache = None
+            return self.generate()
+        embedding = self.embedding
+        if embedding.device.type != "cpu":  # to compare there would wait for the device
+            return self.generate()
+        # by value: neither `.data` nor a fused optimizer counts a version
+        if self._cache is None or self._cache[0].dtype != embedding.dtype or not torch.equal(self._cache[0], embedding):
+            weight, bias = self.generate()
+            bias = None if bias is None else bias.contiguous()
+            self._cache = (embedding.detach().clone(), weight.contiguous(), bias)
+        return self._cache[1:]
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return linear(*self.product(hidden, context))
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
+        dropped = self.training and self.embed_dropout > 0
+        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self.plain_linear()))
+
+    def train(self, mode: bool = True) -> HyperScorer:
+        self._cache = None
+        super().train(mode)
+        return self
+
+    def step_end(self) -> None:
+        self._cache = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HyperScorer:
+        self._cache = None
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._cache = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@register_router("hyperrouter", paper="Do et al. 2023, EMNLP; HyperRouter")
+def hyperrouter(
+    layer: LayerSpec,
+    *,
+    hyper_dim: Count = 256,
+    embed_dim: Count | None = None,
+    share: bool = False,
+    bias: bool = True,
+    l2: NotNegative = 0.0,
+    embed_dropout: BelowOne = 0.0,
+    init: Literal["normal", "hyperfan"] = "normal",
+    generate: Literal["whole", "expert"] = "whole",
+) -> Stages:
+    """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
+
+    hyper_dim: hidden units of the hypernetwork.
+    embed_dim: length of the embedding (none = dim).
+    share: one hypernetwork for all layers, each with its own embedding (the paper's parameter table suggests one).
+    bias: whether logits have one: the last column of what the hypernetwork generates.
+    l2: weight of the loss |e|^2 of the embedding.
+    embed_dropout: share of the embedding that is dropped in training, the same for all tokens of a forward.
+    init: of the hypernetwork: N(0, 0.02^2), or hyperfan, after which logits of unit inputs have variance 1.
+    generate: the router as a whole, or each expert's row by one smaller hypernetwork from e + a_i, a_i fixed.
+    """
+    embed_dim = layer.dim if embed_dim is None else embed_dim
+    each = generate == "expert"
+    sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.num_experts
+    key = f"hypernetwork-{sizes}-{bias}-{init}-{generate}"
+    hypernetwork = layer.shared.get(key) if share else None
+    if hypernetwork is None:
+        hypernetwork = build_hypernetwork(*sizes, init, each, bias)
+    if share:
+        layer.shared[key] = hypernetwork
+    score = HyperScorer(
+        layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
+    )
+    return Stages(score, losses={"l2": Loss(score.penalty, l2)} if l2 else {})

@@ -1,0 +1,150 @@
+"""Loss-free balancing (Wang et al. 2024, arXiv 2408.15664), the router of DeepSeek-V3 (arXiv 2412.19437).
+
+A bias per expert, moved after each step by how many tokens the expert had, corrects what selection ranks by. Weights
+and losses do not see it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pointsman.auxiliary import assignment_counts
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Whole, register_router
+from pointsman.routers.frame.select import keep_groups
+from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Tensors
+from pointsman.routers.frame.stages import Normalizer, Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.frame.virtual import Kind, virtual_experts
+from pointsman.routers.papers.bias_updates import UPDATES, SignUpdate
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+RATES = {"sign": 1e-3, "smebu": 5e-4}
+TINY = 1e-20
+
+
+class SqrtSoftplus(Normalizer):
+    """s_i = sqrt(softplus(z_i)) (DeepSeek-V4), each expert on its own."""
+
+    increasing = True
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+GATES = {"sigmoid": (Sigmoid, 1.0), "softmax": (Softmax, 1.0), "sqrtsoftplus": (SqrtSoftplus, 4.0)}
+"""Each gate, and the largest score that a histogram of margins tells apart: sqrt(softplus(16)) is 4."""
+
+
+class BiasedTopK(Selector):
+    """A = top-k of s + b in the kept groups, w = s_A / (sum s_A + 1e-20); `update` moves b in `step_end`.
+
+    Args:
+        on_logits: A = top-k of z + b.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        update: SignUpdate | None,
+        renormalize: bool,
+        groups: int,
+        kept: int,
+        group_score: str,
+        on_logits: bool = False,
+    ) -> None:
+        super().__init__()
+        self.update, self.on_logits = update, on_logits
+        self.renormalize, self.groups, self.kept, self.group_score = renormalize, groups, kept, group_score
+        self.needs_step_end = update is not None
+        self.bias: Tensor
+        self.register_buffer("bias", torch.zeros(num_experts))
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        probs = scores.probs.flatten(0, 1)
+        bias = self.bias.to(probs.dtype)
+        ranked = scores.choice.flatten(0, 1) if self.on_logits else probs  # a mixer hands on probabilities only
+        choice = keep_groups(ranked.detach() + bias, self.groups, self.kept, k, self.group_score)
+        experts = top_k(choice, k)
+        weights = probs.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        if not self.training or self.update is None:
+            return Selection(experts, weights)
+        mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
+        chosen = experts if mask is None else experts.masked_fill(~mask[:, None], -1)
+        statistics = {"counts": assignment_counts(chosen, len(bias))}
+        return Selection(
+            experts, weights, statistics={**statistics, **self.update.statistics(probs.detach(), bias, k, mask)}
+        )
+
+    def gather(self, statistics: Tensors) -> None:
+        margins = {name: value for name, value in statistics.items() if name == "margins"}
+        super().gather({name: value for name, value in statistics.items() if name not in margins})
+        for name, value in margins.items():
+            self.sums[name] = torch.cat([self.sums[name], value]) if name in self.sums else value.clone()
+
+    def step_end(self) -> None:
+        if self.update is not None and self.sums:
+            self.update.move(self.bias, self.sums)
+
+
+def counted(given: LossInput) -> Tensor:
+    """What the balance loss counts: the top-k of the scores alone, without bias and groups (DeepSeek-V3, Eq. 18)."""
+    return top_k(given.unmixed, given.experts.shape[-1])
+
+
+@register_router("loss-free", paper="Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437")
+def loss_free(
+    layer: LayerSpec,
+    *,
+    gate: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid",
+    biased: Literal["scores", "logits"] = "scores",
+    update: Literal["sign", "smebu", "quantile", "none"] = "sign",
+    rate: NotNegative | None = None,
+    centre: bool | None = None,
+    groups: Count = 1,
+    kept: int = 1,
+    group_score: Literal["top2", "max"] = "top2",
+    bins: Whole = 1000,
+    nulls: Whole = 0,
+    kind: Kind = "zero",
+) -> Stages:
+    """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
+
+    gate: the scores: sigmoid (DeepSeek-V3), softmax, or sqrtsoftplus (DeepSeek-V4).
+    biased: what the bias is added to: the scores, or the logits (Kolibri 1).
+    update: how the bias moves: by a fixed amount towards balance (sign), smoothly with momentum (smebu), onto the
+        step's quantile (quantile), or not (none).
+    rate: how far it moves in a step (none = 0.001 for sign, 0.0005 for smebu; quantile has none).
+    centre: whether the change has mean 0 (none = for smebu and quantile, not for sign).
+    groups: the experts in so many equal runs, of which only the best may be chosen from.
+    kept: how many groups, at least as many as k experts need.
+    group_score: a group's score is the sum of its two largest (top2, DeepSeek-V3) or the largest (max, DeepSeek-V2).
+    bins: parts of the histogram that quantile counts in (0 = sorts, in one process only).
+    nulls: virtual experts that may be chosen besides the E experts; they have a bias like these.
+    kind: what they give: nothing (zero), the input (copy: LongCat), a trained mix (constant), or one of each (mixed).
+    """
+    virtual = virtual_experts("loss-free", nulls, kind)
+    if nulls and groups > 1:
+        raise ValueError(f"loss-free: option groups={groups}: nulls={nulls} allows 1")
+    columns = layer.num_experts + nulls
+    if layer.num_experts % groups:
+        raise ValueError(f"loss-free: option groups={groups}: allowed are divisors of {layer.num_experts} (experts)")
+    if not 1 <= kept <= groups:
+        raise ValueError(f"loss-free: option kept={kept}: allowed are whole numbers from 1 to {groups} (groups)")
+    if update == "quantile" and groups > 1:
+        raise ValueError(f"loss-free: option groups={groups}: update=quantile allows 1")
+    if update == "quantile" and biased == "logits":
+        raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
+    normalize, reach = GATES[gate]
+    rate = RATES.get(update, 0.0) if rate is None else rate
+    centre = update != "sign" if centre is None else centre
+    moving = None if update == "none" else UPDATES[update](columns, rate, centre, reach, bins)
+    select = BiasedTopK(columns, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
+    scorer = LinearScorer(layer.dim, columns, bias=False)
+    return Stages(scorer, normalize(), select, counted=counted, virtual=virtual)

@@ -1,0 +1,106 @@
+"""MaskMoE (Su et al. 2024, arXiv 2407.09816): each token id sees a fixed random set of experts, a rare one only one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pointsman.routers.frame.entries import LayerSpec, Whole, register_router
+from pointsman.routers.frame.select import TopK
+from pointsman.routers.frame.stage_values import Scored, Scores
+from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.frame.token_ids import checked_ids
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+VISIBLE = 8
+NEXT_LAYER = 1_000_003  # from the seed of one layer's sets to that of the layer above
+
+
+class MaskedScorer(Scorer):
+    """z = W h, and -inf for the experts outside the token id's set.
+
+    The set of an id are the first `width` of (e_0 + j stride) mod E, with e_0 and a stride coprime to E drawn from
+    `seed`; `width` is `visible`, or 1 for the ids that `calibrate` found rare.
+    """
+
+    needs = frozenset({"token_ids"})
+    first: Tensor
+    stride: Tensor
+    width: Tensor
+    ready: Tensor
+
+    def __init__(self, dim: int, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
+        super().__init__()
+        self.num_experts, self.vocab_size, self.visible, self.rare = num_experts, vocab_size, visible, rare
+        draw = torch.Generator().manual_seed(seed)
+        coprime = torch.tensor([step for step in range(1, max(2, num_experts)) if math.gcd(step, num_experts) == 1])
+        self.register_buffer("first", torch.randint(num_experts, (vocab_size,), generator=draw))
+        self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
+        self.register_buffer("width", torch.full((vocab_size,), visible))
+        self.register_buffer("ready", torch.tensor(rare == 0))
+        self.gate = LinearScorer(dim, num_experts, bias=False)
+
+    def calibrate(self, counts: Sequence[int] | Tensor) -> None:
+        """Gives one visible expert to every id with fewer than `rare` occurrences.
+
+        Args:
+            counts: [V], how often each id is in the training data.
+
+        Raises:
+            ValueError: not one count for every id, or a negative one.
+        """
+        numbers = torch.as_tensor(counts)
+        if numbers.shape != (self.vocab_size,) or bool((numbers < 0).any()):
+            raise ValueError(f"mask: calibrate needs {self.vocab_size} counts from 0, one for each token id")
+        self.width.copy_(torch.where(numbers < self.rare, 1, self.visible))
+        self.ready.fill_(True)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether `calibrate` must be called first."""
+        return not bool(self.ready)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        ids = checked_ids("mask", self.vocab_size, context)
+        if self.rare and not torch.compiler.is_compiling() and not bool(self.ready):
+            raise ValueError("mask: rare needs the counts of token ids: call router.score.calibrate(counts)")
+        places = torch.arange(self.num_experts, device=hidden.device)
+        order = (self.first[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
+        seen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < self.width[ids][..., None])
+        return Scored(self.gate(hidden, context).masked_fill(~seen, -torch.inf), {"seen": seen})
+
+
+class VisibleTopK(TopK):
+    """The k best visible experts; -1 where there are fewer."""
+
+    ragged = True
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        seen = scores.extra["seen"]
+        if scores.choice is not scores.logits:  # a mixer's probabilities
+            probs, choice = scores.probs.masked_fill(~seen, 0), scores.choice.masked_fill(~seen, -torch.inf)
+            scores = Scores(scores.logits, probs, choice)
+        experts, weights = super().forward(scores, k, context)
+        return experts.masked_fill(~seen.flatten(0, 1).gather(-1, experts), -1), weights
+
+
+@register_router("mask", paper="Su et al. 2024, arXiv 2407.09816", renormalize=lambda layer: layer.top_k > 1)
+def mask(layer: LayerSpec, *, visible: int | None = None, rare: Whole = 0, seed: int = 0) -> Stages:
+    """p = softmax(W h) over the experts that the token id may see; top-k of p.
+
+    visible: how many experts an id sees (none = 8, or all where there are fewer).
+    rare: ids with fewer occurrences see one; needs `router.score.calibrate(counts)` (0 = no id is rare).
+    seed: of the sets, which differ between the layers of a model.
+    """
+    visible = min(VISIBLE, layer.num_experts) if visible is None else visible
+    if not 1 <= visible <= layer.num_experts:
+        raise ValueError(
+            f"mask: option visible={visible}: allowed are whole numbers from 1 to {layer.num_experts} (experts)"
+        )
+    vocabulary = layer.need_vocab_size("mask")
+    scorer = MaskedScorer(layer.dim, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
+    return Stages(scorer, select=VisibleTopK(layer.renormalize))

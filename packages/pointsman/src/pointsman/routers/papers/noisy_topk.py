@@ -1,0 +1,98 @@
+"""Noisy top-k gating with importance and load losses (Shazeer et al. 2017, arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.ops.drawing import randn_like
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
+from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
+from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.papers.topk import INIT_STD
+from pointsman.routing import RoutingContext
+
+
+class NoisyScorer(Scorer):
+    """z = W h; in training z + r e with r = softplus(W_n h) + epsilon and e ~ N(0, 1) (Eq. 4). W and W_n [E, dim].
+
+    Extra: `clean` z and `std` r, [B, T, E].
+    """
+
+    accepts_half = True
+    training_stochastic = True
+
+    def __init__(self, dim: int, num_experts: int, epsilon: float, std: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(std * torch.randn(num_experts, dim))
+        self.noise_weight = nn.Parameter(std * torch.randn(num_experts, dim))
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        both = linear(hidden, torch.cat([self.weight, self.noise_weight]))  # one product reads the tokens once
+        clean, noise = (part.contiguous() for part in both.chunk(2, -1))
+        std = F.softplus(noise)
+        std = std + self.epsilon if self.epsilon else std
+        logits = clean + std * randn_like(clean, self.ranks) if self.training else clean
+        return Scored(logits, {"clean": clean, "std": std})
+
+    def plain_linear(self) -> tuple[Tensor, None]:
+        return self.weight, None
+
+
+def squared_variation(values: Tensor) -> Tensor:
+    """CV^2 = variance / mean^2 of values [E], the variance with divisor E; 0 where all are 0."""
+    mean = values.mean()
+    return (values - mean).square().mean() / mean.square().clamp_min(torch.finfo(values.dtype).tiny)
+
+
+def importance_loss(given: LossInput) -> Tensor:
+    """CV^2 of each expert's sum of weights (Eq. 6, 7)."""
+    chosen = given.experts.clamp_min(0).reshape(-1)  # where there is none the weight is 0
+    sums = given.logits.new_zeros(given.logits.shape[-1])
+    return squared_variation(given.ranks.whole(sums.index_add(0, chosen, given.weights.reshape(-1))))
+
+
+def load_loss(given: LossInput) -> Tensor:
+    """CV^2 of L_i = sum over tokens of Phi((z_i - theta_i) / r_i), a smooth count of tokens (Eq. 8 to 11).
+
+    theta_i is the k-th largest of the other experts' noisy logits: what expert i must exceed when its noise is drawn
+    again. Phi is the standard normal distribution function.
+    """
+    noisy, k = given.logits, given.experts.shape[-1]
+    if k == noisy.shape[-1]:
+        return noisy.new_zeros(())
+    best = top_k(noisy, k + 1)
+    inside = torch.zeros_like(noisy, dtype=torch.bool).scatter_(1, best[:, :k], True)
+    last, other = noisy.gather(1, best[:, k - 1 :]).unbind(1)
+    threshold = torch.where(inside, other[:, None], last[:, None])
+    clean, std = given.extra["clean"].flatten(0, 1), given.extra["std"].flatten(0, 1)
+    chance = torch.special.ndtr((clean - threshold) / std.clamp_min(torch.finfo(std.dtype).tiny))
+    if given.mask is not None:
+        chance = chance.masked_fill(~given.mask[:, None], 0)
+    return squared_variation(given.ranks.whole(chance.sum(0)))
+
+
+@register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538")
+def noisy_topk(
+    layer: LayerSpec,
+    *,
+    importance: NotNegative = 0.1,
+    load: NotNegative = 0.1,
+    epsilon: NotNegative = 0.0,
+    init: Literal["zeros", "normal"] = "zeros",
+) -> Stages:
+    """Noisy top-k gating: a linear router with trained noise in training; losses keep importance and load even.
+
+    importance: weight of the squared coefficient of variation of the experts' sums of weights.
+    load: weight of that of their expected numbers of tokens.
+    epsilon: least standard deviation of the noise.
+    init: both maps start at 0 (the paper), or N(0, 0.02^2).
+    """
+    score = NoisyScorer(layer.dim, layer.num_experts, epsilon, INIT_STD if init == "normal" else 0.0)
+    return Stages(score, losses={"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)})

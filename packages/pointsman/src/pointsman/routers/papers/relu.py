@@ -1,0 +1,91 @@
+"""ReMoE (Wang et al. 2025, arXiv 2412.14711): ReLU gates, kept sparse by an L1 penalty that follows the sparsity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import LayerSpec, register_router
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scores, Selection
+from pointsman.routers.frame.stages import Normalizer, Selector, Stages
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+FIRST_PENALTY = 1e-8
+GROWTH = 1.2
+
+
+class Relu(Normalizer):
+    """R = relu(z): weights that need not sum to 1, and may all be 0."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.relu(logits)
+
+
+class Positive(Selector):
+    """The experts with R > 0, at most k of them, the largest first; and the penalty that keeps them few.
+
+    After each step lambda grows by 1.2 if the sparsity S = 1 - |{R > 0}| / (N E) is below its target, and shrinks by
+    1.2 if it is above. The sum over the step's micro-batches decides.
+
+    Args:
+        num_experts: E.
+        top_k: k of the sparsity to reach, 1 - k / E.
+        balanced: whether R of an expert counts f_e = E / (k N) |{n: R_ne > 0}| times in the penalty.
+    """
+
+    ragged = True
+    needs_step_end = True
+    penalty: Tensor
+
+    def __init__(self, num_experts: int, top_k: int, balanced: bool, renormalize: bool) -> None:
+        super().__init__()
+        self.num_experts, self.top_k, self.balanced, self.renormalize = num_experts, top_k, balanced, renormalize
+        self.register_buffer("penalty", torch.tensor(FIRST_PENALTY))
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
+        gates = scores.probs.flatten(0, 1)
+        experts = top_k(gates, k)
+        weights = gates.gather(-1, experts)
+        experts = experts.masked_fill(weights <= 0, -1)
+        weights = self.renormalized(weights)
+        statistics = {}
+        if self.training:
+            active = gates.detach() > 0
+            mask = context.padding_mask
+            if mask is not None:
+                active = active & mask.reshape(-1, 1)
+            tokens = torch.full((), len(gates), device=gates.device) if mask is None else mask.sum()
+            statistics = {"active": active.sum(), "tokens": tokens}
+        return Selection(experts, weights, statistics=statistics)
+
+    def loss(self, given: LossInput) -> Tensor:
+        """lambda (1/N) sum_n sum_e f_e R_ne; the gradient goes through R, not through f."""
+        gates = given.unmixed
+        mean = given.token_mean(gates)
+        if self.balanced:
+            mean = mean * given.token_mean((gates.detach() > 0).to(gates.dtype)) * self.num_experts / self.top_k
+        return self.penalty * mean.sum()
+
+    def step_end(self) -> None:
+        if "tokens" in self.sums:
+            # S below 1 - k / E: more than k active experts a token
+            surplus = self.sums["active"] - self.top_k * self.sums["tokens"]
+            self.penalty.mul_(GROWTH ** torch.sign(surplus).to(self.penalty.dtype))
+
+
+@register_router(
+    "relu",
+    paper="Wang et al. 2025, ICLR, arXiv 2412.14711",
+    renormalize=False,
+    starts_at=lambda layer: layer.num_experts,
+)
+def relu(layer: LayerSpec, *, balanced: bool = True) -> Stages:
+    """R = relu(W h): experts with R > 0, weight R. The layer's top_k is the mean number of experts that it trains to.
+
+    balanced: whether the L1 penalty weighs experts by their load (the paper's); false: plain L1.
+    """
+    select = Positive(layer.num_experts, layer.top_k, balanced, layer.renormalize)
+    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
+    return Stages(scorer, Relu(), select=select, losses={"sparsity": Loss(select.loss, 1.0)})

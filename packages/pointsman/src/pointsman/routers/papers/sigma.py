@@ -1,0 +1,68 @@
+"""sigma-MoE (Csordas et al. 2023, arXiv 2310.10837): sigmoid gates, experts dropped from the choice in training."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pointsman.ops.drawing import own_rows
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import BelowOne, LayerSpec, NotNegative, register_router
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scores
+from pointsman.routers.frame.stages import Selector, Sigmoid, Stages
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+
+class DroppedTopK(Selector):
+    """Top-k of the experts that a mask leaves: m_ne ~ Bernoulli(1 - dropout) in training, all of them in evaluation.
+
+    Weights are the probabilities, not scaled up afterwards. A masked expert is never chosen: where fewer than k are
+    left, the rest is -1. (One published code masks with -inf and lets it into the weights.)
+    """
+
+    def __init__(self, dropout: float, renormalize: bool) -> None:
+        super().__init__(renormalize)
+        self.dropout = dropout
+        self.training_stochastic = dropout > 0
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        choice, probs = scores.choice.flatten(0, 1), scores.probs.flatten(0, 1)
+        dropped = None
+        if self.training and self.dropout:
+            dropped = own_rows(lambda shape: torch.rand(shape, device=choice.device), choice.shape, self.ranks)
+            dropped = dropped < self.dropout
+            choice = choice.masked_fill(dropped, -math.inf)
+        experts = top_k(choice, k)
+        weights = probs.gather(-1, experts)
+        if dropped is not None:
+            none = dropped.gather(-1, experts)
+            experts, weights = experts.masked_fill(none, -1), weights.masked_fill(none, 0)
+        return experts, self.renormalized(weights)
+
+
+def negative_entropy(given: LossInput) -> Tensor:
+    """sum_e q_e ln q_e + ln E, q the mean of softmax(z) over the batch's real tokens; 0 where q is uniform."""
+    q = given.token_mean(torch.softmax(given.logits, -1))
+    negative = (q * q.clamp_min(torch.finfo(q.dtype).tiny).log()).sum()  # finite gradient at q = 0
+    return negative + math.log(q.shape[-1]) * q.detach().sum()  # 1; without tokens 0
+
+
+@register_router("sigma", paper="Csordas et al. 2023, arXiv 2310.10837", renormalize=False)
+def sigma(layer: LayerSpec, *, dropout: BelowOne = 0.05, entropy: NotNegative = 0.001) -> Stages:
+    """s = sigmoid(W h); top-k of the experts that are not dropped; weights s as they are.
+
+    dropout: probability with which an expert is left out of a token's choice in training.
+    entropy: weight of the loss sum_e q_e ln q_e + ln E, q the mean of softmax(W h) over the batch.
+    """
+    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
+    with torch.no_grad():  # rows of norm 1: a standard deviation of d^-1/2
+        scorer.weight.div_(scorer.weight.norm(dim=-1, keepdim=True))
+    return Stages(
+        scorer,
+        Sigmoid(),
+        select=DroppedTopK(dropout, layer.renormalize),
+        losses={"entropy": Loss(negative_entropy, entropy)},
+    )

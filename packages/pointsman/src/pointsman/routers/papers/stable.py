@@ -1,0 +1,167 @@
+"""StableMoE (Dai et al. 2022, arXiv 2204.08396): routing is learned, distilled into one of token ids, and frozen."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.auxiliary import assignment_counts
+from pointsman.ops.selection import top_k
+from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
+from pointsman.routers.frame.stages import TINY, Scorer, Selector, Sigmoid, Stages
+from pointsman.routers.frame.token_ids import checked_ids
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routing import RoutingContext
+
+GAIN = 0.1
+WIDTH = 50
+EARLIER = {"token": 0, "bigram": 1, "cnn": 4}
+"""How many earlier tokens each light router sees."""
+
+
+class TwoStageScorer(Scorer):
+    """z = C h, and the light router's scores u . K_e, which stage two and evaluation choose by.
+
+    u_t = D[id_t] ("token"), the mean of D[id_t] and D[id_(t-1)] ("bigram"; the first token alone), or
+    sum_(j<5) c_j D[id_(t-j)] ("cnn"; zeros before the first token and for padding). C [E, dim] and K [E, 50] start
+    orthogonal with gain 0.1, D [V, 50] ~ N(0, 1), c [5] ~ U(-1, 1) / sqrt(5). `steps` counts the steps; after
+    `stage_one` of them D, K and c never train again, and the losses are 0.
+    """
+
+    needs = frozenset({"token_ids"})
+    needs_step_end = True
+    no_decay = ("token",)
+    steps: Tensor
+
+    def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token") -> None:
+        super().__init__()
+        self.vocab_size, self.stage_one, self.kind = vocab_size, stage_one, kind
+        self.gate = LinearScorer(dim, num_experts, bias=False)
+        self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
+        self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
+        for weight in (self.gate.weight, self.light):
+            nn.init.orthogonal_(weight, gain=GAIN)
+        self.kernel: nn.Parameter | None = None
+        if kind == "cnn":
+            taps = EARLIER[kind] + 1
+            self.kernel = nn.Parameter(torch.empty(taps).uniform_(-(taps**-0.5), taps**-0.5))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self._has_frozen = False
+        self._freeze_light()
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        ids = checked_ids("stable", self.vocab_size, context)
+        seen, carry = self._seen(ids, context)
+        light = self._features(seen, ids.shape[1]).to(hidden.dtype) @ self.light.to(hidden.dtype).T
+        second = self.steps >= self.stage_one
+        extra = {"light": torch.where(second, light.detach(), light), "second": second}
+        return Scored(self.gate(hidden, context), extra, carry=carry)
+
+    def _seen(self, ids: Tensor, context: RoutingContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """The ids [B, earlier + T] that the light router reads, -1 for padding and for none; and those to carry on."""
+        earlier = EARLIER[self.kind]
+        if not earlier:
+            return ids, {}
+        if context.padding_mask is not None:
+            ids = ids.masked_fill(~context.padding_mask, -1)
+        before = (context.past or {}).get("ids", ids[:, :0])[:, -earlier:]
+        seen = F.pad(torch.cat([before, ids], 1), (earlier - before.shape[1], 0), value=-1)
+        return seen, {"ids": seen[:, -earlier:]}
+
+    def _features(self, seen: Tensor, length: int) -> Tensor:
+        """u [B, T, 50] of the ids `seen` [B, earlier + T]."""
+        rows = F.embedding(seen.clamp_min(0), self.token)
+        own = rows[:, -length:] if length else rows[:, :0]
+        if self.kind == "bigram":
+            there = (seen[:, :length] >= 0)[..., None]
+            return (own + torch.where(there, rows[:, :length], own)) / 2
+        if self.kernel is None:
+            return own
+        rows = rows * (seen >= 0)[..., None]
+        last = len(self.kernel) - 1
+        taps = (weight * rows[:, last - place : last - place + length] for place, weight in enumerate(self.kernel))
+        return torch.stack(list(taps)).sum(0)
+
+    def load(self, given: LossInput) -> Tensor:
+        """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
+        experts, gates = self._chosen(given)
+        (counts,) = given.ranks.total(assignment_counts(experts, given.logits.shape[-1]).to(gates.dtype))
+        excess = counts / counts.mean().clamp_min(TINY) - 1
+        return self._first_stage(given.token_mean(gates * excess[experts.clamp_min(0)]).sum())
+
+    def distill(self, given: LossInput) -> Tensor:
+        """The light router's mean cross entropy with the choice by z; of several experts their mean."""
+        experts, _ = self._chosen(given)
+        log_probs = torch.log_softmax(given.extra["light"].flatten(0, 1), -1).gather(-1, experts.clamp_min(0))
+        return self._first_stage(-given.token_mean(log_probs.mean(-1, keepdim=True)).sum())
+
+    def _chosen(self, given: LossInput) -> tuple[Tensor, Tensor]:
+        # in stage one of training these are the chosen ones; in stage two no loss is left
+        experts = given.experts if self.training else top_k(given.choice, given.experts.shape[-1])
+        gates = given.unmixed.gather(-1, experts.clamp_min(0))
+        return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1), gates
+
+    def _first_stage(self, loss: Tensor) -> Tensor:
+        return torch.where(self.steps >= self.stage_one, 0.0, loss)
+
+    def step_end(self) -> None:
+        self.steps += 1
+        self._freeze_light()
+
+    def restored(self) -> None:
+        self._freeze_light()
+
+    def _freeze_light(self) -> None:
+        """Freezes the light router in stage two. A loaded state of stage one undoes that, unless `freeze` holds all."""
+        if self.steps.is_meta:
+            return
+        parts = [parameter for parameter in (self.token, self.light, self.kernel) if parameter is not None]
+        if int(self.steps) >= self.stage_one:
+            for parameter in parts:
+                self._has_frozen |= parameter.requires_grad
+                parameter.requires_grad_(False)
+                parameter.grad = None  # momentum and weight decay would move it
+        elif self._has_frozen and self.gate.weight.requires_grad:
+            self._has_frozen = False
+            for parameter in parts:
+                parameter.requires_grad_(True)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._freeze_light()
+
+
+class TwoStages(Selector):
+    """The k best by z in stage one of training, by the light router afterwards; weights are sigmoid(z)."""
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        choice = scores.extra["light"]
+        if self.training:
+            choice = torch.where(scores.extra["second"], choice, scores.choice)
+        experts = top_k(choice.flatten(0, 1), k)
+        return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts))
+
+
+@register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", renormalize=False)
+def stable(
+    layer: LayerSpec,
+    *,
+    stage_one: Whole = 6000,
+    load: NotNegative = 0.3,
+    distill: NotNegative = 0.3,
+    light: Literal["token", "bigram", "cnn"] = "token",
+) -> Stages:
+    """Two stages: a balanced router is learned and distilled into one of token ids alone, which is then frozen.
+
+    stage_one: optimizer steps of stage one (the released code: 6,000 of 60,000).
+    load: weight of its balance loss.
+    distill: weight of the distillation.
+    light: what the distilled router sees: the token's id, also the one before it (bigram), or five ids (cnn).
+    """
+    score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light)
+    losses = {"load": Loss(score.load, load), "distill": Loss(score.distill, distill)}
+    return Stages(score, Sigmoid(), select=TwoStages(layer.renormalize), losses=losses)

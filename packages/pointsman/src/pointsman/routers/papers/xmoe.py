@@ -1,0 +1,179 @@
+"""X-MoE (Chi et al., NeurIPS 2022): tokens and experts meet by their cosine on a low-dimensional sphere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.ops.linear import upcast
+from pointsman.routers.frame.entries import Allowed, Count, LayerSpec, Positive, register_router
+from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.stages import Normalizer, Product, Scorer, Stages
+from pointsman.routing import RoutingContext
+
+NORM_FLOOR = 1e-4  # norms are clamped from below, so that a zero token has cosine 0
+TEMPERATURE_FLOOR = 1e-4
+TAU0 = {"softmax": 0.3, "sigmoid": 0.07}  # the paper's, section 4.1
+
+
+class CosineScorer(Scorer):
+    """s_i = (W h) . e_i / (|W h| |e_i|) (Eq. 7), each norm at least 1e-4.
+
+    W is initialised as in nn.Linear, the rows e_i in random directions with norm `expert_norm`. `step_end` restores
+    that norm. The smaller the norm, the more an optimizer's step of a given size changes the direction.
+
+    Args:
+        routing_dim: width of the sphere's space; None = no projection, W is the identity.
+        normalize_tokens, normalize_experts: False leaves that side's norm in the score.
+        orthogonal: the rows start as those of an orthogonal matrix.
+    """
+
+    accepts_half = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        routing_dim: int | None,
+        *,
+        expert_norm: float,
+        normalize_tokens: bool = True,
+        normalize_experts: bool = True,
+        orthogonal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.expert_norm = expert_norm
+        self.normalize_tokens, self.normalize_experts = normalize_tokens, normalize_experts
+        self.needs_step_end = normalize_experts
+        self.projection = None if routing_dim is None else nn.Linear(dim, routing_dim, bias=False)
+        directions = torch.randn(num_experts, dim if routing_dim is None else routing_dim)
+        if orthogonal:
+            nn.init.orthogonal_(directions)
+        self.expert_embeddings = nn.Parameter(F.normalize(directions, dim=-1) * expert_norm)
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        if self.projection is None:
+            tokens = upcast(hidden)
+        else:
+            tokens = linear(hidden, self.projection.weight)
+        experts = self.expert_embeddings.to(tokens.dtype)
+        if self.normalize_experts:
+            experts = F.normalize(experts, dim=-1, eps=NORM_FLOOR)
+        scores = linear(tokens, experts)
+        if self.normalize_tokens:
+            scores = scores / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
+        return scores
+
+    def product(self, hidden: Tensor, context: RoutingContext) -> Product:
+        tokens = upcast(hidden) if self.projection is None else linear(hidden, self.projection.weight)
+        experts = self.expert_embeddings.to(tokens.dtype)
+        if self.normalize_tokens:
+            tokens = F.normalize(tokens, dim=-1, eps=NORM_FLOOR)
+        return Product(tokens, F.normalize(experts, dim=-1, eps=NORM_FLOOR) if self.normalize_experts else experts)
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        """|e_i| = expert_norm again; a frozen router stays bit for bit as it is."""
+        if self.normalize_experts and self.expert_embeddings.requires_grad:
+            directions = F.normalize(upcast(self.expert_embeddings), dim=-1)
+            self.expert_embeddings.copy_(directions * self.expert_norm)
+
+
+class TemperatureGate(Normalizer):
+    """p = softmax(s / tau) or sigmoid(s_i / tau) (Eq. 8), tau a learnable scalar that never falls below 1e-4."""
+
+    increasing = True
+
+    def __init__(self, gate: str, temperature: float) -> None:
+        super().__init__()
+        self.gate = gate
+        self.temperature = nn.Parameter(torch.tensor(temperature))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        scaled = logits / self.temperature.to(logits.dtype).clamp_min(TEMPERATURE_FLOOR)
+        return torch.sigmoid(scaled) if self.gate == "sigmoid" else torch.softmax(scaled, -1)
+
+    def gate_and_scale(self) -> tuple[str, Tensor]:
+        return self.gate, 1 / upcast(self.temperature).clamp_min(TEMPERATURE_FLOOR)
+
+    @torch.no_grad()
+    def step_end(self) -> None:
+        """Clamps tau to its floor: below it there would be no gradient."""
+        if self.temperature.requires_grad:
+            self.temperature.clamp_(min=TEMPERATURE_FLOOR)
+
+
+Width = Annotated[
+    int | Literal["full"], Allowed("whole numbers from 1, or full", lambda value: value == "full" or value >= 1)
+]
+
+
+def _weight_is_the_gate_at_top_1(layer: LayerSpec) -> bool:
+    return layer.top_k > 1
+
+
+@register_router(
+    "xmoe", paper="Chi et al. 2022, arXiv 2204.09179", balance=0.01, renormalize=_weight_is_the_gate_at_top_1
+)
+def xmoe(
+    layer: LayerSpec,
+    *,
+    routing_dim: Width | None = None,
+    normalize: bool = True,
+    expert_norm: Positive = 0.1,
+    gate: Literal["softmax", "sigmoid"] = "softmax",
+    tau0: Positive | None = None,
+) -> Stages:
+    """X-MoE: cosines in a low-dimensional space, a learnable temperature, balance loss 0.01 on softmax(cosines / tau0).
+
+    Built with top_k=1 the combine weight is the gate's value; with a larger k it is renormalised over the k.
+
+    routing_dim: width of the space (none = half the experts, at least 2; full = the hidden states' own, no projection).
+    normalize: cosines; false = dot products, and the embeddings' norms are free.
+    expert_norm: the norm that the expert embeddings start with and are kept at.
+    gate: softmax over all experts, or a sigmoid for each.
+    tau0: temperature of the balance loss, and the first value of the gate's (none = 0.3 for softmax, 0.07 for sigmoid).
+    """
+    if routing_dim is None:
+        routing_dim = max(2, layer.num_experts // 2)
+    tau0 = TAU0[gate] if tau0 is None else tau0
+    scorer = CosineScorer(
+        layer.dim,
+        layer.num_experts,
+        None if routing_dim == "full" else routing_dim,
+        expert_norm=expert_norm,
+        normalize_tokens=normalize,
+        normalize_experts=normalize,
+    )
+    return Stages(scorer, TemperatureGate(gate, tau0), balance_temperature=tau0)
+
+
+@register_router(
+    "xmoe-torchscale",
+    paper="X-MoE as the library torchscale has it",
+    balance=0.01,
+    renormalize=_weight_is_the_gate_at_top_1,
+)
+def xmoe_torchscale(layer: LayerSpec, *, routing_dim: Count = 16, expert_norm: Positive = 1.5) -> Stages:
+    """X-MoE as in torchscale and its forks; nothing is dropped.
+
+    Unlike the paper: the token's norm stays in the score, s_i = (W h) . e_i / |e_i|; 16 dimensions whatever the number
+    of experts; embeddings start orthogonal and are kept at norm 1.5; no temperature, neither in the softmax nor in the
+    balance loss.
+
+    routing_dim: width of the space.
+    expert_norm: the norm of the expert embeddings.
+    """
+    return Stages(
+        CosineScorer(
+            layer.dim,
+            layer.num_experts,
+            routing_dim,
+            expert_norm=expert_norm,
+            normalize_tokens=False,
+            orthogonal=True,
+        )
+    )

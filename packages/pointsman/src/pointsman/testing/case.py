@@ -1,0 +1,134 @@
+"""What the checks of the contract share: a router to build, inputs for it, and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.layer import MoE
+from pointsman.routers.frame.registry import build_router
+from pointsman.routers.frame.router import Router
+from pointsman.routing import AttentionTrace, Responses, Routing, RoutingContext
+
+VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One router spec and the sizes that it is checked at.
+
+    Attributes:
+        spec: the router, as `build_router` takes it.
+        dim: width of the hidden states.
+        num_experts: E.
+        batch, length: sequences, and tokens in each.
+    """
+
+    spec: str
+    dim: int = 16
+    num_experts: int = 4
+    batch: int = 3
+    length: int = 11
+
+    def router(self, **options: object) -> Router:
+        """A router of this spec, with the same weights at every call."""
+        torch.manual_seed(1)
+        return build_router(self.spec, dim=self.dim, num_experts=self.num_experts, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
+
+    def layer(self, **options: object) -> MoE:
+        """A layer with this router, with the same weights at every call."""
+        torch.manual_seed(1)
+        return MoE(self.dim, 16, self.num_experts, router=self.spec, vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
+
+    def hidden(self) -> Tensor:
+        """Hidden states [batch, length, dim], the same at every call."""
+        generator = torch.Generator().manual_seed(5)
+        return torch.randn(self.batch, self.length, self.dim, generator=generator)
+
+
+def attention_trace(hidden: Tensor, heads: int = 2, width: int = 5) -> AttentionTrace:
+    """A causal attention over `hidden` [B, T, dim] with fixed weights: a query, key or value depends on one token."""
+    generator = torch.Generator().manual_seed(7)
+
+    def project(rows: int) -> Tensor:
+        return torch.randn(rows, hidden.shape[-1], generator=generator).to(hidden.dtype) / 5
+
+    query, key, value = (
+        nn.functional.linear(hidden, project(heads * width)).view(*hidden.shape[:2], heads, width).transpose(1, 2)
+        for _ in range(3)
+    )
+    out_weight = torch.randn(heads, width, hidden.shape[-1], generator=generator).to(hidden.dtype) / 5
+    scores = (query @ key.transpose(-1, -2) * width**-0.5).masked_fill(
+        torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).triu(1), float("-inf")
+    )
+    output = torch.einsum("bhtd,hdo->bto", scores.softmax(-1) @ value, out_weight)
+    return AttentionTrace(query, key, value, out_weight, output, width**-0.5)
+
+
+def segment(whole: AttentionTrace, start: int, stop: int) -> AttentionTrace:
+    """The trace of tokens `start:stop` in a model that keeps all earlier tokens in its memory."""
+    return replace(
+        whole,
+        query=whole.query[:, :, start:stop],
+        key=whole.key[:, :, :stop],
+        value=whole.value[:, :, :stop],
+        output=whole.output[:, start:stop],
+    )
+
+
+def fixed_responses(hidden: Tensor, num_experts: int) -> Responses:
+    """The responses of fixed experts: E_e(h) = tanh((e + 1) h)."""
+    scales = torch.arange(1.0, num_experts + 1)[:, None].to(hidden.dtype)
+    return lambda reduce: reduce(torch.tanh(scales * hidden.flatten(0, 1)[:, None]))
+
+
+def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingContext:
+    """A context with everything that the router needs."""
+    needs = router.needs
+    context = RoutingContext(
+        attention=attention_trace(hidden) if "attention" in needs else None,
+        token_ids=(torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
+        if "token_ids" in needs
+        else None,
+        responses=fixed_responses(hidden, router.num_experts) if router.score.asking else None,
+        below={
+            name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)
+            for name, width in router.score.below.items()
+        }
+        or None,
+    )
+    return replace(context, **fields)  # type: ignore[arg-type]
+
+
+def route(router: Router, hidden: Tensor, seed: int = 3, **fields: object) -> Routing:
+    """Routes `hidden` with a seeded generator; `fields` replace those of the context."""
+    torch.manual_seed(seed)
+    routing: Routing = router(hidden, context_for(router, hidden, **fields))
+    return routing
+
+
+def expect(condition: bool, message: str) -> None:
+    """AssertionError with the message, also under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def expect_equal(left: Tensor, right: Tensor, what: str) -> None:
+    expect(torch.equal(left, right), what)
+
+
+def expect_close(left: Tensor, right: Tensor, what: str, rtol: float | None = None, atol: float | None = None) -> None:
+    torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda told: f"{what}: {told}")
+
+
+def expect_refusal(call: Callable[[], object], mention: str, what: str) -> None:
+    """The call must raise a ValueError whose message contains `mention`."""
+    try:
+        call()
+    except ValueError as error:
+        expect(mention in str(error), f"{what}: the error must mention {mention!r}, got {str(error)!r}")
+        return
+    raise AssertionError(f"{what}: no ValueError")

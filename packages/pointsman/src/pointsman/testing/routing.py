@@ -1,0 +1,317 @@
+"""The contract of a router on its own: what a Routing holds, precision, flags, padding, state. One function a promise.
+
+Each check takes a `Case` and raises AssertionError; the first line of its docstring is the promise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pointsman.control import set_top_k
+from pointsman.routers.frame.router import Router
+from pointsman.routers.frame.stages import Softmax
+from pointsman.routing import Routing, RoutingContext
+from pointsman.testing.case import (
+    Case,
+    context_for,
+    expect,
+    expect_close,
+    expect_equal,
+    expect_refusal,
+    route,
+    segment,
+)
+
+
+def drops(router: Router) -> bool:
+    """Whether a token may have fewer than k experts: by a limit of capacity, or since k is a cap."""
+    return router.capacity is not None or router.ragged
+
+
+def any_width(router: Router, routing: Routing) -> bool:
+    """Whether a token may have more than k experts: experts choose tokens, or k is a mean."""
+    return routing.flat is not None or (router.ragged and routing.experts.shape[-1] == router.num_experts)
+
+
+def modes(case: Case) -> Iterator[tuple[str, Router]]:
+    """The router in evaluation, then in training."""
+    for mode in ("evaluation", "training"):
+        yield mode, case.router().train(mode == "training")
+
+
+def values_of_k(router: Router) -> list[int]:
+    """The values of k that can be set."""
+    return [router.num_experts] if router.fixed_k else list(range(1, router.num_experts + 1))
+
+
+def by_token(routing: Routing) -> dict[str, Tensor]:
+    """Everything in a routing that belongs to a token, [tokens, ...]."""
+    found = {name: getattr(routing, name) for name in ("experts", "weights", "probs", "logits")}
+    if routing.slots is not None:
+        found["slots"] = routing.slots.dispatch.flatten(0, 1)
+    return found
+
+
+def sums_to_one(router: Router) -> bool:
+    """Whether the probabilities of a token are a distribution."""
+    return isinstance(router.normalize, Softmax) or getattr(router.normalize, "gate", "") == "softmax"
+
+
+def shapes_and_sums(case: Case) -> None:
+    """At every k, experts and weights are [tokens, k], probs and logits [tokens, E]; no token has an expert twice."""
+    router, tokens = case.router().eval(), case.batch * case.length
+    for k in values_of_k(router):
+        set_top_k(router, k)
+        routing = route(router, case.hidden())
+        chosen_width = k if not any_width(router, routing) else routing.experts.shape[-1]
+        widths = {
+            "experts": chosen_width,
+            "weights": chosen_width,
+            "probs": case.num_experts + len(router.virtual),
+            "logits": case.num_experts + len(router.virtual),
+        }
+        for name, width in widths.items():
+            shape = list(getattr(routing, name).shape)
+            expect(shape == [tokens, width], f"k={k}: {name} must be {[tokens, width]}, got {shape}")
+        expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
+        least, most = int(routing.experts.min()), int(routing.experts.max())
+        expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
+        expect(least >= (-1 if drops(router) or routing.flat is not None else 0), f"k={k}: expert {least}")
+        for row in routing.experts:
+            chosen = row[row >= 0]
+            expect(chosen.unique().numel() == chosen.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")
+        expect(bool((routing.probs >= 0).all()), f"k={k}: a probability below 0")
+        if sums_to_one(router):
+            expect_close(routing.probs.sum(-1), torch.ones(tokens), f"k={k}: the sum of probs")
+        if getattr(router.select, "renormalize", False) and not drops(router):
+            total = torch.full((tokens,), router.scale)
+            expect_close(routing.weights.sum(-1), total, f"k={k}: the sum of renormalised weights")
+
+
+def k_of_all_experts(case: Case) -> None:
+    """With k = E every token goes to every expert."""
+    router = case.router(top_k=case.num_experts).eval()
+    set_top_k(router, case.num_experts)
+    if drops(router):
+        return
+    experts = route(router, case.hidden()).experts.sort(-1).values
+    expect_equal(experts, torch.arange(case.num_experts).expand_as(experts), "an expert is missing")
+
+
+def precision(case: Case) -> None:
+    """Logits, probs and weights are float32 for bf16, half and float32, and float64 for float64."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        router = case.router().to(dtype).eval()
+        routing = route(router, case.hidden().to(dtype))
+        expected = torch.float64 if dtype == torch.float64 else torch.float32
+        for name in ("logits", "probs", "weights"):
+            found = getattr(routing, name).dtype
+            expect(found == expected, f"a router in {dtype}: {name} must be {expected}, got {found}")
+        if dtype in (torch.bfloat16, torch.float16):
+            for name, buffer in router.named_buffers():
+                kept = not buffer.is_floating_point() or buffer.dtype == torch.float32
+                expect(kept, f"a router in {dtype}: the buffer {name} must stay float32, got {buffer.dtype}")
+
+
+def half_precision_input(case: Case) -> None:
+    """bf16 and half hidden states give the logits and the gradients of the same values in float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        router = case.router()
+        torch.manual_seed(0)
+        low = torch.randn(2, 150, case.dim).to(dtype).requires_grad_()
+        high = low.detach().float().requires_grad_()
+        context = context_for(router, high.detach())
+        results = []
+        for hidden in (low, high):
+            torch.manual_seed(3)
+            logits = router(hidden, context).logits
+            wanted = [hidden, *(parameter for parameter in router.parameters() if parameter.requires_grad)]
+            gradient = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+            gradients = torch.autograd.grad(logits, wanted, gradient, allow_unused=True) if logits.requires_grad else ()
+            results.append([logits.detach(), *gradients])
+        for one, other in zip(*results, strict=True):
+            expect((one is None) == (other is None), f"{dtype}: a gradient that only one of the two has")
+            if one is not None and other is not None:
+                rtol = 1e-2 if one.dtype == dtype else 1e-5
+                expect_close(one, other.to(one.dtype), f"{dtype}", rtol=rtol, atol=1e-4)
+
+
+def autocast(case: Case) -> None:
+    """Autocast changes neither experts nor weights."""
+    router, hidden = case.router().eval(), case.hidden()
+    context = context_for(router, hidden)
+    torch.manual_seed(3)
+    plain = router(hidden, context)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = router(hidden, context)
+    expect_equal(plain.experts, cast.experts, "experts under autocast")
+    expect_equal(plain.weights, cast.weights, "weights under autocast")
+
+
+def odd_sizes(case: Case) -> None:
+    """One token, one sequence, no token and no sequence are routed."""
+    for batch, length in ((1, 1), (1, 7), (5, 1), (2, 33), (2, 0), (0, 5)):
+        router = case.router()
+        routing = route(router, torch.randn(batch, length, case.dim))
+        shape = list(routing.experts.shape)
+        wanted = [batch * length, shape[-1] if any_width(router, routing) else router.top_k]
+        expect(shape == wanted, f"{batch} sequences of {length} tokens: experts must be {wanted}, got {shape}")
+
+
+def one_sequence(case: Case) -> None:
+    """[tokens, dim] is routed as one sequence [1, tokens, dim]."""
+    router, hidden = case.router().eval(), case.hidden()
+    if "attention" in router.needs or "token_ids" in router.needs:  # which have a batch dimension
+        return
+    torch.manual_seed(3)
+    flat = router(hidden[0])
+    expect_equal(flat.experts, route(router, hidden[:1], below=None).experts, "experts")
+
+
+@torch.no_grad()
+def causal_flag(case: Case) -> None:
+    """`causal` and `training_causal` are true exactly if a change at token t changes no routing before t."""
+    for mode, router in modes(case):
+        before, changed = route(router, case.hidden()), False
+        causal = router.training_causal if router.training else router.causal
+        torch.manual_seed(0)
+        for t in range(1, case.length):
+            other = case.hidden()
+            other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
+            after = route(router, other)  # with equal draws
+            theirs = by_token(after)
+            for name, of_token in by_token(before).items():
+                left = of_token.view(case.batch, case.length, -1)[:, :t]
+                right = theirs[name].view(case.batch, case.length, -1)[:, :t]
+                same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
+                told = f"declared causal in {mode}, but {name} before token {t} changed with token {t}"
+                expect(same or not causal, told)
+                changed = changed or not same
+        expect(changed or causal, f"declared not causal in {mode}, but no earlier token changed")
+
+
+def segments(case: Case) -> None:
+    """A causal router routes a token at a time, or in segments with the state carried over, as the whole sequence."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic or not router.causal or drops(router):
+        return
+    context = context_for(router, hidden)
+    whole = router(hidden, context)
+    for cuts in (range(case.length + 1), (0, 4, 5, case.length)):
+        past = None
+        for start, stop in pairwise(cuts):
+            attention = None if context.attention is None else segment(context.attention, start, stop)
+            ids = None if context.token_ids is None else context.token_ids[:, start:stop]
+            below = context.below and {name: state[:, start:stop] for name, state in context.below.items()}
+            seen = RoutingContext(attention=attention, token_ids=ids, past=past, below=below)
+            part = router(hidden[:, start:stop], seen)
+            for name in ("probs", "logits"):
+                expected = getattr(whole, name).view(case.batch, case.length, -1)[:, start:stop].flatten(0, 1)
+                what = f"{name} of tokens {start} to {stop - 1}, routed after the earlier ones"
+                expect_close(getattr(part, name), expected, what, atol=1e-6, rtol=1e-5)
+            past = part.carry
+
+
+@torch.no_grad()
+def batch_invariant_flag(case: Case) -> None:
+    """`batch_invariant` and `training_batch_invariant` are true exactly if other sequences change nothing."""
+    for mode, router in modes(case):
+        invariant = router.training_batch_invariant if router.training else router.batch_invariant
+        hidden, other = case.hidden(), case.hidden()
+        torch.manual_seed(0)
+        other[1:] = 3 * torch.randn(case.batch - 1, case.length, case.dim)
+        left, right = route(router, hidden), route(router, other)
+        rows = slice(case.length)
+        changed = [
+            name
+            for name in ("experts", "weights", "probs")
+            if not torch.allclose(getattr(left, name)[rows], getattr(right, name)[rows], 1.3e-6, 1e-5)
+        ]
+        if invariant:
+            expect(
+                not changed, f"declared batch invariant in {mode}, but another sequence changed {', '.join(changed)}"
+            )
+        elif bool(left.logits.any()):  # equal scores of all experts (THOR's): no mixing changes them
+            expect(bool(changed), f"declared not batch invariant in {mode}, but no other sequence changed anything")
+
+
+@torch.no_grad()
+def stochastic_flag(case: Case) -> None:
+    """`stochastic` and `training_stochastic` are true exactly if two seeds give two routings."""
+    for mode, router in modes(case):
+        stochastic = router.training_stochastic if router.training else router.stochastic
+        hidden = 100 * case.hidden()  # probabilities far from uniform, where a draw may leave a choice alone
+        left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
+        same = all(torch.equal(getattr(left, name), getattr(right, name)) for name in ("experts", "weights", "probs"))
+        told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"
+        expect(same != stochastic, f"declared in {mode} {told}")
+
+
+def padding(case: Case) -> None:
+    """Padding has expert -1 and weight 0, and changes no other token's routing and no loss."""
+    router, hidden = case.router(), case.hidden()
+    if router.training_stochastic:
+        return
+    router.balance, router.z_loss = 0.01, 0.001
+    mask = torch.ones(case.batch, case.length, dtype=torch.bool)
+    mask[0, 8:] = False
+    mask[2, 5:] = False
+    torch.manual_seed(0)
+    other = torch.where(mask[..., None], hidden, 5 * torch.randn_like(hidden))
+    left, right = route(router, hidden, padding_mask=mask), route(router, other, padding_mask=mask)
+    real = mask.reshape(-1)
+    expect(bool((left.experts[~real] == -1).all()), "a padding token has an expert")
+    expect(bool((left.weights[~real] == 0).all()), "a padding token has a weight")
+    expect_equal(left.experts, right.experts, "experts after padding changed")
+    expect_close(left.weights, right.weights, "weights after padding changed")
+    for name in left.losses:
+        expect_close(left.losses[name], right.losses[name], f"the loss {name!r} after padding changed")
+    if router.training_batch_invariant:
+        alone = route(router, hidden[:1, :8])
+        expect_close(left.weights[:8], alone.weights, "weights of a sequence with padding and without")
+
+
+def state_dict(case: Case) -> None:
+    """A router with the state_dict of another routes as that one does."""
+    router, hidden = case.router().eval(), case.hidden()
+    other = case.router().eval()
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand_like(tensor))
+        route(other, hidden)  # fills whatever it caches
+        other.load_state_dict(router.state_dict())
+        left, right = route(router, hidden), route(other, hidden)
+    expect_equal(left.experts, right.experts, "experts")
+    expect_equal(left.weights, right.weights, "weights")
+
+
+def compiles(case: Case) -> None:
+    """torch.compile changes no routing."""
+    router, hidden = case.router().eval(), case.hidden()
+    if router.stochastic:
+        return
+    context = context_for(router, hidden)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():  # the compiler's own, where it breaks the graph
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        compiled = torch.compile(router, backend="aot_eager")(hidden, context)
+    plain = router(hidden, context)
+    expect_equal(plain.experts, compiled.experts, "experts")
+    expect_close(plain.weights, compiled.weights, "weights")
+
+
+def bad_input(case: Case) -> None:
+    """Hidden states of another width, and k outside 1 to E, are refused with the allowed values."""
+    router, allowed = case.router(), f"from 1 to {case.num_experts}"
+    expect_refusal(lambda: router(torch.randn(2, 3, case.dim + 1)), str(case.dim), f"width {case.dim + 1}")
+    for k in (0, case.num_experts + 1, 2.0):
+        expect_refusal(lambda k=k: set_top_k(router, k), allowed, f"k={k}")  # type: ignore[misc]
+    if router.fixed_k:
+        expect_refusal(lambda: set_top_k(router, 1), router.spec, "k=1 of a router that always takes all experts")

@@ -1,0 +1,31 @@
+"""The contract as tests: `pytest --pyargs pointsman.testing --router SPEC`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pointsman.routers.frame.elsewhere import import_routers
+from pointsman.testing.case import Case
+from pointsman.testing.contract import CHECKS, Check, check_spec
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    specs = metafunc.config.getoption("--router")
+    if not specs:
+        raise pytest.UsageError("pointsman.testing: name the router to test, as in --router smoe")
+    try:
+        for name in metafunc.config.getoption("router_imports"):
+            import_routers(name)
+        for spec in specs:
+            check_spec(spec)
+    except ValueError as mistake:
+        raise pytest.UsageError(str(mistake)) from None
+    metafunc.parametrize("spec", specs)
+    metafunc.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+
+
+def test_contract(spec: str, check: Check) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        check(Case(spec))

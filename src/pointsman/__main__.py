@@ -1,7 +1,0 @@
-"""`python -m pointsman`."""
-
-import sys
-
-from pointsman.cli.main import main
-
-sys.exit(main())

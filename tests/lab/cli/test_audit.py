@@ -1,0 +1,147 @@
+"""`pointsman audit` as a user runs it, on a tiny saved model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pointsman_lab.cli.main import main
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.library.hf import zoo
+    from tests.library.hf.test_audit import tokenizer
+    from tests.library.hf.test_replace import spread
+
+    folder = tmp_path_factory.mktemp("model")
+    spread(zoo.tiny_model("olmoe")).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_audit(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 w5 " * 40)
+    words = ["audit", str(saved), "--data", str(text), "--top-k", "1,2", "--length", "32", "--device", "cpu"]
+    assert main([*words, "--against", str(saved), "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "# Audit of OlmoeForCausalLM" in shown
+    found = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert [row["top_k"] for row in found["quality"]] == [1, 2]
+    assert found["tokens"]["text"] == 200
+    assert found["layers"]["model.layers.0.mlp"]["fluctuation"]["top1"] == 0
+
+
+def test_the_model_to_compare_with_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(saved, bare, ignore=shutil.ignore_patterns("token*"))
+    text = tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 " * 20)
+    words = ["audit", str(saved), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0
+    assert main([*words, "--against", str(bare), "--top-k", "2"]) == 0  # over its own results
+
+
+def test_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1")
+    for name in [name for name in sys.modules if name.startswith("pointsman.hf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["audit", "model", "--data", str(text), "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "the package 'transformers' is not installed: pip install 'pointsman[hf]'" in said
+    assert "report" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rows.jsonl", b'{"text": "w1 \\ud800 w2"}\n', "line 1: not JSON: half a surrogate pair"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n', "line 1: not UTF-8 (byte 0xe9)"),
+        ("empty.jsonl", b"", "there is no text to read"),
+        ("empty.txt", b"", "there is no text to read"),
+        ("blank.txt", b"\n \n", "there is no text to read"),
+    ],
+)
+def test_texts_that_cannot_be_read(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, says: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    assert main(["audit", str(saved), "--data", str(file), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert says in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_experts_per_token(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 0}))
+    text.write_text("w1 w2 w3 " * 20)
+    assert main(["audit", str(folder), "--data", str(text), "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert "its k is 0" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_conversations(saved: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4 w5"}]}] * 3
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["audit", str(saved), "--data", str(file), "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    tokens = json.loads((tmp_path / "out" / "audit.json").read_text())["tokens"]
+    assert (tokens["text"], tokens["template"]) == (15, 18)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["nowhere/model"], "nowhere/model"),
+        (["TRUNCATED"], "no model that transformers can load"),
+        (["LACKING"], "the saved model lacks 1 weights of OlmoeForCausalLM: model.layers.0.mlp.gate.weight"),
+        (["BAD"], "this is a file"),
+        ([None, "--top-k", "9"], "from 1 to 8"),
+        ([None, "--data", "no-such-data"], "no-such-data"),
+        ([None, "--data", "BAD"], "line 1"),
+        ([None, "--data", "CHAT"], "a list of messages such as"),
+        ([None, "--data", "LATIN"], "line 2: not UTF-8 (byte 0xe9)"),
+        ([None, "--out", "RUN"], "holds a run or other results, which would be overwritten"),
+    ],
+)
+def test_bad_input(
+    saved: Path, tmp_path: Path, changes: list[str | None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"texts": 1}')
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"messages": ["hello"]}')
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b'{"text": "w1"}\n{"text": "caf\xe9"}\n')
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(saved, tmp_path / "truncated")
+    weights = tmp_path / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    shutil.copytree(saved, tmp_path / "lacking")
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["model.layers.0.mlp.gate.weight"]
+    save_file(tensors, tmp_path / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    places = {"LACKING": tmp_path / "lacking", None: saved, "BAD": bad, "CHAT": chat, "TRUNCATED": weights.parent}
+    places |= {"LATIN": latin, "RUN": tmp_path / "run"}
+    given = [str(places.get(word, word)) for word in changes]
+    out = [] if "--out" in given else ["--out", str(tmp_path / "out")]
+    assert main(["audit", *given, "--device", "cpu", *out]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error

@@ -1,0 +1,184 @@
+"""Every registered router, bare and mixed, through the contract of `pointsman.testing`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman import RoutingContext, list_routers, materialize
+from pointsman.routers.frame import registry
+from pointsman.routers.frame.registry import list_mixers
+from pointsman.routers.frame.stages import Mixer
+from pointsman.testing import CHECKS, Case
+from pointsman.testing import routing as checks
+from pointsman.testing.contract import Check
+from pointsman.testing.layer import compiles_in_training, trains_the_same_parameters
+
+NON_CAUSAL = (
+    "smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft", "smoe:capacity=1.0:capacity_order",
+    "vmoe:capacity",
+)  # fmt: skip
+NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
+SPECS = [
+    *list_routers(),
+    *(f"{router}+{mixer}" for router in list_routers() for mixer in ("similarity", "attention")),
+    *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in ("similarity", "attention")),
+    "smoe:gate=sigmoid",
+    "smoe:capacity=1.0",
+    "smoe:capacity=1.0:capacity_order=rank",
+    "smoe:capacity=1.0:capacity_order=priority",
+    "vmoe:capacity=1.0:eval_capacity=0.5:capacity_order=rank:capacity_scope=batch",
+    "smoe:noise=0.1",
+    "smoe:scale=2.5:balance=0.1:balance_scope=step:balance_on=scores",
+    "switch:jitter=0.1",
+    "smoe:renormalize=false",
+    "smoe:nulls=3",
+    "smoe:nulls=4:kind=mixed:renormalize=false",
+    "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6",
+    "hyperrouter:share=true:embed_dim=5:hyper_dim=7",
+    "hyperrouter:l2=0.1:embed_dropout=0.3:init=hyperfan:generate=expert",
+    "xmoe:gate=sigmoid",
+    "xmoe:routing_dim=full:normalize=false",
+    "smoe+similarity:source=input",
+    "smoe+similarity:source=attention",
+    "smoe+similarity:learned=true",
+    "smoe+similarity:neighbours=surer",
+    "smoe+attention:heads=all",
+    "smoe+attention:neighbours=surer",
+    "smoe+attention:heads=lowest-entropy-sequence",
+    "expert-choice:group=batch:gate=sigmoid:noise=0.2",
+    "base:group=sequence",
+    "sinkhorn:group=sequence:gate=sigmoid",
+    "hash:gate=sqrtsoftplus",
+    "hash:columns=2:gate=sqrtsoftplus:scale=1.5",
+    "stable:light=cnn",
+    "mask:visible=2",
+    "compete:rate=1:diversity=0.1",
+    "sparsemixer:version=1:r=1",
+    "recurrent:depth=average",
+    "soft:slots=2",
+    "depths:share=0.5:gate=sigmoid",
+    "smoe:weigh=input",
+]
+
+
+PAPERS = ("smoe", "smoe-dropout", "hyperrouter", "xmoe")
+"""Routers whose mixtures are always run; those of all others are marked slow."""
+
+
+COMPILED = (checks.compiles, compiles_in_training, trains_the_same_parameters)
+
+
+def spec_param(spec: str) -> object:
+    """The spec as a parameter; slow if it is a mixer on another router than those of the papers."""
+    router, mixer, _ = spec.partition("+")
+    return pytest.param(spec, marks=[pytest.mark.slow] if mixer and router not in PAPERS else [])
+
+
+def case(spec: str) -> Case:
+    return Case(spec, dim=24, num_experts=6)
+
+
+@pytest.mark.parametrize("spec", [spec_param(spec) for spec in SPECS])
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=[pytest.mark.slow] if check in COMPILED else []) for check in CHECKS],
+    ids=lambda check: check.__name__,
+)
+def test_contract(check: Check, spec: str) -> None:
+    if check in COMPILED[1:] and "+" in spec and not spec.startswith("smoe+"):
+        pytest.skip("a mixer compiles alike on every router")
+    check(case(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["smoe:balance=0.1", "loss-free", "hyperrouter+similarity"])
+def test_generated_code_trains_as_eager(spec: str) -> None:
+    compiles_in_training(case(spec), "inductor")
+
+
+def test_a_layer_in_training_compiles() -> None:
+    compiles_in_training(case("smoe:balance=0.1:z_loss=0.1"))
+
+
+@pytest.mark.parametrize("spec", ["smoe:balance=0.5", "smoe:balance=0.1:weigh=input", "top-p:weigh=input"])
+def test_a_compiled_layer_with_attached_losses_trains_its_experts(spec: str) -> None:
+    trains_the_same_parameters(case(spec))
+    if "weigh" in spec:
+        compiles_in_training(case(spec))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
+    router = case(spec).router()
+    assert router.causal == (not spec.startswith(NON_CAUSAL))
+    assert router.training_causal == (not spec.startswith(NON_CAUSAL + NON_CAUSAL_TRAINING))
+    alone = not spec.endswith(("+shuffled", "capacity_scope=batch")) and "choice:group=batch" not in spec
+    assert router.batch_invariant == alone
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_which_routers_materialize(spec: str) -> None:
+    layer = case(spec).layer().eval()
+    none = ("xmoe", "thor", "hash", "mask", "stable", "soft", "recurrent", "dselect", "dynmoe")
+    if spec.startswith(none):
+        with pytest.raises(ValueError, match="router"):
+            materialize(layer)
+        return
+    materialize(layer)
+    if "switch" in spec:
+        return
+    fresh = Case(layer.router.spec, 24, 6).layer().eval()
+    fresh.load_state_dict(layer.state_dict())
+    hidden = case(spec).hidden()
+    left, right = (checks.route(each.router, hidden).experts for each in (layer, fresh))
+    assert torch.equal(left, right)
+
+
+class Cheat(Mixer):
+    """A mixer that declares itself causal, batch invariant and deterministic, and is not: `kind` says in what.
+
+    `in_training`: in training only.
+    """
+
+    def __init__(self, kind: str, in_training: bool) -> None:
+        super().__init__()
+        self.kind, self.in_training = kind, in_training
+
+    def forward(
+        self, probs: Tensor, hidden: Tensor, context: RoutingContext
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        if self.in_training and not self.training:
+            return probs, {}, {}
+        count = torch.arange(1, probs.shape[1] + 1, dtype=probs.dtype)[:, None]
+        if self.kind == "looks ahead":
+            mixed = probs.flip(1).cumsum(1).flip(1) / count.flip(0)
+        elif self.kind == "sees other sequences":
+            mixed = probs.mean(0, keepdim=True).expand_as(probs)
+        elif self.kind == "draws":
+            mixed = torch.softmax(torch.randn_like(probs), -1)
+        else:  # forgets: causal in a segment, but nothing is carried on
+            mixed = probs.cumsum(1) / count
+        return mixed, {}, {}
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("looks ahead", checks.causal_flag),
+        ("forgets", checks.segments),
+        ("sees other sequences", checks.batch_invariant_flag),
+        ("draws", checks.stochastic_flag),
+    ],
+)
+def test_a_mixer_with_a_false_flag_fails(
+    kind: str, check: Check, in_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_training and check is checks.segments:
+        pytest.skip("models carry state over in evaluation")
+    monkeypatch.setitem(
+        registry.MIXERS, "cheat", registry.Entry("cheat", lambda site: Cheat(kind, in_training), "", "")
+    )
+    assert "cheat" in list_mixers()
+    with pytest.raises(AssertionError):
+        check(case("smoe+cheat"))

@@ -1,0 +1,163 @@
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+import torch
+from torch import nn
+
+from pointsman import MoE, RoutingContext
+from pointsman.diagnostics import Diagnostics, Fluctuation
+from tests.library.diagnostics.helpers import same
+
+VOCABULARY = 300
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.first = MoE(8, 16, 4, router="smoe")
+        self.second = MoE(8, 16, 6, router="xmoe")
+
+    def forward(self, tokens, padding_mask=None):
+        context = RoutingContext(padding_mask=padding_mask)
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.first(hidden, context)
+        return hidden + self.second.forward_with_routing(hidden, context)[0]
+
+
+@pytest.fixture
+def model():
+    return Model().eval()
+
+
+def test_every_layer_gets_every_diagnostic(model):
+    diagnostics = Diagnostics()
+    tokens = torch.randint(0, VOCABULARY, (3, 20))
+    with diagnostics.observe(model, token_ids=tokens) as records:
+        model(tokens)
+    found = diagnostics.result()
+    assert set(found) == {"first", "second"}
+    kinds = {"entropy", "margin", "load", "co_activation", "collapse", "specialisation", "outputs"}
+    assert all(set(layer) == kinds for layer in found.values())
+    assert len(found["second"]["load"]["share"]) == 6
+    assert found["first"]["entropy"]["tokens"] == 60
+    assert not records["first"].probs.requires_grad
+    json.dumps(found, allow_nan=False)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_models_of_lower_precision(model):
+    tokens = torch.randint(0, VOCABULARY, (3, 20))
+    results = []
+    for one, context in (
+        (model, torch.autocast("cpu", torch.bfloat16)),
+        (Model().eval().bfloat16(), torch.autocast("cpu", enabled=False)),
+    ):
+        diagnostics = Diagnostics()
+        with torch.no_grad(), context, diagnostics.observe(one, token_ids=tokens):
+            one(tokens)
+        results.append(diagnostics.result())
+        json.dumps(results[-1], allow_nan=False)
+    assert results[0]["first"]["entropy"]["mean"] == pytest.approx(results[1]["first"]["entropy"]["mean"], abs=0.01)
+    assert results[0]["first"]["outputs"]["cka_mean"] == pytest.approx(
+        results[1]["first"]["outputs"]["cka_mean"], abs=0.05
+    )
+
+
+def test_only_what_is_asked_for(model):
+    diagnostics = Diagnostics("entropy", "specialisation")
+    with diagnostics.observe(model):
+        model(torch.randint(0, VOCABULARY, (1, 4)))
+    assert set(diagnostics.result()["first"]) == {"entropy"}  # no token ids, no specialisation
+    with pytest.raises(ValueError, match="did you mean 'entropy'"):
+        Diagnostics("entropie")
+
+
+def test_shards_equal_one_pass_and_padding_counts_nothing(model):
+    tokens = torch.randint(0, VOCABULARY, (6, 20))
+    mask = torch.rand(6, 20) < 0.8
+    mask[:, 0] = True
+    whole, shards = Diagnostics(), Diagnostics()
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        spoiled = torch.where(mask, tokens, torch.randint(0, VOCABULARY, tokens.shape))
+        with whole.observe(model, token_ids=tokens[rows]):
+            model(tokens[rows], mask[rows])
+        shard = Diagnostics()
+        with shard.observe(model, token_ids=spoiled[rows]):
+            model(spoiled[rows], mask[rows])
+        shards.merge(pickle.loads(pickle.dumps(shard)))
+    assert whole.result()["first"]["load"]["tokens"] == int(mask.sum())
+    assert same(whole.result(), shards.result(), 1e-6)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_tokens(model):
+    diagnostics = Diagnostics()
+    fluctuation = Fluctuation()
+
+    def read(batches):
+        for _ in range(batches):
+            tokens = torch.randint(0, VOCABULARY, (4, 50))
+            with torch.no_grad(), diagnostics.observe(model, token_ids=tokens) as records:
+                model(tokens)
+            fluctuation.update(records["first"], records["first"])
+
+    def held():
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    read(15)  # PyTorch keeps something for every new shape
+    size, before = len(pickle.dumps((diagnostics, fluctuation))), held()
+    read(50)
+    after = held()
+    tracemalloc.stop()
+    assert len(pickle.dumps((diagnostics, fluctuation))) == size
+    assert (after - before) / 50 < 2_000  # bytes a batch; the hidden states of one batch are 6,400
+    assert diagnostics.result()["first"]["load"]["tokens"] == 65 * 200
+
+
+WORKER = """
+import json, sys, torch, torch.distributed as distributed
+from pointsman import MoE
+from pointsman.diagnostics import Diagnostics
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+torch.manual_seed(0)
+layer, hidden = MoE(8, 16, 4).eval(), torch.randn(4, 10, 8)
+diagnostics = Diagnostics("entropy", "load", "collapse")
+with diagnostics.observe(layer):
+    layer(hidden[2 * rank : 2 * rank + 2])
+found = diagnostics.gather().result()
+whole = Diagnostics("entropy", "load", "collapse")
+with whole.observe(layer):
+    layer(hidden)
+with open(out, "w") as file:
+    json.dump([found, whole.result()], file)
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_gather_what_one_would_see(tmp_path):
+    outs = [tmp_path / f"{rank}.json" for rank in range(2)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store"), str(out)], env=environment)
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        assert [process.wait(90) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    for out in outs:
+        found, whole = json.loads(out.read_text())
+        assert same(found, whole, 1e-6)

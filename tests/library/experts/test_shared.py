@@ -1,0 +1,106 @@
+"""Shared experts: every token takes them, beside those that the router chooses."""
+
+import pytest
+import torch
+from torch import nn
+
+from pointsman import MoE, freeze, set_top_k
+from pointsman.experts.shared import SharedExperts
+from pointsman_lab.models import TransformerXL, TransformerXLConfig
+from pointsman_lab.models.cost import Protocol, inference_flops, parameter_table
+
+DIM, HIDDEN, EXPERTS = 6, 5, 4
+
+
+def layer(**options: object) -> MoE:
+    torch.manual_seed(0)
+    return MoE(DIM, HIDDEN, EXPERTS, shared_experts=2, **options)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_output_is_that_of_both(gated: bool, gate: bool) -> None:
+    moe = layer(gated=gated, shared_gate=gate, activation="silu").double()
+    x = torch.randn(7, DIM, dtype=torch.float64, requires_grad=True)
+    shared = moe.shared
+    rows = []
+    for row in x:
+        units = shared.w_in @ row + shared.b_in
+        units = units * torch.sigmoid(units) if not gated else units
+        if gated:
+            inner = shared.w_gate @ row + shared.b_gate
+            units = units * inner * torch.sigmoid(inner)
+        rows.append((shared.w_out @ units + shared.b_out) * (torch.sigmoid(shared.gate[0] @ row) if gate else 1))
+    expected = torch.stack(rows) + moe.experts(x, moe.router(x))
+    torch.testing.assert_close(moe(x), expected)
+    wanted = [x, *moe.parameters()]
+    upstream = torch.randn_like(x)
+    for left, right in zip(
+        torch.autograd.grad(moe(x), wanted, upstream), torch.autograd.grad(expected, wanted, upstream), strict=True
+    ):
+        torch.testing.assert_close(left, right)
+
+
+def test_they_equal_so_many_experts_of_weight_one() -> None:
+    """n experts of width h are one of width n h: an MoE of n experts with k = n, whose weights are 1."""
+    shared = SharedExperts(DIM, 2 * HIDDEN, bias=False)
+    moe = MoE(DIM, HIDDEN, 2, bias=False, router="smoe:scale=2")
+    with torch.no_grad():
+        moe.experts.w_in.copy_(shared.w_in.view(2, HIDDEN, DIM))
+        moe.experts.w_out.copy_(shared.w_out.view(DIM, 2, HIDDEN).transpose(0, 1))
+        moe.router.score.weight.zero_()
+    x = torch.randn(7, DIM)
+    torch.testing.assert_close(moe(x), shared(x))
+
+
+def test_names_roles_and_any_k() -> None:
+    moe = layer(shared_gate=True, gated=True, router="smoe:renormalize=false")
+    names = {name for name in moe.state_dict() if name.startswith("shared.")}
+    assert names == {f"shared.{name}" for name in ("w_in", "w_gate", "b_in", "b_gate", "w_out", "b_out", "gate")}
+    freeze(moe, "experts")
+    assert all(parameter.requires_grad for parameter in moe.shared.parameters())
+    freeze(moe, "shared-experts")
+    assert not any(parameter.requires_grad for parameter in moe.shared.parameters())
+    x = torch.randn(7, DIM)
+    outputs = []
+    for k in (1, EXPERTS):
+        set_top_k(moe, k)
+        outputs.append(moe(x) - moe.experts(x, moe.router(x)))
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shared_experts": -1}, "shared_experts=-1: allowed are whole numbers from 0"),
+        ({"shared_experts": 1.5}, "shared_experts=1.5: allowed are whole numbers from 0"),
+        ({"shared_gate": True}, "shared_gate=True needs shared_experts, a whole number from 1"),
+    ],
+)
+def test_bad_settings(options: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MoE(DIM, HIDDEN, EXPERTS, **options)
+    with pytest.raises(ValueError, match=says):
+        TransformerXLConfig(9, **options)
+
+
+def test_base_experts_may_have_shared_ones() -> None:
+    moe = layer(experts="base")
+    x = torch.randn(7, DIM)
+    torch.testing.assert_close(moe(x), x + moe.shared(x))  # experts start as the identity
+
+
+def test_a_model_with_shared_experts_and_its_cost() -> None:
+    sizes = {"num_layers": 1, "dim": 16, "num_heads": 2, "head_dim": 4, "hidden_dim": 12, "num_experts": 4}
+    plain, more, dense = (
+        TransformerXL(TransformerXLConfig(50, **sizes, **options))
+        for options in ({}, {"shared_experts": 2, "shared_gate": True}, {"shared_experts": 2, "router": "dense"})
+    )
+    shared = 2 * 24 * 16 + 24 + 16 + 16
+    assert parameter_table(more).experts - parameter_table(plain).experts == shared
+    protocol = Protocol(batch=2, length=3, memory=5)
+    difference = inference_flops(more, 1, protocol) - inference_flops(plain, 1, protocol)
+    assert difference == 2 * 6 * (2 * 24 * 16 + 16)
+    assert dense.layers[0].feed_forward.w_in.shape == (6 * 12, 16)
+    assert isinstance(more.layers[0].moe.shared.gate, nn.Parameter)
+    assert torch.equal(plain.layers[0].moe.experts.w_in, more.layers[0].moe.experts.w_in)

@@ -1,0 +1,60 @@
+"""`pointsman hf`, and what commands for runs say of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from pointsman_lab.cli.main import main
+from tests.library.hf import zoo
+
+IDS = torch.arange(3, 15)[None]
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
+
+
+def test_replace_and_materialize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stock, replaced, plain = tmp_path / "stock", tmp_path / "replaced", tmp_path / "plain"
+    zoo.tiny_model("mixtral").save_pretrained(stock)
+    assert main(["hf", "replace", str(stock), "--router", "hyperrouter", "--out", str(replaced)]) == 0
+    assert "without a tokenizer" in capsys.readouterr().err
+    assert json.loads((replaced / "config.json").read_text())["pointsman"]
+    assert main(["hf", "materialize", str(replaced), "--out", str(plain)]) == 0
+    assert "pointsman" not in json.loads((plain / "config.json").read_text())
+    torch.testing.assert_close(logits(plain), logits(stock), rtol=1e-4, atol=1e-5)
+    for words, says in [
+        (["materialize", str(plain), "--out", str(tmp_path / "x")], "has a pointsman router"),
+        (["materialize", str(replaced), "--out", str(replaced)], "this is the model to read"),
+        (["upcycle", str(stock), "--experts", "2", "--out", str(tmp_path / "x")], "no mixture of experts matches"),
+    ]:
+        capsys.readouterr()
+        assert main(["hf", *words]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+
+
+def test_upcycle(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path / "dense")
+    words = ["hf", "upcycle", str(tmp_path / "dense"), "--experts", "4", "--out", str(tmp_path / "sparse")]
+    assert main(words) == 0
+    torch.testing.assert_close(logits(tmp_path / "sparse"), logits(tmp_path / "dense"), rtol=1e-4, atol=1e-5)
+    assert json.loads((tmp_path / "sparse" / "config.json").read_text())["num_local_experts"] == 4
+
+
+@pytest.mark.parametrize("words", [["export"], ["evaluate"], ["report"]])
+def test_commands_for_runs_say_what_to_do_with_a_model(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo.tiny_model("mixtral").config.save_pretrained(tmp_path)
+    assert main([words[0], str(tmp_path), *words[1:]]) == 2
+    told = capsys.readouterr().err
+    assert f"is a Hugging Face model, not a run: `pointsman audit {tmp_path}`" in told
+    assert len(told.splitlines()) == 1

@@ -1,0 +1,118 @@
+"""Capacity by token, rank and priority, of a sequence and of a batch, against a loop over assignments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman.routers.frame.capacity import Capacity
+from pointsman.routers.frame.registry import build_router
+from pointsman.routing import RoutingContext
+
+
+def kept(experts: Tensor, probs: Tensor, factor: float, order: str, scope: str, mask: Tensor) -> Tensor:
+    """The same, an assignment at a time: experts, probs [B, T, …], mask [B, T]."""
+    batch, length, k = experts.shape
+    found = experts.masked_fill(~mask[..., None], -1).clone()
+    groups = [list(range(batch))] if scope == "batch" else [[one] for one in range(batch)]
+    for group in groups:
+        tokens = [(b, t) for b in group for t in range(length) if mask[b, t]]
+        limit = max(1, math.ceil(factor * len(tokens) * k / probs.shape[-1] - 1e-9))
+        if order == "priority":
+            tokens.sort(key=lambda place: -float(probs[place].max()))
+        turns = [(place, rank) for place in tokens for rank in range(k)]
+        if order != "token":
+            turns = [(place, rank) for rank in range(k) for place in tokens]
+        taken = [0] * probs.shape[-1]
+        for place, rank in turns:
+            expert = int(experts[place][rank])
+            if taken[expert] >= limit:
+                found[place][rank] = -1
+            taken[expert] += 1
+    return found
+
+
+@pytest.mark.parametrize("order", ["token", "rank", "priority"])
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_order_is_that_of_a_loop(order: str, scope: str, padded: bool) -> None:
+    router = build_router(
+        f"smoe:capacity=0.6:capacity_order={order}:capacity_scope={scope}", dim=8, num_experts=5, top_k=3
+    ).eval()
+    hidden = torch.randn(3, 11, 8)
+    mask = torch.ones(3, 11, dtype=torch.bool)
+    if padded:
+        mask[0, 7:], mask[2, :4] = False, False
+    free = build_router("smoe", dim=8, num_experts=5, top_k=3).eval()
+    free.load_state_dict(router.state_dict())
+    router.score.weight.data.mul_(30)  # type: ignore[union-attr, operator]
+    free.score.weight.data.mul_(30)  # type: ignore[union-attr, operator]
+    context = RoutingContext(causal=False, padding_mask=mask if padded else None)
+    with torch.no_grad():
+        ours, every = router(hidden, context), free(hidden, context)
+    expected = kept(every.experts.view(3, 11, 3), every.probs.view(3, 11, 5), 0.6, order, scope, mask)
+    assert torch.equal(ours.experts.view(3, 11, 3), expected)
+    assert not ours.weights[ours.experts < 0].any()
+    assert torch.equal(ours.weights[ours.experts >= 0], every.weights[ours.experts >= 0])
+    assert bool((ours.experts < 0).any())
+
+
+def test_batch_priority_by_hand() -> None:
+    """Two experts with room for one each; the surest token is served first, whatever its place."""
+    limit = Capacity(1.0, 1.0, "priority", "batch")
+    probs = torch.tensor([[0.6, 0.4], [0.9, 0.1]])
+    experts = torch.tensor([[0], [0]])
+    assert limit(experts, probs, 2, 1, RoutingContext(), 2).tolist() == [[-1], [0]]
+    both = torch.tensor([[0, 1], [0, 1]])
+    half = Capacity(0.5, 0.5, "rank", "batch")
+    assert half(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[0, 1], [-1, -1]]
+    surest = Capacity(0.5, 0.5, "priority", "batch")
+    assert surest(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[-1, -1], [0, 1]]
+
+
+def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
+    router = build_router("switch:capacity=2:capacity_unit=tokens", dim=8, num_experts=2).eval()
+    hidden, mask = torch.ones(2, 9, 8), torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 1] = False  # takes no place
+    for given, places in ((None, [[0, 1], [0, 1]]), (mask, [[0, 2], [0, 1]])):
+        experts = router(hidden, RoutingContext(padding_mask=given)).experts.view(2, 9)
+        assert [row.nonzero().flatten().tolist() for row in experts >= 0] == places
+    with pytest.raises(ValueError, match="capacity_unit=tokens: capacity and eval_capacity must be whole numbers"):
+        build_router("switch:capacity=1.5:capacity_unit=tokens", dim=8, num_experts=2)
+
+
+@pytest.mark.parametrize("spec", ["expert-threshold:capacity=0.5", "depths:share=1:capacity=0.5"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_experts_that_choose_tokens_have_a_capacity_by_k(spec: str, k: int) -> None:
+    router = build_router(spec, dim=8, num_experts=8, top_k=k)
+    experts = router(torch.randn(1, 64, 8) + 2).experts
+    assert max(int((experts == expert).sum()) for expert in range(8)) == 4 * k
+
+
+def test_evaluation_has_a_factor_of_its_own() -> None:
+    router = build_router("vmoe:capacity=0.5:eval_capacity=4:capacity_order=rank", dim=8, num_experts=4)
+    hidden = torch.randn(2, 16, 8)
+    assert bool((router.train()(hidden).experts < 0).any())
+    assert not bool((router.eval()(hidden).experts < 0).any())
+    only = build_router("smoe:eval_capacity=0.5", dim=8, num_experts=4)
+    assert not bool((only.train()(hidden).experts < 0).any())
+    assert bool((only.eval()(hidden).experts < 0).any())
+    assert (only.training_causal, only.causal) == (True, True)
+
+
+def test_flags_say_what_an_order_looks_at() -> None:
+    def flags(options: str) -> tuple[bool, bool, bool, bool]:
+        router = build_router(f"smoe:{options}", dim=8, num_experts=4)
+        return router.causal, router.batch_invariant, router.training_causal, router.training_batch_invariant
+
+    assert flags("capacity=1") == (True, True, True, True)
+    assert flags("capacity=1:capacity_order=rank") == (False, True, False, True)
+    assert flags("capacity=1:capacity_scope=batch") == (False, False, False, False)
+    assert flags("eval_capacity=1:capacity_order=rank") == (False, True, True, True)
+    with pytest.raises(ValueError, match="need capacity or eval_capacity"):
+        flags("capacity_order=rank")
+    with pytest.raises(ValueError, match="eval_capacity=-1"):
+        flags("eval_capacity=-1")

@@ -1,0 +1,193 @@
+"""Where routers met values that ran into limits: saturated gates, full experts, padding, copies by `.data`."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pointsman import MoE, RoutingContext, build_router, freeze, materialize, step_end
+from pointsman.auxiliary import balance, token_mean
+from pointsman.routers.frame.registry import parse_spec
+
+
+@pytest.mark.parametrize("spec", ["smoe:gate=sigmoid", "smoe", "xmoe:gate=sigmoid", "smoe:gate=sigmoid:capacity=4"])
+def test_selection_knows_logits_whose_probabilities_are_equal(spec: str) -> None:
+    router = build_router(spec, dim=4, num_experts=4, top_k=1).eval()
+    scale = 1e-3 if spec.startswith("xmoe") else 1.0
+    if spec.startswith("xmoe"):
+        nn.init.constant_(router.normalize.temperature, 1e-3)
+    for logits, best in (([18.0, 20.0, 30.0, 17.0], 2), ([-200.0, -300.0, -150.0, 0.0], 3)):
+        router.score.forward = lambda *_, row=logits: scale * torch.tensor(row).view(1, 1, 4)  # type: ignore[method-assign]
+        assert router(torch.zeros(1, 4)).experts.tolist() == [[best]]
+
+
+def one_expert_for_all(spec: str, num_experts: int, k: int = 1) -> nn.Module:
+    router = build_router(spec, dim=4, num_experts=num_experts, top_k=k)
+    with torch.no_grad():
+        router.score.weight.zero_()
+        router.score.bias.copy_(torch.arange(num_experts, 0, -1.0))
+    return router.eval()
+
+
+def test_padding_gives_no_capacity() -> None:
+    router = one_expert_for_all("smoe:capacity=1.0", 2)
+    hidden, mask = torch.randn(1, 16, 4), torch.zeros(1, 16, dtype=torch.bool)
+    mask[:, :8] = True
+    alone = router(hidden[:, :8]).experts
+    assert int((alone >= 0).sum()) == 4
+    assert torch.equal(router(hidden, RoutingContext(padding_mask=mask)).experts[:8], alone)
+
+
+def test_a_capacity_that_is_a_whole_number_is_that_number() -> None:
+    routing = one_expert_for_all("smoe:capacity=1.1", 4, k=2)(torch.randn(1, 100, 4))
+    assert int((routing.experts == 0).sum()) == 55  # 1.1 * 100 * 2 / 4
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    routing = one_expert_for_all("smoe:capacity=1.1", 4, k=2)(torch.randn(1, 100, 4), RoutingContext(padding_mask=mask))
+    assert int((routing.experts == 0).sum()) == 55
+
+
+def test_the_balance_loss_counts_what_was_chosen_not_what_found_a_place() -> None:
+    hidden = torch.randn(1, 12, 4)
+    free, full = (one_expert_for_all(f"smoe:balance=1.0{more}", 3)(hidden) for more in ("", ":capacity=1.0"))
+    assert int((full.experts < 0).sum()) > 0
+    assert torch.equal(full.weights == 0, full.experts < 0)
+    assert torch.equal(free.losses["balance"], full.losses["balance"])
+
+
+def test_no_tokens_have_no_loss() -> None:
+    assert float(balance(torch.zeros(0, 3), torch.zeros(0, 1, dtype=torch.int64))) == 0
+    values = torch.tensor([[1.0], [torch.nan]])
+    assert token_mean(values, torch.tensor([True, False])).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_padding_mask_is_bool(dtype: torch.dtype) -> None:
+    router = build_router("smoe", dim=4, num_experts=2)
+    with pytest.raises(ValueError, match=f"padding_mask must be bool, True for a real token, got {dtype}"):
+        router(torch.zeros(1, 3, 4), RoutingContext(padding_mask=torch.ones(1, 3, dtype=dtype)))
+
+
+def test_a_generated_router_follows_data_and_inference_tensors() -> None:
+    router = build_router("hyperrouter:hyper_dim=8", dim=16, num_experts=4).eval()
+    hidden = torch.randn(5, 16)
+    with torch.no_grad():
+        before = router(hidden).logits
+        router.score.embedding.data.copy_(torch.randn(16))
+        after = router(hidden).logits
+        assert not torch.equal(before, after)
+        assert torch.equal(after, copy.deepcopy(router)(hidden).logits)
+    with torch.inference_mode():
+        built = build_router("hyperrouter:hyper_dim=8", dim=16, num_experts=4)
+        assert torch.equal(built(hidden).logits, built(hidden).logits)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "expected"),
+    [
+        ("smoe:gate=softmax", {"gate": "sigmoid"}, "smoe:gate=sigmoid"),
+        ("similarity:tau=0.2", {"balance": 0.5}, "smoe:balance=0.5+similarity:tau=0.2"),
+        ("smoe+similarity", {"bias": False, "capacity": None}, "smoe:bias=false:capacity=none+similarity"),
+        (" xmoe ", {}, "xmoe"),
+    ],
+)
+def test_the_spec_of_a_router_with_options_is_one(spec: str, options: dict[str, object], expected: str) -> None:
+    router = build_router(spec, dim=4, num_experts=2, **options)
+    assert router.spec == expected
+    parse_spec(router.spec)
+    assert build_router(router.spec, dim=4, num_experts=2).balance == router.balance
+
+
+def test_freezing_can_be_undone() -> None:
+    layer = MoE(8, 8, 4, router="xmoe")
+    freeze(layer, "router")
+    assert layer.router.frozen
+    layer.router.requires_grad_(True)
+    assert not layer.router.frozen
+    with torch.no_grad():
+        layer.router.score.expert_embeddings.mul_(5)
+    step_end(layer)
+    norms = layer.router.score.expert_embeddings.norm(dim=-1)
+    torch.testing.assert_close(norms, torch.full_like(norms, 0.1))
+
+
+def test_a_materialized_router_stays_frozen() -> None:
+    layer = MoE(8, 8, 4, router="hyperrouter:hyper_dim=4")
+    freeze(layer, "router")
+    materialize(layer)
+    assert layer.router.frozen
+    assert not any(parameter.requires_grad for parameter in layer.router.parameters())
+
+
+def test_loading_is_no_step(recwarn: pytest.WarningsRecorder) -> None:
+    layer, other = MoE(8, 8, 4, router="xmoe"), MoE(8, 8, 4, router="xmoe")
+    layer(torch.randn(3, 8)).sum().backward()
+    step_end(layer)
+    layer.load_state_dict(other.state_dict())
+    layer(torch.randn(3, 8))
+    assert not [warning for warning in recwarn if "step_end" in str(warning.message)]
+
+
+@pytest.mark.parametrize("spec", ["smoe", "hyperrouter", "xmoe", "smoe+similarity", "smoe+attention"])
+def test_a_layer_is_built_without_memory_first(spec: str) -> None:
+    with torch.device("meta"):
+        layer = MoE(8, 8, 4, router=spec)
+    layer.to_empty(device="cpu")
+    assert float(layer.loss_scale) == 1.0
+
+
+def test_statistics_are_gathered_without_attached_losses() -> None:
+    from pointsman.testing.case import attention_trace as trace
+
+    layer, hidden = MoE(24, 8, 4, router="smoe+attention", attach_losses=False), torch.randn(2, 5, 24)
+    layer(hidden, RoutingContext(attention=trace(hidden))).sum().backward()
+    step_end(layer)
+    assert int(layer.router.mix.head_steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("smoe:noise=-1", "noise=-1.0: allowed are numbers from 0"),
+        ("switch:jitter=5", "jitter=5.0: allowed are numbers from 0 to 1"),
+        ("thor:alpha=-2", "alpha=-2.0: allowed are numbers from 0"),
+    ],
+)
+def test_options_out_of_range(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build_router(spec, dim=4, num_experts=2)
+
+
+@pytest.mark.parametrize("hidden_dim", [0, -3, 2.5, True])
+def test_sizes_of_experts_are_whole(hidden_dim: object) -> None:
+    with pytest.raises(ValueError, match=r"hidden_dim=.*: allowed are whole numbers from 1"):
+        MoE(8, hidden_dim, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capacity", [1e-12, 1e6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_capacity_in_range_keeps_the_first_token(capacity: float, masked: bool) -> None:
+    router = build_router(f"smoe:capacity={capacity}", dim=8, num_experts=4)
+    mask = torch.ones(2, 5, dtype=torch.bool) if masked else None
+    routing = router(torch.randn(2, 5, 8), RoutingContext(padding_mask=mask))
+    kept = (routing.experts >= 0).view(2, 5, 2)
+    assert kept[:, 0].all()
+    assert kept.all() == (capacity > 1)
+
+
+@pytest.mark.parametrize("capacity", [0, -1.0, 1e30, float("nan")])
+def test_other_capacities_are_refused(capacity: float) -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        build_router("smoe", dim=8, num_experts=4, capacity=capacity)
+
+
+@pytest.mark.parametrize("experts", ["ffn", "base"])
+@pytest.mark.parametrize("router", ["smoe", "xmoe+similarity", "smoe:capacity=1.5", "thor"])
+def test_shapes_alone_on_the_meta_device(router: str, experts: str) -> None:
+    with torch.device("meta"):
+        layer, hidden = MoE(16, 32, 4, router=router, experts=experts), torch.empty(2, 5, 16, requires_grad=True)
+        output = layer(hidden)
+    assert output.is_meta
+    assert output.shape == hidden.shape
+    output.sum().backward()
+    assert hidden.grad is not None

@@ -1,0 +1,162 @@
+"""Routers of other packages: entry points, `--import`, and runs that find them again."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pointsman import build_router, list_routers
+from pointsman.routers.frame import elsewhere, registry
+from pointsman_lab.cli.main import main
+
+SOURCE = '''
+from pointsman.routers.frame.registry import LayerSpec, register_router
+from pointsman.routers.frame.stages import Stages
+from pointsman.routers.papers.topk import LinearScorer
+
+
+@register_router("mine", paper="nowhere")
+def mine(layer: LayerSpec, *, sharpness: float = 1.0) -> Stages:
+    """A linear router under another name."""
+    return Stages(LinearScorer(layer.dim, layer.num_experts))
+'''
+RUN = [
+    "--router", "mine", "--preset", "tiny", "--steps", "2", "--eval-tokens", "128", "--top-k", "2",
+    "--set", "model.dim=16", "--set", "model.num_heads=2", "--set", "model.head_dim=8", "--set", "model.hidden_dim=16",
+    "--set", "model.num_experts=4", "--set", "batch_size=2", "--set", "segment_length=16", "--set", "memory_length=16",
+    "--set", "eval_batch_size=2", "--set", "eval_segment_length=16", "--set", "valid_tokens=128",
+]  # fmt: skip
+
+
+def forget() -> None:
+    """As if the process were a new one."""
+    registry.ROUTERS.pop("mine", None)
+    for name in [name for name in sys.modules if name.startswith(("pointsman_import_", "my_"))]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(registry.ROUTERS)
+    yield
+    forget()
+    registry.ROUTERS.clear()
+    registry.ROUTERS.update(before)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    written = tmp_path / "mine.py"
+    written.write_text(SOURCE)
+    return written
+
+
+def installed(folder: Path, module: str, source: str) -> None:
+    """A package in `folder`, as pip would install it, with an entry point."""
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[pointsman.routers]\nmine = {module}\n")
+    sys.path.insert(0, str(folder))
+
+
+def test_an_installed_package_brings_its_routers(tmp_path: Path) -> None:
+    installed(tmp_path, "my_routers", SOURCE)
+    elsewhere.load_installed()
+    assert "mine" in list_routers()
+    assert build_router("mine:sharpness=2", dim=8, num_experts=4).spec == "mine:sharpness=2"
+
+
+def test_a_package_that_fails_is_named_and_takes_nothing_down(tmp_path: Path) -> None:
+    installed(tmp_path, "my_broken", "raise RuntimeError('no\\nGPU')")
+    with pytest.warns(UserWarning, match="package 'my_broken' are missing: my_broken fails with RuntimeError: no GPU"):
+        elsewhere.load_installed()
+    assert "smoe" in list_routers()
+
+
+def test_a_module_and_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert elsewhere.import_routers(str(file)) == str(file)
+    assert elsewhere.import_routers(str(file)) == str(file)
+    assert "mine" in list_routers()
+    forget()
+    monkeypatch.syspath_prepend(str(file.parent))
+    (file.parent / "my_module.py").write_text(SOURCE)
+    assert elsewhere.import_routers("my_module") == "my_module"
+    assert "mine" in list_routers()
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "says"),
+    [
+        (None, "mine.py", "no such file"),
+        (None, "my_nowhere", "there is no module 'my_nowhere'"),
+        (None, "my_nowhere.deep", "there is no module 'my_nowhere'"),
+        (None, "../mine", "allowed are a module, as package.module, and a file that ends in .py"),
+        (None, "", "allowed are a module"),
+        ("def x(:", "mine.py", "SyntaxError"),
+        ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),
+        ("import my_nowhere", "mine.py", "ModuleNotFoundError: No module named 'my_nowhere'"),
+        ("", "mine.py", "registers no router"),
+        (
+            SOURCE.replace('"mine"', '"smoe"'),
+            "mine.py",
+            "the name 'smoe' is taken: pointsman.routers.papers.topk registers it",
+        ),
+        (SOURCE.replace("sharpness", "balance"), "mine.py", "every router has an option 'balance'"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str | None, name: str, says: str
+) -> None:
+    file = tmp_path / name
+    if source is not None:
+        file.write_text(source)
+    assert main(["routers", "--import", str(file) if name == "mine.py" else name]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_module_named_like_a_file_nearby_is_told_of_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent)
+    (file.parent / "my_own.py").write_text(SOURCE)
+    assert main(["routers", "--import", "my_own"]) == 2
+    assert "did you mean my_own.py?" in capsys.readouterr().err
+
+
+def test_a_run_finds_its_router_again(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text.txt", str(tmp_path / "run")
+    text.write_text("the pointsman sets the points; the wagon leaves on its track.\n" * 400)
+    train = ["train", *RUN, "--data", str(text), "--out", out]
+    assert main([*train, "--import", str(file)]) == 0
+    forget()
+    assert main(["report", out, "--map", "none"]) == 0
+    assert "mine" in list_routers()
+    forget()
+    assert main(["evaluate", out, "--top-k", "1"]) == 0
+    forget()
+    assert main([*train, "--resume", "--steps", "2"]) == 0
+    capsys.readouterr()
+    forget()
+    file.write_text(SOURCE + "\n# changed\n")
+    for command in (["evaluate", out], [*train, "--resume"]):
+        assert main(command) == 2
+        assert f"--import {file}" in capsys.readouterr().err
+    assert main(["evaluate", out, "--import", str(file)]) == 0
+
+
+def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="never imported here; if you trust it"):
+        elsewhere.import_recorded("mine", [str(file)])
+    with pytest.raises(ValueError, match="unknown router 'mine'"):
+        elsewhere.import_recorded("mine", [])
+    assert not any(name.startswith("pointsman_import_") for name in sys.modules)
+    elsewhere.import_recorded("smoe", [str(file)])
+    elsewhere.import_routers(str(file))
+    elsewhere.import_recorded("smoe|mine", ["my_nowhere"])

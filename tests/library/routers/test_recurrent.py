@@ -1,0 +1,117 @@
+"""RMoE and the depth average against float64 transcriptions over several layers, and through a model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pointsman import Router, RoutingContext, build_router, record_routing
+from pointsman.routers.frame.registry import build_routers
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from tests.library.routers.oracle import DIM, EXPERTS, Expected, compare, inputs, ranked, softmax
+
+WIDTH = 3
+
+
+def stack(spec: str) -> list[Router]:
+    torch.manual_seed(0)
+    routers = build_routers(spec, layers=3, dim=DIM, num_experts=EXPERTS)
+    with torch.no_grad():
+        for parameter in nn.ModuleList(routers).double().parameters():
+            parameter.normal_()
+    return routers
+
+
+def gru(router: Router, h: Tensor, state: Tensor) -> Tensor:
+    """s' = (1 - z) n + z s of torch.nn.GRUCell's page, row by row."""
+    score = router.score
+    given = score.cell.given.weight @ (score.into.weight @ h) + score.cell.given.bias
+    before = score.cell.state.weight @ state + score.cell.state.bias
+    rows = []
+    for i in range(WIDTH):
+        r = 1 / (1 + torch.exp(-given[i] - before[i]))
+        z = 1 / (1 + torch.exp(-given[WIDTH + i] - before[WIDTH + i]))
+        n = torch.tanh(given[2 * WIDTH + i] + r * before[2 * WIDTH + i])
+        rows.append((1 - z) * n + z * state[i])
+    return torch.stack(rows)
+
+
+def average(router: Router, h: Tensor, state: Tensor) -> Tensor:
+    return router.score.into.weight @ h + router.score.into.bias + router.score.gamma * state
+
+
+def logits_of(router: Router, state: Tensor) -> Tensor:
+    score = router.score
+    if score.cell is not None:
+        return score.out.weight @ state
+    units = score.norm * state / torch.sqrt((state * state).mean() + 1e-5)
+    for layer in score.hidden:
+        x = layer.weight @ units + layer.bias
+        units = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return score.out.weight @ units
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("depth", ["gru", "average"])
+def test_transcription_over_layers(depth: str, layers: int, k: int) -> None:
+    routers = stack(f"recurrent:depth={depth}:width={WIDTH}:renormalize=false")
+    whole = nn.ModuleList(routers)
+    for router in routers:
+        router.top_k = k
+    given = [inputs(seed)[0].requires_grad_() for seed in range(3)]
+    mask = inputs()[1]
+    states = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(mask.numel())]
+    below = None
+    for router, hidden in zip(routers[:layers], given, strict=False):
+        routing = router(hidden, RoutingContext(padding_mask=mask, below=below))
+        below = routing.above
+        experts: list[list[int]] = []
+        weights: list[list[Tensor]] = []
+        for place, (h, real) in enumerate(zip(hidden.flatten(0, 1), mask.flatten(), strict=True)):
+            states[place] = (gru if depth == "gru" else average)(router, h, states[place])
+            p = softmax(logits_of(router, states[place]))
+            chosen = ranked(p, k) if real else []
+            experts.append(chosen)
+            weights.append([p[e] for e in chosen])
+    compare(whole, given[0], mask, Expected(experts, weights), routing)  # the gradient crosses layers
+
+
+def test_layers_share_one_cell_and_states_of_other_widths_stay_apart() -> None:
+    one, two, three = stack("recurrent:width=3")
+    assert one.score.cell is two.score.cell is three.score.cell
+    hidden, _ = inputs()
+    small, large = stack("recurrent:width=3|recurrent:width=4")[:2]
+    above = large(hidden, RoutingContext(below=small(hidden).above)).above
+    assert {name: state.shape[-1] for name, state in above.items()} == {"gru-3": 3, "gru-4": 4}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_hands_the_state_up(checkpointed: bool) -> None:
+    config = TransformerXLConfig(
+        vocab_size=11, num_layers=3, dim=8, num_heads=2, head_dim=4, hidden_dim=8, num_experts=4, top_k=2,
+        router="recurrent:width=3|smoe|recurrent:width=3", checkpoint_activations=checkpointed, dropout=0.0,
+    )  # fmt: skip
+    model = TransformerXL(config)
+    tokens = torch.arange(10).view(2, 5)
+    with record_routing(model) as records:
+        model(tokens, tokens).loss.backward()
+    first, middle, last = (records[f"layers.{i}.moe"] for i in range(3))
+    assert first.above["gru-3"] is not None
+    assert torch.equal(first.above["gru-3"], middle.above["gru-3"])
+    assert not torch.equal(first.above["gru-3"], last.above["gru-3"])
+    state = model.layers[2].moe.router.score.cell.state.weight
+    assert state.grad is not None
+    assert state.grad.any()  # only the last layer has a state below
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    router = stack("recurrent:width=3")[0]
+    hidden, _ = inputs()
+    with pytest.raises(ValueError, match=r"recurrent: the state below must be \[3, 7, 3\], got \[3, 7, 2\]"):
+        router(hidden, RoutingContext(below={"gru-3": torch.zeros(3, 7, 2)}))
+    with pytest.raises(ValueError, match="recurrent: option width"):
+        build_router("recurrent:width=0", dim=4, num_experts=4)

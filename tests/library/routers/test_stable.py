@@ -1,0 +1,204 @@
+"""StableMoE against a float64 transcription in both stages, the switch between them, and its worked example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman import MoE, Router, RoutingContext, build_router, freeze, step_end
+from pointsman.routing import Routing
+from tests.library.routers.oracle import EXPERTS, Expected, compare, inputs, ranked, router_for, softmax
+
+IDS = torch.arange(21).view(3, 7) * 3 % 64
+
+
+def routed(router: Router, hidden: Tensor, mask: Tensor | None = None) -> Routing:
+    routing: Routing = router(hidden, RoutingContext(token_ids=IDS, padding_mask=mask))
+    return routing
+
+
+def light_features(score: Any, kind: str, line: list[int], place: int) -> Tensor:
+    """u of one token; `line` are the ids of its sequence, -1 for padding."""
+    own = score.token[line[place]]
+    if kind == "bigram":
+        before = line[place - 1] if place else -1
+        return (own + (own if before < 0 else score.token[before])) / 2
+    if kind == "cnn":
+        back = [line[place - j] if place >= j else -1 for j in range(5)]
+        return sum((c * score.token[i] for c, i in zip(score.kernel, back, strict=True) if i >= 0), 0 * own)
+    return own
+
+
+def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, light_chooses: bool, losses: bool) -> Expected:
+    score = router.score
+    lines = IDS.masked_fill(~mask, -1).tolist()
+    places = [(line, place) for line in lines for place in range(len(line))]
+    experts: list[list[int]] = []
+    weights: list[list[Tensor]] = []
+    assigned: list[tuple[list[int], Tensor, Tensor]] = []
+    for h, (line, place), real in zip(hidden.flatten(0, 1), places, mask.flatten(), strict=True):
+        u = light_features(score, score.kind, line, place)
+        z = torch.stack([(row * h).sum() for row in score.gate.weight])
+        light = torch.stack([(row * u).sum() for row in score.light])
+        gates = 1 / (1 + torch.exp(-z))
+        chosen = ranked(light if light_chooses else z, k) if real else []
+        experts.append(chosen)
+        weights.append([gates[e] for e in chosen])
+        if real:
+            assigned.append((ranked(z, k), gates, light))
+    mean = len(assigned) * k / EXPERTS
+    load = distill = torch.zeros((), dtype=torch.float64)
+    for best, gates, light in assigned:
+        for e in best:
+            count = sum(e in other for other, _, _ in assigned)
+            load = load + (count - mean) / mean * gates[e] / len(assigned)
+            distill = distill - torch.log(softmax(light)[e]) / k / len(assigned)
+    off = 1.0 if losses else 0.0
+    return Expected(experts, weights, {"load": 0.3 * load * off, "distill": 0.3 * distill * off})
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("stage", ["one", "two", "evaluation"])
+@pytest.mark.parametrize("light", ["token", "bigram", "cnn"])
+def test_transcription(k: int, stage: str, light: str) -> None:
+    router = router_for(f"stable:stage_one=2:light={light}", k)
+    hidden, mask = inputs()
+    hidden.requires_grad_()
+    for _ in range(2 if stage == "two" else 1):
+        router.step_end()
+    router.train(stage != "evaluation")
+    expected = transcription(router, hidden, mask, k, stage != "one", stage != "two")
+    compare(router, hidden, mask, expected, routed(router, hidden, mask))
+
+
+@pytest.mark.parametrize("light", ["bigram", "cnn"])
+def test_earlier_ids_are_carried_on(light: str) -> None:
+    """In segments of any length, and token by token after a memory of one token, as far as that reaches."""
+    router = router_for(f"stable:light={light}+similarity").eval()
+    hidden, _ = inputs()
+    whole = router(hidden, RoutingContext(token_ids=IDS)).experts.view(3, 7, 2)
+    past, found = None, []
+    for start, stop in ((0, 1), (1, 3), (3, 3), (3, 7)):
+        part = router(hidden[:, start:stop], RoutingContext(token_ids=IDS[:, start:stop], past=past))
+        past, found = part.carry, [*found, part.experts.view(3, stop - start, 2)]
+    assert torch.equal(torch.cat(found, 1), whole)
+    assert past is not None
+    assert past["ids"].shape[1] == {"bigram": 1, "cnn": 4}[light]
+    alone = router(hidden[:, 3:], RoutingContext(token_ids=IDS[:, 3:])).experts.view(3, 4, 2)
+    assert not torch.equal(alone, whole[:, 3:])
+
+
+def test_the_kernel_of_the_convolution_is_frozen_with_the_rest() -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1:light=cnn", vocab_size=64)
+    kernel = layer.router.score.kernel
+    assert float(kernel.detach().abs().max()) <= 5**-0.5
+    hidden, _ = inputs()
+    layer.double()(hidden, RoutingContext(token_ids=IDS)).sum().backward()
+    assert layer.router.score.kernel.grad.any()
+    step_end(layer)
+    assert not layer.router.score.kernel.requires_grad
+
+
+def test_the_load_by_hand() -> None:
+    """Expert 0 holds scores 1, .5, 0, expert 1 holds 2: .486360 as a sum, .121590 as our mean of tokens."""
+    router = build_router("stable:load=1:distill=0", dim=2, num_experts=2, top_k=1, vocab_size=4).double()
+    rows = torch.tensor([[1.0, -9], [0.5, -9], [0, -9], [-9, 2]], dtype=torch.float64)
+    router.score.gate.forward = lambda *_: rows[None]  # type: ignore[method-assign]
+    context = RoutingContext(token_ids=torch.arange(4)[None])
+    routing = router(torch.zeros(1, 4, 2, dtype=torch.float64), context)
+    assert float(routing.losses["load"]) == pytest.approx(0.121590, abs=1e-6)
+
+
+def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
+    torch.manual_seed(0)
+    layer, other = (MoE(5, 4, EXPERTS, router="stable:stage_one=3", vocab_size=64) for _ in range(2))
+
+    def steps(one: MoE, count: int, start: int) -> Routing:
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.05, weight_decay=0.1)
+        for step in range(start, start + count):
+            hidden = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(step))
+            for parts in ((hidden[:1], IDS[:1]), (hidden[1:], IDS[1:])):
+                one(parts[0], RoutingContext(token_ids=parts[1])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            step_end(one)
+        return routed(one.router, hidden)
+
+    score = layer.router.score
+    before = score.token.detach().clone()
+    steps(layer, 2, 0)
+    assert not torch.equal(before, score.token)
+    assert score.token.requires_grad
+    assert routed(layer.router, torch.zeros(3, 7, 5)).losses["distill"] > 0
+    steps(layer, 1, 2)  # the switch
+    assert not score.token.requires_grad
+    assert not any(routed(layer.router, torch.zeros(3, 7, 5)).losses.values())
+    kept, gate = score.light.detach().clone(), score.gate.weight.detach().clone()
+    other.load_state_dict(layer.state_dict())
+    assert not other.router.score.light.requires_grad
+    left, right = steps(layer, 2, 3), steps(other, 2, 3)
+    assert torch.equal(score.light, kept), "neither momentum nor weight decay moves it"
+    assert not torch.equal(score.gate.weight, gate), "the weights still learn"
+    assert torch.equal(left.experts, right.experts)
+    assert torch.equal(left.weights, right.weights)
+    # routing depends on ids only
+    again = routed(layer.router, torch.randn(3, 7, 5))
+    assert torch.equal(again.experts, left.experts)
+    assert torch.equal(again.experts, routed(layer.router.eval(), torch.randn(3, 7, 5)).experts)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: bool) -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    first = {name: value.clone() for name, value in layer.state_dict().items()}
+    step_end(layer)
+    if frozen:
+        freeze(layer, "router")
+    layer.load_state_dict(first)
+    assert layer.router.score.token.requires_grad == layer.router.score.light.requires_grad == (not frozen)
+
+
+def test_without_a_stage_one_the_light_router_never_trains() -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=cnn", vocab_size=64)
+    assert not any(one.requires_grad for name, one in layer.router.score.named_parameters() if "gate" not in name)
+    with torch.device("meta"):
+        MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64)
+
+
+@pytest.mark.parametrize("unless", [False, True])
+def test_a_switch_that_may_not_change_anything(unless: bool) -> None:
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    before = layer.router.score.light.detach().clone()
+    step_end(layer, unless=torch.tensor(unless))
+    assert int(layer.router.score.steps) == (not unless)
+    assert layer.router.score.light.requires_grad == unless
+    assert torch.equal(layer.router.score.light, before)
+
+
+def test_stage_one_chooses_as_greedy_base() -> None:
+    one, two = router_for("stable"), router_for("base").eval()
+    with torch.no_grad():
+        two.score.weight.copy_(one.score.gate.weight)
+    hidden, _ = inputs()
+    left, right = routed(one, hidden), two(hidden)
+    assert torch.equal(left.experts, right.experts)
+    assert torch.equal(left.weights, right.weights)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("stable:stage_one=-1", "stable: option stage_one=-1: allowed are whole numbers from 0"),
+        ("stable:load=-1", "stable: option load=-1.0: allowed are numbers from 0"),
+        ("stable:light=trigram", "option light='trigram'|light: "),
+        ("stable:distill=-1", "stable: option distill=-1.0: allowed are numbers from 0"),
+    ],
+)
+def test_mistakes_are_one_line(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build_router(spec, dim=4, num_experts=4, vocab_size=8)
+    with pytest.raises(ValueError, match="stable: the router routes by token ids and needs vocab_size"):
+        build_router("stable", dim=4, num_experts=4)

@@ -1,0 +1,139 @@
+"""Every loop on the page "Your own training loop", run as it is printed, against a float64 loop that adds by hand."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pointsman
+from pointsman import MoE, record_routing
+
+PAGE = Path(__file__).parents[2] / "docs" / "own-training-loop.md"
+LEARNING_RATE = 0.5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = MoE(8, 16, 4, router="smoe:balance=0.3:z_loss=0.05", attach_losses=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head((inputs + self.moe(inputs)).mean(-2))
+
+
+def block(heading: str) -> str:
+    """The code under a heading of the page."""
+    found = re.search(rf"^## {heading}\n.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    assert found, heading
+    return found[1]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [(torch.randn(2, 5, 8, generator=draw), torch.randint(3, (2,), generator=draw)) for _ in range(4)]
+
+
+def by_hand(accumulation: int) -> dict[str, Tensor]:
+    """The weights after the four batches, in float64, with the routers' losses taken from the routing."""
+    model = Model().double()
+    live: list[Tensor] = []
+    model.moe.router.register_forward_hook(lambda _, __, routing: live.extend(routing.losses.values()))
+    for index, (inputs, targets) in enumerate(batches(), 1):
+        live.clear()
+        loss = F.cross_entropy(model(inputs.double()), targets) + sum(live)
+        (loss / accumulation).backward()
+        if index % accumulation == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= LEARNING_RATE * parameter.grad
+                    parameter.grad = None
+    return {name: value.float() for name, value in model.state_dict().items()}
+
+
+def run(heading: str, accumulation: int, tolerance: float = 1e-5, **names: Any) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    data = batches()
+    examples = [one for inputs, targets in data for one in zip(inputs, targets, strict=True)]
+    loader = torch.utils.data.DataLoader(examples, 2)
+    scope = {
+        "pointsman": pointsman, "torch": torch, "model": model, "optimizer": optimizer, "criterion": F.cross_entropy,
+        "batches": data, "loader": loader, "device": "cpu", **names,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other libraries; nothing of ours is looked for here
+        exec(compile(block(heading), str(PAGE), "exec"), scope)
+    for name, value in by_hand(accumulation).items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_the_losses_matter_here() -> None:
+    model = Model()
+    with record_routing(model) as records:
+        model(batches()[0][0])
+    assert all(value > 0.05 for value in records["moe"].losses.values())
+
+
+@pytest.mark.parametrize(("heading", "accumulation"), [("Plain", 1), ("Gradient accumulation", 4)])
+def test_plain_and_accumulation(heading: str, accumulation: int) -> None:
+    run(heading, accumulation)
+
+
+def test_grad_scaler() -> None:
+    run("GradScaler", 1, tolerance=5e-3)  # float16 in the experts
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        run("DistributedDataParallel", 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    try:
+        run("accelerate", 4)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+
+@pytest.mark.slow
+def test_lightning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lightning")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options = {"accelerator": "cpu", "enable_model_summary": False, "default_root_dir": str(tmp_path), **quiet}
+    run("Lightning", 4, options=options)
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    examples = [
+        {"inputs": one, "labels": label}
+        for inputs, targets in batches()
+        for one, label in zip(inputs, targets, strict=True)
+    ]
+    options = {
+        "num_train_epochs": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+        "max_grad_norm": 0.0, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    try:
+        run("Trainer of transformers", 4, folder=str(tmp_path), examples=examples, options=options)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()

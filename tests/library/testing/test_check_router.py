@@ -1,0 +1,130 @@
+"""`pointsman.testing`: a router that keeps the contract, and routers that break a promise each."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman import Routing, RoutingContext
+from pointsman.routers.frame import registry
+from pointsman.routers.frame.registry import LayerSpec
+from pointsman.routers.frame.router import Router
+from pointsman.routers.frame.stage_values import Scores
+from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.papers.topk import LinearScorer
+from pointsman.testing import Case, check_router, layer, test_router
+
+
+class Flat(LinearScorer):
+    """Only the first expert's logit depends on the weight: the others' rows get no gradient."""
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        return super().forward(hidden, context).detach() + 0 * self.weight.sum()
+
+
+class Twice(Selector):
+    """The best expert, k times."""
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        best = scores.probs.flatten(0, 1).max(-1, keepdim=True)
+        return best.indices.expand(-1, k), best.values.expand(-1, k)
+
+
+class Crash(LinearScorer):
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+        if not hidden.numel():
+            raise RuntimeError("no tokens")
+        return super().forward(hidden, context)
+
+
+@pytest.fixture
+def add(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, build in {
+        "flat": lambda layer: Stages(Flat(layer.dim, layer.num_experts)),
+        "twice": lambda layer: Stages(LinearScorer(layer.dim, layer.num_experts), select=Twice()),
+        "crash": lambda layer: Stages(Crash(layer.dim, layer.num_experts)),
+    }.items():
+        build.__annotations__["layer"] = LayerSpec
+        monkeypatch.setitem(registry.ROUTERS, name, registry.Entry(name, build, "", ""))
+
+
+@pytest.mark.slow
+def test_a_router_that_keeps_the_contract() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert check_router("smoe") is None
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("add")
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("flat", "flat breaks the contract: .*gradient.*score.weight: the gradient is 0"),
+        ("twice", "twice breaks the contract: .*no token has an expert twice.*an expert twice at one token"),
+        ("crash", "crash breaks the contract: .*no token .* are routed .*RuntimeError: no tokens"),
+    ],
+)
+def test_a_broken_promise_is_named(spec: str, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        check_router(spec)
+
+
+def detached(routing: Routing) -> Routing:
+    return replace(routing, losses={name: loss.detach() for name, loss in routing.losses.items()})
+
+
+def unscaled(routing: Routing) -> Routing:
+    for loss in routing.losses.values():
+        loss.register_hook(lambda gradient: gradient.clamp_max(1))  # a scale above 1 is not applied
+    return routing
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"), [(detached, "no loss has a gradient"), (unscaled, "score.weight: the gradient at loss scale 2")]
+)
+def test_losses_that_do_not_reach_the_router_are_found(
+    broken: Callable[[Routing], Routing], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Router.forward
+    monkeypatch.setattr(Router, "forward", lambda *args: broken(own(*args)))
+    with pytest.raises(AssertionError, match=says):
+        layer.attached_losses(Case("smoe"))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="did you mean 'smoe'"):
+        check_router("smo")
+    with pytest.raises(ValueError, match="'dense' is a baseline"):
+        check_router("dense")
+    with pytest.raises(ValueError, match="num_experts=1"):
+        check_router("smoe", num_experts=1)
+
+
+@pytest.mark.slow
+def test_the_contract_as_tests() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "pointsman.testing.plugin", "-p", "no:xdist"]
+    words = ["--pyargs", "pointsman.testing", "--router", "smoe:gate=sigmoid", "-k", "bad_input or shapes"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "name the router to test, as in --router smoe"),
+        ({"--router": ["smo"]}, "did you mean 'smoe'"),
+        ({"--router": ["smoe"], "router_imports": ["nowhere.py"]}, "--import 'nowhere.py': there is no such file"),
+    ],
+)
+def test_bad_flags_of_pytest(options: dict[str, list[str]], says: str) -> None:
+    metafunc = SimpleNamespace(config=SimpleNamespace(getoption=lambda name: options.get(name, [])))
+    with pytest.raises(pytest.UsageError, match=says):
+        test_router.pytest_generate_tests(metafunc)
