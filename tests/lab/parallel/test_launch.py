@@ -121,7 +121,7 @@ def test_ranks_that_still_import_end_with_a_launcher_that_is_killed(tmp_path: Pa
     slow.write_text(
         f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "pointsman", "train", "--processes", "2"]
+    command = [sys.executable, "-m", "pointsman_lab", "train", "--processes", "2"]
     script = f"from pointsman.parallel.launch import launch\nlaunch({command!r}, 2, 0)"
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths})

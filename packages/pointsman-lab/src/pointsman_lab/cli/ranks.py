@@ -65,7 +65,7 @@ def launched(
         return None
     _check_number(values.processes, device)
     check(values.processes, Layout.parse(values.parallel or "", values.processes))
-    ranks = [sys.executable, "-m", "pointsman", command, *words]
+    ranks = [sys.executable, "-m", "pointsman_lab", command, *words]
     return launch(ranks, values.processes, values.restarts, again)
 
 
