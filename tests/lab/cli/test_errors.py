@@ -23,6 +23,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return lines[0]
 
 
+def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path) -> None:
+    for setting, says in (("0", "this one is UTF-8; PYTHONUTF8=1 reads it"), ("1", "größe: no such directory")):
+        done = subprocess.run(
+            [sys.executable, "-m", "pointsman_lab", "report", str(tmp_path / "größe").encode()],
+            env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": setting}, capture_output=True,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert done.stderr.decode().rstrip().endswith(says)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

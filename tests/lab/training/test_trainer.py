@@ -119,6 +119,29 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     assert_equal_runs(unbroken.out, resumed.out)
 
 
+@pytest.mark.parametrize("stop_after", [4, 5, None])  # step 4 was saved before
+@pytest.mark.parametrize("how", ["removed", "renamed", "without config.json"])
+def test_a_run_whose_folder_goes_says_so_and_makes_none(
+    settings: Settings, run: Callable[..., TrainResult], tmp_path: Path, how: str, stop_after: int | None
+) -> None:
+    class Removing(Listener):
+        def advance(self, done: int, figures: Mapping[str, float]) -> None:
+            super().advance(done, figures)
+            if len(self.figures) == (stop_after or 5) and (tmp_path / "run" / "config.json").exists():
+                if how == "removed":
+                    shutil.rmtree(tmp_path / "run")
+                elif how == "renamed":
+                    (tmp_path / "run").rename(tmp_path / "other")
+                else:
+                    (tmp_path / "run" / "config.json").unlink()
+
+    listener = Removing(stop_after)
+    with pytest.raises(RunError, match="run was removed or renamed while the run trained") as caught:
+        run(settings(checkpoint_every=4), progress=listener, stop=listener)
+    assert not isinstance(caught.value, Interrupted)
+    assert (tmp_path / "run").exists() == (how == "without config.json")
+
+
 def test_stopped_twice_and_within_evaluation(settings: Settings, run: Callable[..., TrainResult]) -> None:
     config = settings("hyperrouter")
     unbroken = run(config, "unbroken")

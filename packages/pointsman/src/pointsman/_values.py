@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
@@ -97,13 +99,23 @@ def mean_of(values: Iterable[Any]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def is_utf8(text: str) -> bool:
-    """Whether a text can be written as UTF-8. Python keeps the bytes of other names as lone surrogates."""
+def name_fault(name: str) -> str | None:
+    """Why a file's name cannot be written as UTF-8, and what helps; None if it can.
+
+    Python keeps bytes that it cannot read as lone surrogates: those of other encodings, and, where it takes names for
+    ASCII, all that are above 127.
+    """
     try:
-        text.encode()
+        name.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        pass
+    else:
+        return None
+    try:
+        os.fsencode(name).decode()
+    except UnicodeError:
+        return "its bytes are not UTF-8; choose another name"
+    return f"Python reads names as {sys.getfilesystemencoding()} here, this one is UTF-8; PYTHONUTF8=1 reads it"
 
 
 def check_whole(where: str, value: object, least: int = 1) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from pointsman._errors import Stopped, did_you_mean
-from pointsman._values import is_utf8
+from pointsman._values import name_fault
 from pointsman.ops.allocator import keep_freed_memory
 from pointsman.parallel.launch import STORE, end_with_launcher
 
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pointsman {version('pointsman')}")
         return 0
     for word in words:
-        if not is_utf8(word):
-            return fail(f"argument {word!r}: its bytes are not UTF-8; rename the file or folder")
+        if fault := name_fault(word):
+            return fail(f"argument {word!r}: {fault}")
     name = words[0]
     if name not in COMMANDS:
         return fail(f"unknown command {name!r}: {did_you_mean(name, COMMANDS)}")

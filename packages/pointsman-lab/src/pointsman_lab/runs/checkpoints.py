@@ -86,8 +86,11 @@ def writing(folder: Path, step: int) -> AbstractContextManager[None]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """A folder under a temporary name, for the files of a checkpoint; what killed writers left is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A folder under a temporary name, for the files of a checkpoint; what killed writers left is removed.
+
+    The run's own directory must be there: one that was removed while the run trained is not made again.
+    """
+    folder.mkdir(exist_ok=True)
     remove_leftovers(folder)
     return Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder))
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from pointsman._errors import RunError
 from pointsman._files import read_text, read_whole_json, within, write_whole
-from pointsman._values import is_utf8
+from pointsman._values import name_fault
 from pointsman_lab.data.vocabulary import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.metrics import read_metrics
@@ -86,8 +86,8 @@ class RunDirectory:
             RunError: the directory holds a run with other settings (names them), or the same run and `resume` is
                 false, or something else.
         """
-        if not is_utf8(str(self.path)):
-            raise RunError(f"{str(self.path)!r}: its bytes are not UTF-8; choose another --out")
+        if fault := name_fault(str(self.path)):
+            raise RunError(f"{str(self.path)!r}: {fault}")
         if self.exists:
             if differing := self.config(type(config)).differing(config):
                 told = "; ".join(f"{name} is {here!r} there, {ours!r} here" for name, (here, ours) in differing.items())
@@ -103,6 +103,13 @@ class RunDirectory:
             raise RunError(f"{self.path} {foreign}; choose another --out")
         elif self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunError(f"{self.path} is not empty and holds no run; choose another --out")
+
+    def check_kept(self) -> None:
+        """RunError where the claimed directory is not there any more: what is written now could not be resumed."""
+        if not self.exists:
+            raise RunError(
+                f"{self.path} was removed or renamed while the run trained: it has no {CONFIG}; nothing more is saved"
+            )
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         write_whole(self.path / name, json.dumps(values, indent=2) + "\n")

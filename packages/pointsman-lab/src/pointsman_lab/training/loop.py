@@ -156,6 +156,7 @@ class TrainingLoop:
         """Writes and returns evaluation.json."""
         task, model, config = self.state.task, self.state.model, self.config
         assert self.metrics
+        self.directory.check_kept()
         record = task.record(model, config, self.state.step, results, self.metrics.rows)
         if self.best:
             record["chosen_step"] = self.best.step
@@ -183,6 +184,7 @@ class TrainingLoop:
 
     def save(self) -> None:
         """Writes a checkpoint of this step, unless it is there or there is nothing to save yet."""
+        self.ranks.by_first(self.directory.check_kept)
         if self.state.step in (0, self.saved):
             return
         with self._diverging():
