@@ -100,6 +100,19 @@ def test_saving_a_step_again_replaces_a_damaged_one(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-4"]
 
 
+@pytest.mark.parametrize("name", ["other.safetensors", ".x.safetensors", "trainer/shard-1.safetensors"])
+def test_weights_that_the_manifest_does_not_describe_are_not_read(tmp_path: Path, name: str) -> None:
+    path, mine = write_checkpoint(tmp_path, 4, some(), {}), tmp_path / "mine"
+    mine.mkdir()
+    safetensors.torch.save_file({"secret": torch.ones(3)}, mine / Path(name).name)
+    if "/" in name:
+        (path / "trainer").symlink_to(mine)
+    else:
+        (path / name).symlink_to(mine / name)
+    with pytest.raises(CheckpointError, match=rf"does not describe {name}"):
+        open_checkpoint(path)
+
+
 def truncate(path: Path) -> None:
     file = path / "trainer.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

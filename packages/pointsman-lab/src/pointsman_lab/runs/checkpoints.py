@@ -175,6 +175,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         _check_file(path, name, expected)
     if STATE not in manifest["files"]:
         raise CheckpointError(f"checkpoint {path} is foreign: it has no {STATE}")
+    for file in (*path.glob("*.safetensors"), *path.glob("*/*.safetensors")):  # torch's reader takes all it finds
+        if (name := file.relative_to(path).as_posix()) not in manifest["files"]:
+            raise CheckpointError(f"checkpoint {path} is foreign: its {MANIFEST} does not describe {name}")
     return Checkpoint(path, step, _json(path, STATE), int(form), manifest.get("aliases", {}))
 
 
