@@ -124,6 +124,18 @@ def test_mistakes_are_one_line() -> None:
         assert "not divided by parallelize: under DDP, which averages gradients, leave ranks out" in whole
 
 
+def test_ranks_that_differ_at_the_first_step_are_refused_on_all() -> None:
+    """Unequal rows are right where a router neither draws nor compares sequences."""
+    one, other = on_ranks("differing_steps", 2)
+    assert one == other
+    assert one.pop("smoe:balance=0.1") == ""
+    for what, line in one.items():
+        named = what if what in ("k", "loss_scale", "autocast") else f"router '{what}' every rank needs as many"
+        assert line.startswith("ranks differ in layer '0' at the first step: ")
+        assert named in line
+    assert "rank 0 has (3, 6), rank 1 has (4, 6)" in one["vmoe"]
+
+
 def test_recording_on_a_sharded_model() -> None:
     assert on_ranks("recorded", 2) == [True, True]
 

@@ -396,6 +396,73 @@ def refused(ranks: Ranks) -> list[str]:
     return told
 
 
+def differing_steps(ranks: Ranks) -> dict[str, str]:
+    """What ranks say that differ at the first step: what is wrong -> the error, "" = it is right."""
+
+    def step(spec: str, rows: int, k: int = 2, scale: float = 1.0, half: bool = False) -> str:
+        torch.manual_seed(0)
+        model = parallelize(nn.Sequential(MoE(8, 8, 4, router=spec), nn.Tanh()), Layout(ranks.count), ranks)
+        set_top_k(model, k)
+        set_loss_scale(model, scale)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                model(torch.randn(rows, 6, 8)).float().sum().backward()
+        except RunError as error:
+            return str(error)
+        return ""
+
+    rank = ranks.rank
+    unequal = {spec: step(spec, 3 + rank) for spec in ("smoe:balance=0.1", *NEED_EQUAL_ROWS)}
+    others = {"k": step("smoe", 3, k=1 + rank), "loss_scale": step("smoe", 3, scale=1 + rank)}
+    return {**unequal, **others, "autocast": step("smoe", 3, half=rank == 1)}
+
+
+NEED_EQUAL_ROWS = ("vmoe", "noisy-topk", "base", "sinkhorn", "expert-choice:group=batch")
+
+
+def half_exchange(ranks: Ranks) -> dict[str, Any]:
+    """Under autocast: the dtypes of what travels, and the worst difference to experts in one process."""
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed import group
+
+    def experts() -> Any:
+        torch.manual_seed(0)
+        return EXPERTS["ffn"](16, 24, 4)
+
+    torch.manual_seed(1)
+    inputs, routed = torch.randn(2 * ranks.count, 16), torch.tensor([[0, 2], [3, 1]]).repeat(ranks.count, 1)
+    weights = torch.rand(2 * ranks.count, 2)
+    whole, part = experts(), experts()
+    local = 4 // ranks.count
+    for name, parameter in list(part.named_parameters()):
+        setattr(part, name, nn.Parameter(parameter.detach()[ranks.rank * local : (ranks.rank + 1) * local].clone()))
+    part.exchange = Exchange(group.WORLD, 4)
+    travelled: list[str] = []
+    send = collectives.all_to_all_single_autograd
+
+    def noted(rows: Tensor, *arguments: Any) -> Tensor:
+        travelled.append(str(rows.dtype))
+        return send(rows, *arguments)
+
+    def run(layer: Any, own: slice) -> list[Tensor]:
+        rows = inputs[own].clone().requires_grad_()
+        probs = torch.zeros(1, 1).expand(len(rows), 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(rows, Routing(routed[own], weights[own], probs, probs))
+        output.float().sum().backward()
+        assert rows.grad is not None
+        return [output.detach().float(), rows.grad]
+
+    collectives.all_to_all_single_autograd = noted
+    try:
+        found = run(part, ranks.rows(len(inputs)))
+    finally:
+        collectives.all_to_all_single_autograd = send
+    expected = [tensor[ranks.rows(len(inputs))] for tensor in run(whole, slice(None))]
+    worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return {"travelled": travelled, "worst": worst}
+
+
 def recorded(ranks: Ranks) -> bool:
     """Whether a sharded layer in evaluation gives what one process gives on these rows."""
     alone = build("smoe").eval()

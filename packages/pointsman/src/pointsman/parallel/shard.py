@@ -19,8 +19,10 @@ from pointsman._errors import RunError
 from pointsman.experts.modules import BaseExperts, Experts
 from pointsman.layer import MoE
 from pointsman.ops.exchange import Exchange, local_part
+from pointsman.ops.linear import autocast_enabled
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import ALONE, Ranks
+from pointsman.routers.frame.router import Router
 from pointsman.routers.frame.stages import Stage
 
 if TYPE_CHECKING:
@@ -43,7 +45,9 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
 
     Raises:
         RunError: a layout of another number of ranks; experts that it does not divide; a router that one process only
-            can train; weights that differ between ranks.
+            can train; weights that differ between ranks. The first forward in training raises one on every rank if
+            they differ in dtype, autocast, k or `loss_scale` of a layer, or in their number of rows where the router
+            needs equal ones.
     """
     if layout.world != ranks.count:
         raise RunError(f"layout {layout} is of {layout.world} ranks; there are {ranks.count}")
@@ -58,8 +62,9 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     for module in model.modules():
         if isinstance(getattr(module, "ranks", None), Ranks):  # routers, their stages, and what draws for each row
             setattr(module, "ranks", ranks)  # noqa: B010
-    for layer in layers:
+    for name, layer in layers.items():
         _divide(layer.experts, sparse, layout)
+        _check_first_step(name, layer, ranks)
     blocks = _blocks(model)
     for together in _that_share(blocks):
         fully_shard(together, mesh=dense)
@@ -79,8 +84,8 @@ def parallelize(model: nn.Module, layout: Layout, ranks: Ranks) -> nn.Module:
     return model
 
 
-def check_layers(model: nn.Module, layout: Layout) -> list[MoE]:
-    """The MoE layers of a model, which may be on meta.
+def check_layers(model: nn.Module, layout: Layout) -> dict[str, MoE]:
+    """The MoE layers of a model, which may be on meta, by name.
 
     Raises:
         RunError: one whose experts the layout does not divide, or that only one process can train.
@@ -98,7 +103,29 @@ def check_layers(model: nn.Module, layout: Layout) -> list[MoE]:
         update = getattr(router.select, "update", None)
         if layout.world > 1 and getattr(update, "bins", None) == 0:
             raise RunError(f"layer {name!r}: router {router.spec!r}: bins=0 sorts in one process only; use bins=1000")
-    return list(layers.values())
+    return layers
+
+
+def _check_first_step(name: str, layer: MoE, ranks: Ranks) -> None:
+    """At the first forward in training, every rank refuses what other ranks do otherwise, and what would be wrong.
+
+    A router that draws in training, or compares sequences, takes this rank's rows for a W-th of the batch.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def check(router: Router, arguments: tuple[Any, ...]) -> None:
+        if not router.training:
+            return
+        handle.remove()
+        hidden = arguments[0]
+        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast_enabled(hidden.device.type) else "off"
+        found: dict[str, Any] = {"dtype": hidden.dtype, "autocast": dtype, "k": router.top_k}
+        found["loss_scale"] = float(layer.loss_scale)
+        if router.training_stochastic or not router.training_batch_invariant or (layer.shared and layer.shared.dropout):
+            found[f"rows and tokens (with router {router.spec!r} every rank needs as many)"] = tuple(hidden.shape[:-1])
+        ranks.agree(found, f"layer {name!r} at the first step")
+
+    handle = layer.router.register_forward_pre_hook(check)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks = ALONE) -> Tensor:
