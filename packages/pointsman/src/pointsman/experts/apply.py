@@ -10,7 +10,7 @@ from pointsman.experts import grouped_mm, on_gpu, reference
 from pointsman.experts.cpu import custom_op, function
 from pointsman.experts.reference import ExpertParameters
 from pointsman.ops.kernels import active, active_code, plain_wanted
-from pointsman.ops.linear import autocast_enabled, transformed
+from pointsman.ops.linear import autocast_dtype, transformed
 from pointsman.routing import Routing
 
 
@@ -36,12 +36,11 @@ def apply_experts(
     Returns:
         [tokens, dim], in the dtype of `hidden`, or autocast's.
     """
-    kind = hidden.device.type
-    if not autocast_enabled(kind) or hidden.dtype == parameters.w_in.dtype == torch.float64:
+    dtype = autocast_dtype(hidden, parameters.w_in)
+    if dtype is None:
         return _apply(hidden, routing, parameters, activation, dropout)
-    dtype = torch.get_autocast_dtype(kind)
     parameters = parameters.map(lambda tensor: tensor.to(dtype))
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         return _apply(hidden.to(dtype), routing, parameters, activation, dropout)
 
 

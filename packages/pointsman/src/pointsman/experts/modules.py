@@ -13,6 +13,7 @@ from pointsman._values import check_whole
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops.exchange import Exchange, local_part
+from pointsman.ops.linear import autocast_dtype
 from pointsman.routing import Pairs, Routing, one_expert_each
 
 
@@ -85,7 +86,8 @@ class Experts(nn.Module):
         """hidden [tokens, dim] -> [tokens, dim]: the weighted sum of each token's experts."""
         if self.exchange is None:
             return self.run(hidden, routing)
-        return self.exchange(self.run, hidden, routing).to(hidden.dtype)
+        # in the dtype that the experts compute in: what they would round on arrival travels rounded
+        return self.exchange(self.run, hidden, routing, autocast_dtype(hidden, self.w_in)).to(hidden.dtype)
 
     def run(self, hidden: Tensor, routing: Routing) -> Tensor:
         """The same with the experts that lie on this rank."""

@@ -42,22 +42,25 @@ class Exchange:
         """E', the experts of each rank."""
         return self.num_experts // int(self.group.size())
 
-    def __call__(self, run: Run, hidden: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, run: Run, hidden: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
         """The weighted sums of the experts' outputs, [N, dim].
 
         Args:
             run: (rows [R, dim], a routing among this rank's experts) -> [R, dim], the weighted sums.
             hidden: [N, dim].
             routing: of these tokens, among all experts.
+            dtype: that rows travel in, there and, as their gradients, back; None: that of `hidden`.
         """
         pairs = routing.flat
         if pairs is None:
-            return self._exchange(run, hidden, routing.experts, routing.weights)
+            return self._exchange(run, hidden, routing.experts, routing.weights, dtype)
         rows = hidden.index_select(0, pairs.token)
-        each = self._exchange(run, rows, pairs.expert[:, None], pairs.weight[:, None])
+        each = self._exchange(run, rows, pairs.expert[:, None], pairs.weight[:, None], dtype)
         return each.new_zeros(hidden.shape).index_add(0, pairs.token, each)
 
-    def _exchange(self, run: Run, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _exchange(
+        self, run: Run, hidden: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype | None
+    ) -> Tensor:
         from torch.distributed import all_to_all_single
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -80,7 +83,7 @@ class Exchange:
             arrived: Tensor = all_to_all_single_autograd(rows.contiguous(), receive, send, self.group)
             return arrived
 
-        rows, weight = there(hidden.index_select(0, token)), there(shares)
+        rows, weight = there(hidden.index_select(0, token).to(dtype or hidden.dtype)), there(shares)
         one = weight.new_zeros(1, 1).expand(len(taken), local)
         result = run(rows, Routing(taken, weight, one, one))
         back: Tensor = all_to_all_single_autograd(result.contiguous(), send, receive, self.group)

@@ -32,6 +32,14 @@ def autocast_enabled(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def autocast_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
+    """The dtype that autocast computes their product in; None: it is off, or both are float64, which it leaves."""
+    kind = hidden.device.type
+    if not autocast_enabled(kind) or hidden.dtype == weight.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def upcast(tensor: Tensor) -> Tensor:
     """bf16 and half become float32; float32 and float64 stay."""
     return tensor.float() if tensor.dtype in HALF else tensor
