@@ -22,7 +22,7 @@ def test_experts_are_those_given_and_weights_of_now() -> None:
     moe = layer()
     experts = torch.tensor([[5, 0], [1, -1]] * 5)
     with replay_routing(moe, {"": experts}):
-        output, routing = moe.forward_with_routing(HIDDEN)
+        output, routing = moe(HIDDEN, return_routing=True)
     assert torch.equal(routing.experts, experts)
     probs = routing.probs
     wanted = probs[0, [5, 0]] / probs[0, [5, 0]].sum()
@@ -30,7 +30,7 @@ def test_experts_are_those_given_and_weights_of_now() -> None:
     assert routing.weights[1].tolist() == [1.0, 0.0]
     output.sum().backward()
     assert moe.router.score.weight.grad is not None
-    _, free = moe.forward_with_routing(HIDDEN)
+    _, free = moe(HIDDEN, return_routing=True)
     assert not torch.equal(free.experts, experts)
 
 
@@ -129,7 +129,7 @@ def test_what_is_refused() -> None:
 
 def test_forced_balance() -> None:
     moe = layer("forced", top_k=3)
-    _, routing = moe.forward_with_routing(HIDDEN)
+    _, routing = moe(HIDDEN, return_routing=True)
     assert routing.experts.flatten().bincount().tolist() == [5] * 6
     assert routing.experts[0].tolist() == [0, 1, 2]
     torch.testing.assert_close(routing.weights.sum(-1), torch.ones(10, dtype=torch.float64))

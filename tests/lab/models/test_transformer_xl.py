@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pointsman import AttentionTrace, RoutingContext, freeze, record_routing, set_top_k
+from pointsman import AttentionTrace, MoE, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.routers.frame.stages import Mixer
 from pointsman_lab.models import Memory, TransformerXL, TransformerXLConfig
 from pointsman_lab.models.vocabulary import AdaptiveEmbedding
@@ -376,6 +376,18 @@ def test_activation_checkpointing_changes_no_gradient(mixed):
         gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)
+
+
+def test_forward_hooks_on_layers_see_outputs_and_routings():
+    model, seen = build(), []
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append((module, output)))
+    model(text())
+    assert [module for module, _ in seen] == layers
+    assert all(
+        output.shape == (2, 9, model.config.dim) and routing.experts.shape[0] == 18 for _, (output, routing) in seen
+    )
 
 
 def test_roles_can_be_frozen_and_layers_are_named():

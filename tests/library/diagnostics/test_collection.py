@@ -29,7 +29,7 @@ class Model(nn.Module):
         context = RoutingContext(padding_mask=padding_mask)
         hidden = self.embedding(tokens)
         hidden = hidden + self.first(hidden, context)
-        return hidden + self.second.forward_with_routing(hidden, context)[0]
+        return hidden + self.second(hidden, context, return_routing=True)[0]
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_equals_the_paper_forward_and_gradient(top_k: int) -> None:
     """h' = h + sum of g (E(h) - h) over the chosen experts."""
     moe = layer(top_k, attach_losses=False)
     hidden = draw(TOKENS, DIM).requires_grad_()
-    output, routing = moe.forward_with_routing(hidden)
+    output, routing = moe(hidden, return_routing=True)
     rows = []
     for t in range(TOKENS):
         h, change = hidden[t], 0

@@ -14,7 +14,7 @@ def test_weights_on_inputs(router: str) -> None:
     torch.manual_seed(0)
     layer = MoE(5, 4, 6, router=router, activation="gelu", shared_experts=1).double()
     hidden = torch.randn(2, 7, 5, dtype=torch.float64, requires_grad=True)
-    output, routing = layer.forward_with_routing(hidden)
+    output, routing = layer(hidden, return_routing=True)
     each = experts(layer.experts.expert_parameters)
     rows = []
     for h, chosen, weights in zip(hidden.flatten(0, 1), routing.experts, routing.weights, strict=True):

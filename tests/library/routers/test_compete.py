@@ -51,7 +51,7 @@ def test_transcription_of_a_competition_step(k: int, version: int) -> None:
         router_losses.append(loss)
         pairs = [(every[i] @ every[j]) / (every[i].norm() * every[j].norm()) for i in best for j in best if i != j]
         cosines.append(sum(pairs) / len(pairs) if pairs else torch.zeros((), dtype=torch.float64))
-    output, routing = layer.forward_with_routing(hidden, RoutingContext(padding_mask=mask))
+    output, routing = layer(hidden, RoutingContext(padding_mask=mask), return_routing=True)
     torch.testing.assert_close(output.flatten(0, 1), torch.stack(rows))
     expected = {"router": 0.7 * sum(router_losses) / len(cosines), "diversity": 0.3 * sum(cosines) / len(cosines)}
     for name, value in expected.items():

@@ -28,7 +28,7 @@ def routed(spec: str, hidden: Tensor, experts: int = EXPERTS, real: bool = True)
     mask = None if real else torch.zeros(batch, length, dtype=torch.bool)
     below = {name: torch.zeros(batch, length, width) for name, width in layer.router.score.below.items()}
     context = RoutingContext(token_ids=torch.arange(batch * length).view(batch, length), padding_mask=mask, below=below)
-    output, routing = layer.forward_with_routing(hidden, context)
+    output, routing = layer(hidden, context, return_routing=True)
     output.sum().backward()
     step_end(layer)
     named = {"output": output, "weights": routing.weights, "gradient": hidden.grad, **routing.losses}

@@ -52,7 +52,7 @@ def test_transcription(slots: int) -> None:
     layer = soft_layer(slots)
     hidden, mask = inputs()
     hidden.requires_grad_()
-    output, routing = layer.forward_with_routing(hidden, RoutingContext(padding_mask=mask))
+    output, routing = layer(hidden, RoutingContext(padding_mask=mask), return_routing=True)
     wanted = transcription(layer, hidden, mask)
     torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
     assert routing.experts[mask.flatten()].tolist() == [list(range(EXPERTS))] * int(mask.sum())

@@ -130,12 +130,17 @@ class MoE(nn.Module):
         self.loss_scale = torch.ones((), device=device) if scale.is_meta else scale.to(device)
         return self
 
-    def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Tensor:
-        """[B, T, dim] -> [B, T, dim], or [tokens, dim] -> [tokens, dim]: one sequence."""
-        return self.forward_with_routing(hidden, context)[0]
+    def forward(
+        self, hidden: Tensor, context: RoutingContext | None = None, *, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """[B, T, dim] -> [B, T, dim], or [tokens, dim] -> [tokens, dim]: one sequence.
 
-    def forward_with_routing(self, hidden: Tensor, context: RoutingContext | None = None) -> tuple[Tensor, Routing]:
-        """The output, and the routing that made it (whose carry a model keeps beside its memory)."""
+        Args:
+            hidden: the hidden states.
+            context: what the router may look at besides.
+            return_routing: whether the routing comes back too, as (output, routing): a model keeps `Routing.carry`
+                beside its memory and gives `Routing.above` to the sparse layers above.
+        """
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         if self.router.score.asking:
@@ -151,7 +156,8 @@ class MoE(nn.Module):
             output = output + self.shared(rows)
         if routing.losses or routing.statistics or self.last_losses:
             output = self._attach(output, routing)
-        return output.view(hidden.shape), routing
+        output = output.view(hidden.shape)
+        return (output, routing) if return_routing else output
 
     def _attach(self, output: Tensor, routing: Routing) -> Tensor:
         self.last_losses = {name: value.detach() for name, value in routing.losses.items()}

@@ -220,7 +220,7 @@ class FeedForwardLayer(nn.Module):
                 past=past,
                 below=context.below,
             )
-            inner, routing = self.moe.forward_with_routing(inner, looks_at)
+            inner, routing = self.moe(inner, looks_at, return_routing=True)
             handed = Handed(routing.carry, routing.above)
         else:
             assert self.feed_forward is not None

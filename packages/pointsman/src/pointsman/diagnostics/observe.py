@@ -76,21 +76,18 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
 
         return hook
 
-    def output_of(name: str, layer: MoE) -> Callable[..., tuple[Tensor, Routing]]:
-        own = layer.forward_with_routing
+    def output_hook(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            own, *routing = output if isinstance(output, tuple) else (output,)
+            outputs[name] = own if own.requires_grad else own.detach().requires_grad_()
+            return (outputs[name], *routing) if routing else outputs[name]
 
-        def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Routing]:
-            output, routing = own(*args, **kwargs)
-            outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
-            return outputs[name], routing
-
-        return forward
+        return hook
 
     with ExitStack() as stack:
         for name, layer in named_layers(model).items():
             stack.enter_context(layer.router.register_forward_hook(input_hook(name), with_kwargs=True))
-            vars(layer)["forward_with_routing"] = output_of(name, layer)  # both forwards use it; not all use hooks
-            stack.callback(vars(layer).pop, "forward_with_routing")
+            stack.enter_context(layer.register_forward_hook(output_hook(name)))
             stack.callback(setattr, layer, "attach_losses", layer.attach_losses)
             layer.attach_losses = False
         stack.enter_context(torch.enable_grad())

@@ -87,7 +87,7 @@ def attached_losses(case: Case) -> None:
     trained = {name: one.requires_grad_(True) for name, one in layer.router.named_parameters()}
     for scale in (0.0, 1.0, 2.0):
         layer.zero_grad()
-        output, routing = layer.forward_with_routing(hidden.clone().requires_grad_(), context)
+        output, routing = layer(hidden.clone().requires_grad_(), context, return_routing=True)
         expect(float(losses(layer)[""]["balance"]) > 0, "the balance loss is 0")
         live = [loss for loss in routing.losses.values() if loss.requires_grad and trained]
         wanted: list[Tensor | None] = [None] * len(trained)
@@ -240,7 +240,7 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
             if compiled:
                 output = torch.compile(layer, backend=counting)(hidden, context)
             else:
-                output, routing = layer.forward_with_routing(hidden, context)
+                output, routing = layer(hidden, context, return_routing=True)
                 whole = not routing.statistics and layer.router.mix is None and not routing.weigh_input
         output.square().mean().backward()
         step_end(layer)
