@@ -50,7 +50,7 @@ bench: $(DEV)
 	$(BIN)/pointsman bench --out benchmarks/results
 
 results: $(RUN)
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python -m tools.results
 
 docs: $(RUN)
 	$(INSTALL) --editable 'packages/pointsman-lab[docs]'

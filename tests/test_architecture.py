@@ -96,6 +96,12 @@ def test_the_library_never_imports_the_laboratory() -> None:
 
 
 @pytest.mark.parametrize("package", ROOMS)
+def test_a_package_never_imports_the_tools(package: str) -> None:
+    files = modules(package).values()
+    assert [file for file in files if any(target.split(".")[0] == "tools" for target in imports(file))] == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
 def test_imports_run_downward(package: str) -> None:
     rooms = ROOMS[package]
     wrong, used = [], set()

@@ -122,7 +122,7 @@ def prose(page: Path) -> list[tuple[int, str]]:
     return lines
 
 
-PAGES = [*ROOT.glob("*.md"), *(page for name in ("docs", "benchmarks", "src", "tests", "examples")
+PAGES = [*ROOT.glob("*.md"), *(page for name in ("docs", "benchmarks", "packages", "tests", "tools", "examples")
                                for page in sorted((ROOT / name).rglob("*.md")))]  # fmt: skip
 
 

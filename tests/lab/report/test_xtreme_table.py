@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pointsman_lab.report.language_table import LanguageTable, Line
-from pointsman_lab.report.measures import Measure
 from pointsman_lab.report.metrics import metric
 from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.published import open_paper
@@ -17,6 +16,7 @@ from pointsman_lab.report.tables import Cell
 from pointsman_lab.report.xtreme_table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import dump, write_comparison, write_run
+from tools.results.measures import Measure
 
 ROUTERS = ("switch", "xmoe")
 

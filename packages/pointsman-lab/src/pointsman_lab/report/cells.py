@@ -11,7 +11,7 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._values import finite, mean_of
-from pointsman_lab.report.measures import squared_variation
+from pointsman_lab.report.metrics import squared_variation
 from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman_lab.report.settings import deviations, named
 from pointsman_lab.report.tables import Cell

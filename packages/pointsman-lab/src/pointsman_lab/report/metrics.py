@@ -1,8 +1,11 @@
-"""Metrics: label, decimals, and which direction is better."""
+"""Metrics: label, decimals, and which direction is better; and how uneven a layer's loads are."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,9 @@ METRICS = {
 def metric(name: str) -> Metric:
     """The metric of that name; an unknown one is shown as it is, lower counted as better."""
     return METRICS.get(name, Metric(name, name.replace("_", " ")))
+
+
+def squared_variation(layer: Mapping[str, Any]) -> float | None:
+    """Squared coefficient of variation of a layer's expert loads, 0 = even; None without loads."""
+    load = [share or 0.0 for share in layer.get("load") or []]
+    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None

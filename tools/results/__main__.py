@@ -1,6 +1,6 @@
 """Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims, trends, index.
 
-python benchmarks/results.py [FOLDER]        # default: docs/results; `make results`
+python -m tools.results [FOLDER]        # default: docs/results; `make results`
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from pointsman._errors import RunError
 from pointsman_lab.cli.compare import write_tables
 from pointsman_lab.cli.finetune import write_task_tables
 from pointsman_lab.report import attack_tables, series, write_report
-from pointsman_lab.report.claims import Page
 from pointsman_lab.report.figures import save_lines
-from pointsman_lab.report.load_table import LoadTable, measured_shares
-from pointsman_lab.report.prose import write_prose
 from pointsman_lab.report.robust_table import robust_tables
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.report.trends import Trends
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON
+from tools.results.claims import Page
+from tools.results.load_table import LoadTable, measured_shares
+from tools.results.prose import write_prose
+from tools.results.trends import Trends
 
 MAIN, ROWS = "enwik8-tiny", ("smoe", "smoe-dropout", "hyperrouter", "frozen-scaled", "frozen-temperature")
-ROUTERS = Path(__file__).parent / "results" / "routers" / "layer.json"  # pointsman bench --case routers
+ROOT = Path(__file__).parents[2]
+ROUTERS = ROOT / "benchmarks" / "results" / "routers" / "layer.json"  # pointsman bench --case routers
 
 
 def make(folder: Path) -> None:
@@ -54,7 +55,7 @@ def quality(grid: Path, picture: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        make(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "results")
+        make(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "results")
     except (RunError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pointsman._values import finite
 from pointsman_lab.report.attack_table import attack_tables
+from pointsman_lab.report.metrics import squared_variation
 from pointsman_lab.report.robust_table import figure_of, shifted_images
 from pointsman_lab.report.tables import ComparisonTable, by_pretraining
 from pointsman_lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
@@ -166,12 +167,6 @@ class Measure:
                     cell = next(iter(row.quality.values()), cell)
                 return {seed: value * table.metric.scale for seed, value in cell.values.items()}
         return {}
-
-
-def squared_variation(layer: Mapping[str, Any]) -> float | None:
-    """Squared coefficient of variation of a layer's expert loads, 0 = even; None without loads."""
-    load = [share or 0.0 for share in layer.get("load") or []]
-    return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
 
 
 def _diagnosed(part: str, key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.report.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
 from tests.lab.report.fixtures import write_comparison, write_run
+from tools.results.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
 
 VALUES = {"smoe": (3.0, 3.1, 3.2), "xmoe": (2.9, 2.98, 3.06), "smoe+mix": (3.4, 3.0, 3.5), "young": (3.0, 3.5)}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.report.claims_file import CLAIMS
 from pointsman_lab.report.figures import _apart
-from pointsman_lab.report.trends import Trends
 from tests.lab.report.fixtures import write_comparison, write_run
+from tools.results.claims_file import CLAIMS
+from tools.results.trends import Trends
 
 GRIDS = """
 [grids.short]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pointsman_lab.report.load_table import LoadTable, imbalance, measured_shares
 from pointsman_lab.report.tables import Cell
+from tools.results.load_table import LoadTable, imbalance, measured_shares
 
 
 def test_imbalance_is_the_mean_over_layers() -> None:

@@ -31,9 +31,9 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
-from pointsman_lab.report.measures import UNITS, Measure
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
+from tools.results.measures import UNITS, Measure
 
 SOURCE, RESULT = "index.md.in", "index.md"
 WIDTH = 120

@@ -39,7 +39,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text
 from pointsman._shapes import check_shape
 from pointsman._values import typed_fields
-from pointsman_lab.report.measures import UNITS, Measure
+from tools.results.measures import UNITS, Measure
 
 CLAIMS = "claims.toml"
 COMPARED = ("base", "row", "control")
