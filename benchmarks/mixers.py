@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
 from pointsman._files import write_whole
+from pointsman.ops.visible import Visible
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
-from pointsman.routers.mutual.visible import Visible
 from pointsman_lab.benchmark.peak import peak_bytes
 from pointsman_lab.benchmark.report import machine
 from pointsman_lab.models.blocks import RelativeAttention, RelativeContext

@@ -21,8 +21,8 @@ FOLDERS = {
 }
 ROOMS = {
     "pointsman": (
-        "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "experts",
-        "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "testing",
+        "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "kernels",
+        "experts", "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "testing",
     ),
     "pointsman_lab": (
         "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",
@@ -35,13 +35,6 @@ EXCEPTIONS = {
     ("control", "hf"): "set_top_k and materialize take Hugging Face models, too: imported when they are handed one",
 }
 CIRCLES = {
-    ("ops.kernels", "ops.recompilation"),
-    ("routers.frame.router", "routers.on_gpu"),
-    ("experts.compiling", "experts.on_gpu"),
-    ("routers.mutual.eager", "routers.mutual.on_gpu"),
-    ("routers.mutual.eager", "routers.mutual.streaming"),
-    ("routers.mutual.on_gpu", "routers.mutual.streaming"),
-    ("ops.attention", "ops.attention_on_gpu"),
     ("data.subwords", "data.vocabulary"),
     ("training.sharded", "training.state"),
     ("report.page", "report.paper"),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.experts import on_gpu
+from pointsman.kernels import choice as on_gpu
 from pointsman.ops.kernels import Kernels, using
 from pointsman_lab.benchmark.cases import Case
 from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, Implementation
@@ -226,7 +226,7 @@ def tune(record: Record) -> None:
     ):
         record["summary"] = missing or "needs a GPU"
         return
-    from pointsman.experts.triton import fused, gemm, tiles
+    from pointsman.kernels.triton import fused, gemm, tiles
 
     candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else tiles.CANDIDATES
     name = torch.cuda.get_device_name(record.device) if record.device.type == "cuda" else record.device.type
@@ -255,7 +255,7 @@ def tune(record: Record) -> None:
 
 def products(record: Record, shape: tuple[int, int, int, int, int]) -> list[tuple[str, Callable[[], object]]]:
     """The grouped products of a layer of this shape, by their names in the table of tiles."""
-    from pointsman.experts.triton import fused, gemm, sort, tiles, units
+    from pointsman.kernels.triton import fused, gemm, sort, tiles, units
 
     tokens, dim, hidden, experts, k = shape
     weights, expert = torch.rand(tokens, experts, device=record.device).topk(k, -1)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops import attention_blocks
-from pointsman.ops.attention import traced_attention
 from pointsman.ops.drawing import dropout, own_rows, rand_like, randn_like
 from pointsman.ranks import ALONE, Ranks
+from pointsman_lab.models import attention_blocks
 from pointsman_lab.models.attention import Attention
+from pointsman_lab.models.traced_attention import traced_attention
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -20,12 +20,10 @@ from pointsman import list_routers, losses
 from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
-from pointsman.experts import on_gpu as experts_on_gpu
-from pointsman.ops import attention_on_gpu
+from pointsman.kernels import attention, experts, mixing
+from pointsman.kernels import router as router_kernel
 from pointsman.ops.kernels import Kernels, using
-from pointsman.routers import on_gpu as routers_on_gpu
 from pointsman.routers.frame.select import TopK
-from pointsman.routers.mutual import on_gpu as mutual_on_gpu
 from pointsman.routers.mutual import posterior
 from pointsman_lab.data import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
@@ -39,7 +37,7 @@ from pointsman_lab.training.objectives import objective_of
 from pointsman_lab.training.progress import Diverged
 from pointsman_lab.training.state import TrainingState
 from pointsman_lab.training.trainer import train
-from tests.library.triton_tools import interpreted, needs_triton
+from tests.library.kernels.tools import interpreted, needs_triton
 
 Settings = Callable[..., RunConfig]
 NOISY = "smoe:noise=0.5:balance=0.01:z_loss=0.1:capacity=1.0"
@@ -389,9 +387,9 @@ def test_a_step_of_triton_kernels(
 ) -> None:
     """Experts, routers, attention and mixers through our kernels: graphed steps equal eager ones bit for bit."""
     monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    monkeypatch.setattr(experts_on_gpu, "_way", lambda *_: way)
-    for module in (attention_on_gpu, routers_on_gpu, mutual_on_gpu):
-        monkeypatch.setattr(module, "wanted", lambda _: True)
+    monkeypatch.setattr(experts, "_way", lambda *_: way)
+    for module in (attention, router_kernel, mixing):
+        monkeypatch.setattr(module, "wanted", lambda *_: True)
     small = {"batch_size": 2, "segment_length": 6, "memory_length": 6, "model.num_layers": 1, "model.dim": 16}
     config = settings(router, train_top_k="2", **small)
     recorder = TapeRecorder()

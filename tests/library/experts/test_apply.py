@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.cpu import function
-from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import PLAIN, Kernels, using
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pointsman.experts.apply import apply_experts
 from pointsman.experts.cpu import grouped
-from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import gemm
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels, using
 
 KERNELS = {name: Kernels("fast", name) for name in ("blas", "onednn")}

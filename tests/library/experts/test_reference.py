@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pointsman.experts import reference
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import PLAIN, using
 
 

@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pointsman
 from pointsman import AttentionTrace, MoE, RoutingContext, build_router
-from pointsman.ops.attention import traced_attention
 from pointsman.ops.relative import RelativeBias
+from pointsman.ops.visible import Visible
 from pointsman.routers.mutual.posterior import head_entropies
-from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import Routing
 from pointsman_lab.models import blocks
+from pointsman_lab.models.traced_attention import traced_attention
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 B, T, DIM, EXPERTS, HEADS, WIDTH = 2, 9, 8, 5, 2, 4

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pointsman import AttentionTrace, Routing, RoutingContext, build_router
-from pointsman.ops.attention import traced_attention
 from pointsman_lab.benchmark.peak import peak_bytes
+from pointsman_lab.models.traced_attention import traced_attention
 
 
 def own_attention(tokens: int) -> Tensor:

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pointsman.ops.relative import RelativeBias, by_key
+from pointsman.ops.visible import Prepared, Visible
 from pointsman.routers.mutual.similarity import unit
-from pointsman.routers.mutual.streaming import Prepared, block_scores, inform, inform_biased
-from pointsman.routers.mutual.visible import Visible
+from pointsman.routers.mutual.streaming import block_scores, inform, inform_biased
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pointsman.control import set_top_k
-from pointsman.experts import apply, grouped_mm
+from pointsman.experts import apply
+from pointsman.kernels import grouped_mm
 from pointsman.ops.kernels import Kernels, using
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.recipes import preset

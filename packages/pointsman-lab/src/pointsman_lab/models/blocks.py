@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pointsman.experts.reference import ACTIVATIONS
 from pointsman.layer import MoE
-from pointsman.ops.attention import traced_attention
 from pointsman.ops.drawing import dropout
+from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
+from pointsman_lab.models.traced_attention import traced_attention
 from pointsman_lab.models.views import no_view
 
 

@@ -10,7 +10,7 @@ from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.modules import EXPERTS
-from pointsman.experts.reference import ACTIVATIONS
+from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.routers.frame.registry import BASELINES, has_one_k, split_specs
 from pointsman.routers.frame.router import check_top_k
 from pointsman_lab.models.layout import Layout, check_layers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
+from pointsman.kernels.choice import without_triton
 from pointsman.layer import MoE
-from pointsman.ops.on_gpu import without_triton
 from pointsman.routers.frame.registry import parse_spec, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.capture import CudaRecorder, Recorder, cause, instead, noted

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pointsman._errors import RunError
-from pointsman.experts import on_gpu as experts_on_gpu
-from pointsman.ops import attention_on_gpu
+from pointsman.kernels import attention, experts, mixing, router
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
-from pointsman.routers import on_gpu as routers_on_gpu
-from pointsman.routers.mutual import on_gpu as mixing_on_gpu
+from pointsman.routers.mutual.streaming import informed
+from pointsman_lab.models.traced_attention import attend
 from pointsman_lab.runs.checkpoints import Checkpoint
 from pointsman_lab.training.config import RunConfig
 
-ON_GPU = {
-    "gpu": experts_on_gpu.measured,
-    "gpu_decode": experts_on_gpu.measured_few,
-    "gpu_router": routers_on_gpu.measured,
-    "gpu_attention": attention_on_gpu.measured,
-    "gpu_mixing": mixing_on_gpu.measured,
+ON_GPU: dict[str, Callable[[torch.device], str]] = {
+    "gpu": experts.measured,
+    "gpu_decode": experts.measured_few,
+    "gpu_router": router.measured,
+    "gpu_attention": partial(attention.measured, attend=attend),
+    "gpu_mixing": partial(mixing.measured, inform=informed),
 }
 """What chooses the kernels of a GPU by a timing."""
 

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pointsman.experts import grouped_mm, on_gpu, reference
+from pointsman.experts import reference
 from pointsman.experts.cpu import custom_op, function
-from pointsman.experts.reference import ExpertParameters
+from pointsman.kernels import experts as on_gpu
+from pointsman.kernels import grouped_mm
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import active, active_code, plain_wanted
 from pointsman.ops.linear import autocast_dtype, transformed
 from pointsman.routing import Routing

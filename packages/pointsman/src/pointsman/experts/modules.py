@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops.exchange import Exchange, local_part
+from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
 from pointsman.ops.linear import autocast_dtype
 from pointsman.routing import Pairs, Routing, one_expert_each
 

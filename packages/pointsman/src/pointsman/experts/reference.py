@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
 from pointsman.routing import Routing
-
-
-class ExpertParameters(NamedTuple):
-    """The weights of E feed-forward experts, in nn.Linear's layout.
-
-    `w_in` [E, hidden, dim], `w_out` [E, dim, hidden]; `b_in` [E, hidden], `b_out` [E, dim] or None;
-    gated experts also `w_gate` [E, hidden, dim] and, with biases, `b_gate` [E, hidden].
-    """
-
-    w_in: Tensor
-    w_out: Tensor
-    b_in: Tensor | None = None
-    b_out: Tensor | None = None
-    w_gate: Tensor | None = None
-    b_gate: Tensor | None = None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> ExpertParameters:
-        """`function` of each tensor; None stays."""
-        return ExpertParameters(*[None if tensor is None else function(tensor) for tensor in self])  # type: ignore[arg-type]
 
 
 def experts(parameters: ExpertParameters) -> list[ExpertParameters]:
@@ -39,9 +18,6 @@ def experts(parameters: ExpertParameters) -> list[ExpertParameters]:
     count = parameters.w_in.shape[0]
     columns = [[None] * count if tensor is None else tensor.unbind(0) for tensor in parameters]
     return [ExpertParameters(*views) for views in zip(*columns, strict=True)]
-
-
-ACTIVATIONS = {"relu": torch.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 def expert(

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pointsman.experts.reference import ACTIVATIONS
 from pointsman.ops.drawing import dropout
+from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman.ops.linear import linear
 from pointsman.ranks import ALONE, Ranks
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, SiLUActivation
 from transformers.integrations import moe as huggingface
 
-from pointsman.experts import on_gpu
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.reference import ExpertParameters
+from pointsman.kernels import experts as on_gpu
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.routing import Routing
 
 ACTIVATIONS: dict[type[nn.Module], str] = {

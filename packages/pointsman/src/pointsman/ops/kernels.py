@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, astuple, dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,46 +141,48 @@ def active() -> Kernels:
     return _chosen() or measure_kernels()
 
 
+def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`; where torch.compile traces, a constant of the graph."""
+    if torch.compiler.is_compiling():
+        from pointsman.ops.tracing import constant
+
+        return constant(function, *arguments)
+    return function(*arguments)
+
+
 def plain_wanted() -> bool:
     """Whether the active choice is the plain path. Measures nothing."""
-    if torch.compiler.is_compiling():
-        from pointsman.ops import recompilation
-
-        wanted: bool = recompilation.plain_wanted()
-        return wanted
-    kernels = _chosen()
-    return kernels is not None and kernels.path == "plain"
+    return active_gpu("path") == "plain"
 
 
 def active_code() -> str:
-    """`active().code`, also where torch.compile traces: a constant of the graph."""
-    if torch.compiler.is_compiling():
-        from pointsman.ops import recompilation
-
-        code: str = recompilation.active_code()
-        return code
-    return active().code
+    """`active().code`, also where torch.compile traces."""
+    return str(as_constant(_code))
 
 
 def active_gpu(what: str = "gpu") -> str:
     """`gpu` (or `gpu_router`, …) of the active choice, "auto" if there is none; also where torch.compile traces.
     Measures nothing."""
-    if torch.compiler.is_compiling():
-        from pointsman.ops import recompilation
-
-        gpu: str = recompilation.active_gpu(what)
-        return gpu
-    kernels = _chosen()
-    return "auto" if kernels is None else str(getattr(kernels, what))
+    return str(as_constant(_field, what))
 
 
 def active_gemm(dtype: torch.dtype) -> Gemm:
     """The active matrix products on a CPU for a dtype, also where torch.compile traces."""
-    if torch.compiler.is_compiling():
-        from pointsman.ops import recompilation
+    return GEMMS[as_constant(_gemm, dtype)]
 
-        return GEMMS[recompilation.active_gemm(dtype)]
-    return choose(active().gemm, dtype)
+
+def _code() -> str:
+    return active().code
+
+
+def _field(what: str) -> str:
+    kernels = _chosen()
+    return "auto" if kernels is None else str(getattr(kernels, what))
+
+
+def _gemm(dtype: torch.dtype) -> str:
+    gemm = choose(active().gemm, dtype)
+    return next(name for name, one in GEMMS.items() if one is gemm)
 
 
 @cache

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.experts.reference import ACTIVATIONS
+from pointsman.ops.feed_forward import ACTIVATIONS
 from pointsman_lab.models.decoder import DecoderConfig
 from pointsman_lab.models.huggingface.classes import CLASSES, HubClass
 from pointsman_lab.models.huggingface.rules import GateRule

@@ -16,7 +16,7 @@ from pointsman.experts.cpu.function import Chosen, Layout, Options, evaluate
 from pointsman.experts.cpu.groups import grouping
 from pointsman.experts.cpu.hidden_units import Saved
 from pointsman.experts.cpu.permute import rows_at_most
-from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import Kernels
 
 

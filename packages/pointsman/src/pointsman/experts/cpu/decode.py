@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import HiddenUnits, one
 from pointsman.experts.cpu.permute import refuse_beyond
-from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops import dots
+from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
 from pointsman.ops.gemm import BLAS, IN_CACHE, ONEDNN, Gemm
 
 MOST = 256  # assignments; with more, many share an expert, and oneDNN would build a kernel for each new row count

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible, one
-from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
+from pointsman.ops.feed_forward import ExpertParameters
 
 
 def _chunks(tokens: int, hidden_dim: int, dtype: torch.dtype) -> list[slice]:

@@ -19,7 +19,7 @@ from pointsman.experts.cpu.hidden_units import (
 )
 from pointsman.experts.cpu.memory import empty_gradient
 from pointsman.experts.cpu.permute import Permutation, assignments_of_pairs, assignments_of_tokens, permutation
-from pointsman.experts.reference import ExpertParameters
+from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.gemm import choose
 from pointsman.ops.kernels import Kernels
 from pointsman.ops.linear import refuse_second_derivatives

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible
 from pointsman.experts.cpu.permute import Assignments, refuse_beyond
-from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
 from pointsman.ops import dots
+from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
 from pointsman.ops.gemm import BLAS, Gemm
 
 SMALL = 1 << 16  # elements of one expert's weight up to which calls bound the time

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pointsman.experts.reference import ACTIVATIONS, ExpertParameters
+from pointsman.ops.feed_forward import ACTIVATIONS, DERIVATIVES, ExpertParameters
 from pointsman.ops.gemm import BATCHED, Gemm
 
 
@@ -44,12 +44,6 @@ def one(parameters: ExpertParameters, index: int) -> ExpertParameters:
     """The parameters of one expert: views without the leading dimension (outside autograd)."""
     return ExpertParameters(*[None if tensor is None else tensor[index] for tensor in parameters])  # type: ignore[arg-type]
 
-
-DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "relu": lambda gradient, value: torch.ops.aten.threshold_backward(gradient, value, 0),
-    "gelu": torch.ops.aten.gelu_backward,
-    "silu": torch.ops.aten.silu_backward,
-}
 
 Saved = tuple[Tensor, ...]
 """What one expert saves for backward: ungated (h) for ReLU, whose zeros show the mask, else (u); gated (u, g)."""

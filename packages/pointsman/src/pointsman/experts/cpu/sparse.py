@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pointsman.experts.cpu.hidden_units import Gradients, HiddenUnits, Saved, divisible
 from pointsman.experts.cpu.permute import Group, Permutation
-from pointsman.experts.reference import ExpertParameters
 from pointsman.ops import dots
+from pointsman.ops.feed_forward import ExpertParameters
 
 
 def forward(

@@ -13,7 +13,7 @@ from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ops.selection import members
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers import on_gpu
+from pointsman.routers.frame import fused
 from pointsman.routers.frame.balance import Balance
 from pointsman.routers.frame.capacity import Capacity
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
@@ -124,7 +124,7 @@ class Router(nn.Module):
         hidden = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
         self._check(hidden, context)
         if torch.compiler.is_compiling():
-            from pointsman.ops.recompilation import allow_a_graph_for_each_k
+            from pointsman.ops.tracing import allow_a_graph_for_each_k
 
             allow_a_graph_for_each_k(self.num_experts)
         if not autocast_enabled(hidden.device.type):
@@ -137,9 +137,12 @@ class Router(nn.Module):
         if self.mix is not None or not getattr(self.score, "accepts_half", False):
             hidden = upcast(hidden)
         carry, mixed = None, {}
-        if (fused := on_gpu.route(self, hidden, context)) is not None:
-            scored = Scored(fused.logits)
-            logits, unmixed, selection = fused
+        at_once = None
+        if self.mix is None and self.replayed is None:
+            at_once = fused.route(self.score, self.normalize, self.select, self.top_k, hidden, context)
+        if at_once is not None:
+            scored = Scored(at_once.logits)
+            logits, unmixed, selection = at_once
             probs, choice = unmixed, logits
         else:
             scored = self.score(hidden, context)

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pointsman.ops.visible import Visible
 from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.frame.stages import Mixer
 from pointsman.routers.mutual.mixers import TAU, SimilarityInform
 from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.token_mixer import TokenMixer
-from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import RouterState, RoutingContext
 
 

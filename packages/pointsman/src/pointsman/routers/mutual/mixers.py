@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.visible import Visible
 from pointsman.routers.frame.entries import LayerSpec, Positive, Probability, register_mixer
 from pointsman.routers.frame.stages import Mixer
 from pointsman.routers.mutual.posterior import Posterior, head_entropies
 from pointsman.routers.mutual.similarity import Similarity
 from pointsman.routers.mutual.streaming import block_scores, inform
 from pointsman.routers.mutual.token_mixer import TokenMixer
-from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 
 RUNNING_SHARE = 0.01  # weight of one step in the running mean of the heads' entropies, from step 100 on

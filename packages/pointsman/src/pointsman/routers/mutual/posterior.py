@@ -24,9 +24,9 @@ from torch import Tensor
 
 from pointsman.ops.linear import linear
 from pointsman.ops.relative import RelativeBias, alignment
+from pointsman.ops.visible import Prepared, Visible
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.mutual.streaming import Bias, Prepare, Prepared, block_scores, inform, inform_biased
-from pointsman.routers.mutual.visible import Visible
+from pointsman.routers.mutual.streaming import Bias, Prepare, block_scores, inform, inform_biased
 from pointsman.routing import AttentionTrace
 
 SAMPLED_SEQUENCES, SAMPLED_BLOCKS, SAMPLED_ROWS = (

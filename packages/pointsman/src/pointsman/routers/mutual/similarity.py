@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pointsman.routers.mutual.streaming import Prepared
+from pointsman.ops.visible import Prepared
 
 UNIT_FLOOR = 1e-6  # of a token's norm
 

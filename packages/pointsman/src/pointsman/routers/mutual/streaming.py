@@ -20,37 +20,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from pointsman.kernels import mixing
 from pointsman.ops import relative
 from pointsman.ops.gemm import ONEDNN, Gemm
 from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
+from pointsman.ops.visible import Prepared, Visible
 from pointsman.ops.workspace import Workspace, tiles
-from pointsman.routers.mutual import on_gpu
-from pointsman.routers.mutual.visible import Visible
 
 Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of rows -> what is added to its scores, [N, stop - start, S] or broadcastable to it."""
-
-
-class Prepared(NamedTuple):
-    """What scores are made of.
-
-    Attributes:
-        query, key, value, key_bias: [N, T, D], [N, S, D], [N, S, E] or None, [N, S] or None.
-        position_query, positions: p [N, T, D'] and r [1 or N, S + 1, D'] by falling distance, S - 1 to -1, the last
-            one 0 (on a GPU 8 such, for `relative.alignment`); or None. Causal only.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None = None
-    key_bias: Tensor | None = None
-    position_query: Tensor | None = None
-    positions: Tensor | None = None
-
-    def detach(self) -> Prepared:
-        return Prepared(*(None if tensor is None else tensor.detach() for tensor in self))  # type: ignore[arg-type]
 
 
 Prepare = Callable[..., Prepared]
@@ -73,11 +53,15 @@ def inform(
         batched: tensors [N, ...].
         shared: tensors that are the same for all sequences.
     """
+    if torch.compiler.is_exporting():  # all rows are one block, of plain operations
+        out, lse = biased_block(prepare(*batched, *shared), None, visible, 0, visible.length)
+        return out, lse if normalization else lse[:, :0]
     if torch.compiler.is_compiling():
-        from pointsman.routers.mutual import eager
+        from pointsman.ops.tracing import untraced
 
-        return eager.inform(prepare, batched, shared, visible, normalization)
-    return informed(prepare, batched, shared, visible, normalization, triton=on_gpu.wanted(batched[0]))
+        result: tuple[Tensor, Tensor] = untraced(inform, prepare, batched, shared, visible, normalization)
+        return result
+    return informed(prepare, batched, shared, visible, normalization, triton=mixing.wanted(batched[0], informed))
 
 
 def informed(
@@ -87,7 +71,7 @@ def informed(
     visible: Visible,
     normalization: bool = False,
     *,
-    triton: bool,
+    triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`inform`, through Triton's kernels where they take it, or through torch's."""
     gemm = active_gemm(torch.float32) if batched[0].device.type == "cpu" else None
@@ -99,10 +83,13 @@ def informed(
 def inform_biased(prepared: Prepared, bias: Bias, visible: Visible) -> tuple[Tensor, Tensor]:
     """`inform` with any bias by blocks of rows. Gradients flow through whatever it is made of: backward calls it again,
     under a checkpoint for each block."""
+    if torch.compiler.is_exporting():
+        return biased_block(prepared, bias, visible, 0, visible.length)
     if torch.compiler.is_compiling():
-        from pointsman.routers.mutual import eager
+        from pointsman.ops.tracing import untraced
 
-        return eager.inform_biased(prepared, bias, visible)
+        result: tuple[Tensor, Tensor] = untraced(inform_biased, prepared, bias, visible)
+        return result
     parts = []
     for start, stop in visible.blocks(prepared.query.device):
         if torch.is_grad_enabled():
@@ -227,8 +214,8 @@ class _Inform(torch.autograd.Function):
         for group in options.visible.groups(len(inputs[0]), inputs[0].device):
             visible = options.visible.of(group)
             prepared = options.prepare(*_sliced(inputs, options.batched, group))
-            if options.triton and on_gpu.suits(prepared, visible):
-                whole, each = on_gpu.forward(prepared, visible)
+            if options.triton and mixing.suits(prepared, visible):
+                whole, each = mixing.forward(prepared, visible)
                 outs.append(whole)
                 sums.append(each)
                 continue
@@ -248,7 +235,7 @@ class _Inform(torch.autograd.Function):
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
         ctx.options = options
         together, lses = _together(outs), _together(sums)
-        by_kernel = options.triton and on_gpu.suits(prepared, visible)
+        by_kernel = options.triton and mixing.suits(prepared, visible)
         ctx.save_for_backward(*inputs, *((together, lses) if by_kernel else ()))
         ctx.set_materialize_grads(False)
         return together, lses if options.normalization or not by_kernel else lses[:, :0].clone()
@@ -269,7 +256,7 @@ class _Inform(torch.autograd.Function):
             here = [None if gradient is None else gradient[group] for gradient in gradients]
             visible = options.visible.of(group)
             if kept:
-                results = on_gpu.backward(prepared.detach(), visible, *(tensor[group] for tensor in kept), *here)
+                results = mixing.backward(prepared.detach(), visible, *(tensor[group] for tensor in kept), *here)
             else:
                 results = _backward(prepared.detach(), visible, options.gemm, *here)
             made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pointsman.ops.visible import Visible
 from pointsman.routers.frame.stages import Mixer
-from pointsman.routers.mutual.visible import Visible
 from pointsman.routing import RouterState, RoutingContext
 
 

@@ -1,0 +1,397 @@
+"""Triton's kernels without a GPU: run in the interpreter, compiled for GPUs that are not there, and left out."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pointsman.kernels import choice
+from pointsman.kernels import experts as on_gpu
+from pointsman.ops.feed_forward import ExpertParameters
+from pointsman.ops.kernels import Kernels, using
+from tests.library.kernels.tools import (
+    FLOAT_ATOMICS,
+    FOLDER,
+    LIMIT,
+    compile_kernel,
+    interpreted,
+    needs_triton,
+    registers_and_spills,
+    with_a_fault,
+)
+
+QUICK = (
+    "(test_against_the_reference and ((dtype0 and (case0 or case4)) or (dtype2 and case3)))"
+    " or (test_with_grouped_mm and case0) or (test_dropout_reaches and triton) or test_a_dropped"
+    " or test_an_expert_that_does_not_exist or (test_sort and 9-8-255) or (test_units and silu and 0.3 and True)"
+    " or (test_products and 30-24-40-False-True-dtype0)"
+    " or (test_fused and dtype0 and (case0 or case3)) or test_the_dispatch"
+    " or (test_against_the_reference and 512 and dtype0 and case3)"
+)
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_in_the_interpreter() -> None:
+    ended = interpreted(FOLDER, "-k", QUICK)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert ended.stdout.partition("[100%]")[0].count(".") >= 12, "with -q twice, dots are all that is told"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_in_the_interpreter() -> None:
+    ended = interpreted(FOLDER, timeout=1700)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+MUTATIONS = {
+    "the mask of the last tile": ("gemm.py", "inside = row < end\n    source", "inside = row >= 0\n    source"),
+    "the mask of the last rows": (
+        "gemm.py",
+        "inside = row < end\n        left_row",
+        "inside = row >= 0\n        left_row",
+    ),
+    "dropped rows in combine": ("rows.py", "there = (row[:, None] >= 0) &", "there = (row[:, None] >= -1) &"),
+    "the weight of units": ("units.py", "weighted = units * weight", "weighted = units"),
+    "the block's own count": ("sort.py", "shift = upto - here - ", "shift = upto - "),
+    "the mask in backward": ("units.py", "inner = inner * kept", "kept"),
+    "the bias inside the product": (
+        "fused.py",
+        "up += tl.load(up_bias_ptr + of_expert, mask=n < H, other=0.0)"
+        ".to(tl.float32)[None, :]\n    if GATED:\n        gate = gate.to",
+        "up += 0.0\n    if GATED:\n        gate = gate.to",
+    ),
+    "the token of a row": ("fused.py", "x_ptrs = x_ptr + (slot // K)", "x_ptrs = x_ptr + row"),
+    "the parts of the combine weight's gradient": (
+        "fused.py",
+        "slot.to(tl.int64) * tiles + tl.program_id(1)",
+        "slot.to(tl.int64) * tiles",
+    ),
+    "the second product": ("gemm.py", "acc = accumulated(acc, b_ptrs", "accumulated(acc, b_ptrs"),
+    "the sums of an expert": ("gemm.py", "total += tl.sum(left.to(tl.float32), 0)", "total += 0"),
+    "the assignments of an expert": ("decode.py", "place - before", "place"),
+    "the later sixteen": ("decode.py", "| (before % ROWS != 0)", "| (before != 0)"),
+    "a part's share": ("decode.py", "tl.minimum(H, split * share + share)", "tl.minimum(H, share)"),
+    "an expert that is none": ("decode.py", "if (expert >= 0) & (expert < E):", "if expert < E:"),
+    "the mask's slot": ("units.py", "tl.philox(tl.load(seed_ptr), slots,", "tl.philox(tl.load(seed_ptr), zero,"),
+    "the first tile of an expert": (
+        "language.py",
+        "tl.where(mine, upto - tiles, 0)",
+        "tl.where(mine, upto, 0)",
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
+    """What the tests are worth: each of these faults fails one."""
+    file, right, wrong = MUTATIONS[name]
+    more = "test_masks or test_fused_masks or (test_against_the_reference and 512 and dtype0 and (case1 or case2))"
+    ended = with_a_fault(tmp_path, f"kernels/triton/{file}", right, wrong, f"{QUICK} or {more}")
+    assert ended.returncode, ended.stdout[-3000:]
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    on_gpu.without_triton.cache_clear()
+
+
+def test_without_the_package_torch_alone_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_triton(monkeypatch)
+    try:
+        assert "pointsman[gpu]" in str(on_gpu.without_triton((9, 0)))
+        monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+        hidden: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=torch.bfloat16)
+        parameters: Any = types.SimpleNamespace(w_in=torch.empty(4, 16, 8))
+        for gpu in ("auto", "fused", "triton", "mixed"):
+            with using(Kernels(gpu=gpu)):
+                assert on_gpu._way(hidden, parameters) == "grouped_mm"
+    finally:
+        on_gpu.without_triton.cache_clear()
+
+
+@needs_triton
+def test_what_suits_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+
+    def way(gpu: str, width: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        hidden: Any = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=dtype)
+        parameters: Any = types.SimpleNamespace(w_in=torch.empty(4, width, 8))
+        with using(Kernels(gpu=gpu)):
+            return on_gpu._way(hidden, parameters)
+
+    for gpu in ("fused", "triton", "mixed", "grouped_mm"):
+        assert way(gpu, 16) == gpu
+    assert way("mixed", 17) == way("mixed", 16, torch.float32) == "triton"
+    assert on_gpu.without_triton((7, 5)) == "compute capability 7.5 is below 8.0"
+
+
+@needs_triton
+def test_what_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that fails to compile costs a warning, and the next is taken."""
+    monkeypatch.setattr(on_gpu, "_capability", lambda _: (9, 0))
+    device, ran = torch.device("cuda:7"), []
+
+    def candidate(name: str, _: torch.device) -> Callable[[], object]:
+        def run() -> None:
+            ran.append(name)
+            if name == "fused":
+                raise RuntimeError("no such instruction\nmore")
+
+        return run
+
+    monkeypatch.setattr(on_gpu, "candidate", candidate)
+    monkeypatch.setattr(choice, "fastest", lambda ways, rounds: next(iter(ways)))
+    with pytest.warns(UserWarning, match="'fused' do not run here: no such instruction"):
+        assert on_gpu.measured(device) == "triton"
+    on_gpu.measured.cache_clear()
+    assert ran == ["fused", "triton", "mixed", "grouped_mm"]
+
+
+# Compiled without a device ------------------------------------------------------------------------------------------
+
+EXACT = {
+    "sums_kernel": {"out_ptr"}, "decode_up_kernel": {"up_ptr", "gate_ptr"}, "decode_combine_kernel": {"rows_ptr"},
+    "decode_down_kernel": {"up_ptr", "gate_ptr", "out_ptr"},
+}  # fmt: skip
+"""What is float32, kernel by kernel."""
+
+POINTER = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
+
+
+def compiled(
+    file: str, name: str, dtype: str, constants: dict[str, Any], capability: int, options: dict[str, int]
+) -> Any:
+    """A kernel for a GPU that is not there. Pointers and widths are divisible by 16."""
+    kernel = getattr(importlib.import_module(f"pointsman.kernels.triton.{file}"), name)
+    whole = {"expert_ptr", "count_ptr", "upto_ptr", "order_ptr", "row_ptr", "row_expert_ptr", "ends_ptr"}
+    exact = {"parts_ptr"} | EXACT.get(name, set())
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            continue
+        if argument == "seed_ptr":
+            signature[argument] = "*i64"
+        elif argument.endswith("_ptr"):
+            signature[argument] = "*i32" if argument in whole else "*fp32" if argument in exact else POINTER[dtype]
+        else:
+            signature[argument] = "fp32" if argument in ("rate", "scale") else "i32"
+    loose = {"S", "T", "blocks", "K", "SPLITS", "tiles", "rate", "scale"}
+    return compile_kernel(kernel, signature, constants, loose, capability, options)
+
+
+def gemm_case(capability: int, rows: int, dtype: str, outer: bool) -> tuple[str, dict[str, Any], dict[str, int]]:
+    from pointsman.kernels.triton import tiles
+
+    exact = getattr(torch, dtype)
+    tile = tiles.outer_tile(exact, capability // 10) if outer else tiles.tile(rows, exact, capability // 10)
+    constants = {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
+    constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if outer:
+        return "outer_kernel", {**constants, "GATHER_LEFT": False, "GATHER_RIGHT": True, "SUMS": True}, options
+    inner = {"E": 64, "EP": 128, "GATHER": True, "SUM": rows > 64, "other_a": 1}
+    return "rows_kernel", {**constants, **inner, "stride_a": 1}, options
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "outer"),
+    [
+        (1000, "bfloat16", False),
+        pytest.param(1000, "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(64, "float16", False, marks=pytest.mark.slow),
+        pytest.param(8, "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param(8, "float32", False, marks=pytest.mark.slow),
+        pytest.param(1000, "float32", False, marks=pytest.mark.slow),
+        pytest.param(1000, "float32", True, marks=pytest.mark.slow),
+    ],
+)
+def test_products_compile(rows: int, dtype: str, outer: bool, capability: int, tmp_path: Path) -> None:
+    name, constants, options = gemm_case(capability, rows, dtype, outer)
+    found = compiled("gemm", name, dtype, constants, capability, options)
+    with_matrices(found, f"{name} {dtype} rows {rows}", capability, tmp_path, hopper=rows >= 64)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "dtype"), [(1000, "bfloat16"), (8, "bfloat16"), (1000, "float32")])
+@pytest.mark.parametrize("name", ["up_kernel", "inner_kernel"])
+def test_products_with_units_compile(
+    name: str, rows: int, dtype: str, gated: bool, capability: int, tmp_path: Path
+) -> None:
+    """With all that can be at their ends: biases, GELU, gate, dropout."""
+    from pointsman.kernels.triton import tiles
+
+    product = {"up_kernel": (tiles.UP, tiles.GATED_UP), "inner_kernel": (tiles.INNER, tiles.GATED_INNER)}[name][gated]
+    tile = tiles.estimate(product, rows, getattr(torch, dtype), capability // 10)
+    constants = {"E": 64, "EP": 128, "ACT": 1, "GATED": gated, "BIAS": True, "DROP": True}
+    constants |= {"PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
+    constants |= {"BM": tile.rows, "BN": tile.columns, "BK": tile.inner}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    found = compiled("fused", name, dtype, constants, capability, options)
+    with_matrices(found, f"{name} {dtype} rows {rows} gated {gated}", capability, tmp_path, hopper=rows > 64)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["decode_up_kernel", "decode_down_kernel"])
+def test_decoding_compiles(name: str, dtype: str, capability: int, tmp_path: Path) -> None:
+    from pointsman.kernels.triton import decode
+
+    exact, major = getattr(torch, dtype), capability // 10
+    tile = decode.tile(exact, True, major) if name == "decode_up_kernel" else decode.second_tile(exact, major)
+    constants = {"E": 64, "SP": 64, "GATED": True, "PRECISION": "tf32x3" if dtype == "float32" else "ieee"}
+    constants |= {"ROWS": tile.rows, "BN": tile.columns, "BK": tile.inner}
+    constants |= {"SPLITS": decode.PARTS, "ACT": 1, "BIAS": True} if name == "decode_down_kernel" else {}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    found = compiled("decode", name, dtype, constants, capability, options)
+    with_matrices(found, f"{name} {dtype}", capability, tmp_path, hopper=False)
+
+
+def with_matrices(found: Any, what: str, capability: int, folder: Path, *, hopper: bool) -> None:
+    """No spills, little enough memory, matrix instructions (on Hopper its own, if so), no sums in any order."""
+    registers, spills = registers_and_spills(found, capability, folder)
+    ptx = found.asm["ptx"]
+    own = "wgmma.mma_async" in ptx
+    print(f"{what} sm_{capability}: {registers} registers, {found.metadata.shared} bytes, {own}")
+    assert spills == 0
+    assert found.metadata.shared <= LIMIT[capability]
+    assert own or ("mma.sync" in ptx and not (hopper and capability >= 90)), "no matrix instructions"
+    assert "cp.async" in ptx
+    assert not FLOAT_ATOMICS.search(ptx)
+
+
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "count": ("sort", "count_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place": ("sort", "place_kernel", "bfloat16", {"E": 64, "EP": 128, "BS": 512}),
+    "place256": ("sort", "place_kernel", "bfloat16", {"E": 256, "EP": 512, "BS": 512}),
+    "gather": ("rows", "gather_kernel", "bfloat16", {"E": 64, "BR": 4, "BD": 1024}),
+    "combine": ("rows", "combine_kernel", "bfloat16", {"K": 8, "WEIGHTED": True, "BT": 4, "BD": 1024}),
+    "units": ("units", "units_kernel", "bfloat16",
+              {"E": 16, "ACT": 0, "GATED": False, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "gated": ("units", "units_backward_kernel", "bfloat16",
+              {"E": 16, "ACT": 2, "GATED": True, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "backward": ("units", "units_backward_kernel", "bfloat16",
+                 {"E": 16, "ACT": 0, "GATED": False, "BIAS": True, "DROP": True, "BR": 4, "BH": 512}),
+    "decode": ("decode", "decode_combine_kernel", "bfloat16",
+               {"K": 8, "E": 64, "SPLITS": 4, "BIAS": True, "BD": 512}),
+    "sums": ("units", "sums_kernel", "bfloat16", {"E": 16, "BR": 32, "BH": 128}),
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["combine", *(pytest.param(one, marks=pytest.mark.slow) for one in CASES)])
+def test_other_kernels_compile(case: str, capability: int, tmp_path: Path) -> None:
+    file, name, dtype, constants = CASES[case]
+    found = compiled(file, name, dtype, constants, capability, {"num_warps": 4, "num_stages": 3})
+    registers, spills = registers_and_spills(found, capability, tmp_path)
+    ptx = found.asm["ptx"]
+    print(f"{case} sm_{capability}: {registers} registers, {found.metadata.shared} bytes")
+    assert spills == 0
+    assert found.metadata.shared <= 48 * 1024
+    assert not FLOAT_ATOMICS.search(ptx)
+    if file == "rows":
+        assert re.search(r"ld\.global[^;]*\.v4", ptx), "16 bytes at a time"
+        assert re.search(r"st\.global[^;]*\.v4", ptx)
+
+
+# On a device --------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("products", ["fused", "triton", "mixed"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_device(problem: Callable[..., Any], products: str, gated: bool, dtype: torch.dtype) -> None:
+    from pointsman.kernels.triton import function
+
+    if products == "mixed" and dtype != torch.bfloat16:
+        pytest.skip("grouped_mm waits for the host")
+    for favourite in (0.0, 20.0):
+        case = problem(700, 64, 96, 9, 2, dtype=dtype, gated=gated, dropped=0.2, favourite=favourite)
+
+        def on_device(case: Any) -> torch.Tensor:
+            tensors = (None if tensor is None else tensor.cuda() for tensor in case.parameters)
+            given = case.hidden.cuda(), case.weights.cuda(), case.routing.experts.cuda(), ExpertParameters(*tensors)
+            return function.apply(*given, case.activation, 0.0, products).cpu()
+
+        case.check(on_device)
+        results = []
+        for _ in range(2):  # bit for bit
+            output = on_device(case)
+            results.append([output, *torch.autograd.grad(output.float().square().sum(), case.leaves)])
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_decoding_on_a_device(problem: Callable[..., Any], dtype: torch.dtype, tokens: int, gated: bool) -> None:
+    from pointsman.kernels.triton import decode
+
+    case = problem(tokens, 320, 96, 9, 2, dtype=dtype, gated=gated, dropped=0.2)
+    parameters = ExpertParameters(*(None if one is None else one.detach().cuda() for one in case.parameters))
+    given = case.hidden.detach().cuda(), case.weights.detach().cuda(), case.routing.experts.cuda()
+    found = [decode.apply(*given, parameters, case.activation) for _ in range(2)]
+    assert torch.equal(*found)
+    expected = case.reference(torch.zeros_like(case.hidden))[0]
+    error = float((found[0].cpu().double() - expected).norm())
+    assert error <= (1e-4 if dtype == torch.float32 else 2e-2) * (float(expected.norm()) + expected.numel() ** 0.5)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("products", ["fused", "triton", "mixed"])
+def test_a_step_is_captured_in_a_graph(problem: Callable[..., Any], products: str) -> None:
+    from pointsman.kernels.triton import function
+
+    case = problem(512, 64, 96, 8, 2, dtype=torch.bfloat16)
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves]
+    experts, gradient = case.routing.experts.cuda(), torch.randn(512, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        hidden, weights, *tensors = leaves
+        output = function.apply(hidden, weights, experts, ExpertParameters(*tensors), "relu", 0.0, products)
+        return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = [tensor.clone() for tensor in step()]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    experts.copy_(experts.flip(0))
+    graph.replay()
+    assert not torch.equal(captured[0], expected[0])
+    experts.copy_(experts.flip(0))
+    graph.replay()
+    assert all(torch.equal(got, value) for got, value in zip(captured, expected, strict=True))

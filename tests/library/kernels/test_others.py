@@ -1,0 +1,210 @@
+"""Triton's kernels outside the experts without a GPU: interpreted, with faults put in, compiled."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.library.kernels.tools import (
+    FLOAT_ATOMICS,
+    FOLDER,
+    LIMIT,
+    compile_kernel,
+    interpreted,
+    needs_triton,
+    registers_and_spills,
+    with_a_fault,
+)
+
+QUICK = (
+    "(test_against_float64 and route and case1 and ((dtype0 and softmax) or (dtype1 and sigmoid)))"
+    " or (test_against_float64 and attention and (((case0 or case1) and dtype0) or (case3 and dtype2)))"
+    " or (test_against_float64 and inform and 5 and ((surer and False) or (padded and True))) or test_without_values"
+    " or test_what_the_kernels or test_ties or test_strided"
+    " or (test_whole_routers and (z_loss or xmoe)) or test_others"
+)
+
+
+@needs_triton
+@pytest.mark.timeout(600)
+def test_in_the_interpreter() -> None:
+    ended = interpreted(FOLDER, "-k", QUICK)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert ended.stdout.partition("[100%]")[0].count(".") >= 12, "with -q twice, dots are all that is told"
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_in_the_interpreter() -> None:
+    ended = interpreted(FOLDER, timeout=1700)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+MUTATIONS = {
+    "the mask of padded experts": ("route.py", "return tl.where(inside[None, :], key, -2147483648)", "return key"),
+    "the lowest of equal logits": (
+        "route.py",
+        "tl.min(tl.where(left == tl.max(left, 1)[:, None], e[None, :], EP), 1)",
+        "tl.max(tl.where(left == tl.max(left, 1)[:, None], e[None, :], -1), 1)",
+    ),
+    "one expert twice": ("route.py", "left = tl.where(taken, -2147483648, left)", "left = left"),
+    "the sum of the weights in backward": ("route.py", "(of_chosen - through_sum[:, None] * chosen)", "of_chosen"),
+    "later keys": (
+        "relative_attention.py",
+        'tl.where(seen, scores, float("-inf")), here',
+        "scores, here",
+    ),
+    "the skew": (
+        "relative_attention.py",
+        "skewed = i[:, None] * (W - 1) + (T - 1) + j[None, :]\n        tl.store",
+        "skewed = i[:, None] * (W - 1) + T + j[None, :]\n        tl.store",
+    ),
+    "padded keys in backward": ("relative_attention.py", "d_scores = tl.where(real[None, :], d_scores, 0.0)", "pass"),
+    "the shrinking of the sum": ("relative_attention.py", "total = total * shrink + ", "total = total + "),
+    "the first block of queries": ("relative_attention.py", "tl.maximum(0, start - (S - T)) // BM * BM", "start"),
+    "whom a token informs": ("inform.py", "visible = visible | (j[None, :] == own[:, None])", "pass"),
+    "padding": ("inform.py", "visible & real[None, :] & own_real[:, None]", "visible & own_real[:, None]"),
+    "the gradient of biases": ("inform.py", "d_bias += tl.sum(d_scores, 0)", "d_bias += 0"),
+    "the scale": ("route.py", "d_z = d_scaled * tl.load(scale_ptr)", "d_z = d_scaled"),
+}
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
+    """What the tests are worth: each of these faults fails one."""
+    file, right, wrong = MUTATIONS[name]
+    ended = with_a_fault(tmp_path, f"kernels/triton/{file}", right, wrong, QUICK)
+    assert ended.returncode == 1, ended.stdout[-3000:]
+
+
+# Compiled without a device ------------------------------------------------------------------------------------------
+
+HALF = ("x_ptr", "d_x_ptr", "q_ptr", "k_ptr", "v_ptr", "products_ptr", "out_ptr", "upper_ptr", "d_k_ptr", "d_v_ptr",
+        "d_products_ptr", "d_q_ptr")  # fmt: skip
+LOOSE = ("N", "SPLITS", "B", "T", "S", "tolerance")
+
+
+def one_compiled(
+    file: str,
+    name: str,
+    constants: dict[str, Any],
+    capability: int,
+    warps: int,
+    stages: int = 3,
+    half: Collection[str] = HALF,
+) -> Any:
+    """A kernel with inputs in bfloat16; the sizes in `LOOSE` need not be divisible by 16."""
+    kernel = getattr(importlib.import_module(f"pointsman.kernels.triton.{file}"), name)
+    signature = {argument: kind(argument, half) for argument in kernel.arg_names}
+    options = {"num_warps": warps, "num_stages": stages}
+    return compile_kernel(kernel, signature, constants, LOOSE, capability, options)
+
+
+def kind(argument: str, half: Collection[str]) -> str:
+    if argument.endswith("_ptr"):
+        if argument == "real_ptr":
+            return "*i8"
+        return "*i64" if argument == "expert_ptr" else "*bf16" if argument in half else "*fp32"
+    return "fp32" if argument == "tolerance" else "i32"
+
+
+def check(found: Any, name: str, capability: int, folder: Path) -> None:
+    """No spills, shared memory that fits, matrix instructions, no sums whose order depends on the run."""
+    registers, spills = registers_and_spills(found, capability, folder)
+    ptx = found.asm["ptx"]
+    instruction = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else None
+    print(f"{name} sm_{capability}: {registers} registers, {found.metadata.shared} bytes, {instruction}, {spills}")
+    assert spills == 0
+    assert found.metadata.shared <= LIMIT[capability]
+    assert instruction
+    assert re.search(r"ld\.global[^;]*\.v[24]|cp\.async", ptx), "wide loads"
+    assert not FLOAT_ATOMICS.search(ptx)
+
+
+ROUTE = {"K": 2, "SIGMOIDS": False, "RENORMALIZE": True}
+FORWARD = {"KP": 2, "BIAS": True, **ROUTE}
+BACKWARD = {"OF_LOGITS": True, "OF_PROBS": True, "OF_WEIGHTS": True, "WANT_X": True, **ROUTE}
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernel", "experts"),
+    [
+        ("route_kernel", 16),
+        *(
+            pytest.param(kernel, experts, marks=pytest.mark.slow)
+            for kernel in ("route_kernel", "route_backward_kernel", "weight_kernel")
+            for experts in (16, 64, 256)
+        ),
+    ],
+)
+def test_the_router_compiles(kernel: str, experts: int, capability: int, tmp_path: Path) -> None:
+    from pointsman.kernels.triton.route import tile
+
+    t = tile(experts, capability // 10, kernel != "route_kernel")
+    constants = {"E": experts, "EP": experts, "BT": t.tokens, "BA": t.inner, "PRECISION": "tf32x3"}
+    if kernel == "weight_kernel":
+        constants |= {"BA": 64}
+    else:
+        constants |= FORWARD if kernel == "route_kernel" else BACKWARD
+    found = one_compiled("route", kernel, constants, capability, t.warps)
+    check(found, f"{kernel} {experts}", capability, tmp_path)
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernel", "width"),
+    [
+        ("backward_kernel", 32),
+        *(
+            pytest.param(kernel, width, marks=pytest.mark.slow)
+            for kernel in ("forward_kernel", "backward_kernel", "query_kernel")
+            for width in (32, 64, 128)
+        ),
+    ],
+)
+def test_attention_compiles(kernel: str, width: int, capability: int, tmp_path: Path) -> None:
+    from pointsman.kernels.triton.relative_attention import tile
+
+    t = tile(width, capability // 10, kernel != "forward_kernel")
+    constants = {"PRECISION": "ieee", "BM": t.queries, "BN": t.keys, "DP": width}
+    if kernel != "query_kernel":
+        constants["MASK"] = False
+    found = one_compiled("relative_attention", kernel, constants, capability, t.warps, t.stages)
+    check(found, f"{kernel} {width}", capability, tmp_path)
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernel", "width", "experts"),
+    [
+        ("keys_kernel", 256, 16),
+        *(
+            pytest.param(kernel, *sizes, marks=pytest.mark.slow)
+            for kernel in ("inform_kernel", "keys_kernel", "queries_kernel")
+            for sizes in ((64, 16), (256, 256), (512, 64))
+        ),
+    ],
+)
+def test_mixing_compiles(kernel: str, width: int, experts: int, capability: int, tmp_path: Path) -> None:
+    from pointsman.kernels.triton.inform import tile
+
+    t = tile(width, experts, capability // 10)
+    constants = dict.fromkeys(["BIAS", "POSITIONS", "CAUSAL", "VALUES"], True)
+    constants |= dict.fromkeys(["REAL", "ENTROPY"], False)
+    constants |= {"PRECISION": "tf32x3", "BM": t.queries, "BN": t.keys, "DP": width, "EP": experts}
+    constants |= {"BD": t.inner, "BE": min(t.inner, experts)}
+    found = one_compiled("inform", kernel, constants, capability, t.warps, 2, half=())
+    check(found, f"{kernel} {width} {experts}", capability, tmp_path)

@@ -1,0 +1,28 @@
+"""Kernels in Triton's interpreter: in a process of its own, in which TRITON_INTERPRET is 1 from the start.
+
+`test_experts.py` and `test_others.py` above start it; by hand: TRITON_INTERPRET=1 pytest tests/library/kernels/triton
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def undefined_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is NaN, or a number far outside."""
+    plain_empty, plain_like = Tensor.new_empty, torch.empty_like
+
+    def spoiled(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**20))
+
+    monkeypatch.setattr(Tensor, "new_empty", lambda *given, **named: spoiled(plain_empty(*given, **named)))
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: spoiled(plain_like(*given, **named)))
