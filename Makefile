@@ -47,7 +47,7 @@ check: $(DEV)
 
 bench: $(DEV)
 	$(INSTALL) --editable 'packages/pointsman-lab[bench]'
-	$(BIN)/pointsman bench --out benchmarks/results
+	$(BIN)/python -m tools.bench --out benchmarks/results
 
 results: $(RUN)
 	$(BIN)/python -m tools.results

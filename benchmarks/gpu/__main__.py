@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,11 +41,16 @@ def main() -> int:
 def run(stage: str, out: Path, device: str, tiny: bool, limit: float) -> str:
     """Runs a stage; its line of the table."""
     file = out / f"{stage}.json"
-    command = [sys.executable, str(Path(__file__).with_name("stages.py")), stage, str(file), device, str(int(tiny))]
+    script = Path(__file__).with_name("stages.py")
+    command = [sys.executable, str(script), stage, str(file), device, str(int(tiny))]
+    places = os.pathsep.join(filter(None, (str(script.parents[2]), os.environ.get("PYTHONPATH"))))  # tools.bench
     began = time.monotonic()
     with (out / f"{stage}.log").open("w") as log:
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False).returncode
+            code = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False,
+                env={**os.environ, "PYTHONPATH": places},
+            ).returncode  # fmt: skip
             ended = "done" if code == 0 else f"failed with code {code}: see {log.name}"
         except subprocess.TimeoutExpired:
             ended = "stopped at its limit"

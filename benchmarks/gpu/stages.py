@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pointsman.kernels import choice as on_gpu
 from pointsman.ops.kernels import Kernels, using
-from pointsman_lab.benchmark.cases import Case
-from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, Implementation
+from tools.bench.cases import Case
+from tools.bench.implementations import IMPLEMENTATIONS, Implementation
 
 ROOT = Path(__file__).parents[2]
 WARM, ROUNDS = 0.5, 20
@@ -96,7 +96,7 @@ def facts(record: Record) -> None:
 
 def tests(record: Record) -> None:
     """The tests that need a GPU; warnings are listed, not errors."""
-    paths = ["tests/library/experts", "tests/library/ops", "tests/lab/training/test_graph.py", "tests/lab/benchmark"]
+    paths = ["tests/library/experts", "tests/library/ops", "tests/lab/training/test_graph.py", "tests/tools/bench"]
     options = ["--collect-only"] if record.tiny else []
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:xdist", *options, *paths]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -204,7 +204,7 @@ def one_layer(record: Record, case: Case, implementation: Implementation, kernel
 
 def steps(record: Record) -> None:
     """Training steps of HyperRouter's small model: eager and as a graph."""
-    from pointsman_lab.benchmark.steps import SETTINGS, Steps
+    from tools.bench.steps import SETTINGS, Steps
 
     settings = {**SETTINGS, "preset": "tiny"} if record.tiny else SETTINGS
     found = []

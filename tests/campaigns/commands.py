@@ -68,7 +68,6 @@ TEMPLATES: dict[str, list[str]] = {
     "audit": ["hf", "--data", "text.txt", "--eval-tokens", "32"],
     "report": ["run", "--map", "none"],
     "routers": ["smoe"],
-    "bench": ["--quick"],
     "export": ["run", "--out", "e"],
 }
 
@@ -98,7 +97,7 @@ class CommandLines(Campaign):
             (folder / "odd.jsonl").write_text('{"text": "\\ud800"}\n{"messages": [1, {"role": 2}]}\nx\n')
             (folder / "loop").symlink_to("loop")
             for words in TEMPLATES.items():  # imports what is imported late
-                with Patched(checked=words[0] in ("bench",)), contextlib.suppress(Reached):
+                with Patched(checked=False), contextlib.suppress(Reached):
                     fixtures.called([words[0], *words[1]])
             for made in ("c", "t", "e", "f"):
                 shutil.rmtree(folder / made, ignore_errors=True)
@@ -141,7 +140,7 @@ def _tiny_stdlib(folder: Path) -> None:
 
 
 class Patched:
-    """Nothing trains where `checked`; no benchmark and no worker process ever starts."""
+    """Nothing trains where `checked`; no worker process ever starts."""
 
     def __init__(self, *, checked: bool) -> None:
         self.checked = checked
@@ -150,8 +149,7 @@ class Patched:
         def reached(*_: object, **__: object) -> None:
             raise Reached
 
-        places = [("pointsman_lab.benchmark.run", "run"), ("pointsman_lab.training.jobs", "side_by_side")]
-        modules = [(importlib.import_module(module), name) for module, name in places]
+        modules = [(importlib.import_module("pointsman_lab.training.jobs"), "side_by_side")]
         if self.checked:
             modules.append((importlib.import_module("pointsman_lab.training.loop").TrainingLoop, "loop"))
         self.before = [(owner, name, getattr(owner, name)) for owner, name in modules]
@@ -209,7 +207,7 @@ HF = ("hf replace", "hf materialize", "hf upcycle")
 
 
 def drawn_line(random: Random) -> dict[str, Any]:
-    command = random.choice([name for name in COMMANDS if name not in ("bench", "hf")] * 3 + ["bench", *HF])
+    command = random.choice([name for name in COMMANDS if name != "hf"] * 3 + list(HF))
     actions = [a for a in _actions(command) if a.option_strings and "--help" not in a.option_strings]
     words = command.split()
     config = None
@@ -232,8 +230,6 @@ def drawn_line(random: Random) -> dict[str, Any]:
         words += ["--config", "drawn.json"]
     for _ in range(random.choice([0] * 5 + [1, 2])):
         words = mutated(random, words)
-    if words[:1] == ["bench"] and random.random() < 0.5:
-        words += ["--case", random.choice(["a", "nope", "a,b", ""])]
     return {"words": words, "config": config, "really": random.random() < 0.05}
 
 

@@ -25,7 +25,7 @@ from tools.results.trends import Trends
 
 MAIN, ROWS = "enwik8-tiny", ("smoe", "smoe-dropout", "hyperrouter", "frozen-scaled", "frozen-temperature")
 ROOT = Path(__file__).parents[2]
-ROUTERS = ROOT / "benchmarks" / "results" / "routers" / "layer.json"  # pointsman bench --case routers
+ROUTERS = ROOT / "benchmarks" / "results" / "routers" / "layer.json"  # python -m tools.bench --case routers
 
 
 def make(folder: Path) -> None:

@@ -19,7 +19,7 @@ from pointsman_lab.runs.comparison import Comparison
 NOTE = (
     "Load: standard deviation of the experts' numbers of tokens over their mean, mean over layers (0 = even); mean ± "
     "sample standard deviation over seeds. Share: the router's time over that of a whole layer with smoe in "
-    "configuration a (pointsman bench --case routers)."
+    "configuration a (python -m tools.bench --case routers)."
 )
 
 

@@ -98,7 +98,7 @@ def test_a_name_that_python_takes_for_ascii_is_not_called_damaged(tmp_path: Path
         (["finetune", "run", "--task", "sst2", "--balance", "inf"], "allowed are numbers from 0"),
         (["report", "run", "--paper", "x-moe", "--baseline", "smoe"], "--baseline has no effect with --paper"),
         (["report", "run", "--figures", "gif"], "allowed: pdf, png, svg"),
-        (["bench", "--set", "x=1"], "nothing to set"),
+        (["audit", "model", "--set", "x=1"], "nothing to set"),
         (["train", "smoe"], "--router smoe"),
         (["train", "vmoe-s32-last2"], "--preset vmoe-s32-last2"),
         (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pointsman import AttentionTrace, Routing, RoutingContext, build_router
-from pointsman_lab.benchmark.peak import peak_bytes
+from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models.traced_attention import traced_attention
 
 

@@ -25,7 +25,6 @@ COMMANDS = {
     "report": "write the page, the figures and the papers' tables of runs",
     "routers": "list and explain the routers; show their cost",
     "plan": "estimate what training on several GPUs will take",
-    "bench": "measure the MoE layer against the dense limit and other libraries",
     "export": "write a run's weights for use elsewhere",
     "generate": "continue prompts with a run's language model, at any k",
     "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",

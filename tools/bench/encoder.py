@@ -1,6 +1,6 @@
 """Masked language modelling: tiny-mlm against transformers' XLM-R of the same shape, and what each router costs.
 
-    python benchmarks/encoder.py [--routers plain,switch,xmoe] [--rounds 5] [--out benchmarks/results/encoder.md]
+    python -m tools.bench.encoder [--routers plain,switch,xmoe] [--rounds 5] [--out benchmarks/results/encoder.md]
 
 One process, same blocks, same masks. XLM-R trains as transformers' run_mlm does: logits of every place, cross entropy
 with -100 where nothing is masked, AdamW (not fused). It has no padding in its batches, as run_mlm groups texts. All
@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from decoder import measured
 from pointsman.control import step_end
 from pointsman.ops.kernels import using
-from pointsman_lab.benchmark.report import machine
 from pointsman_lab.models.families import build_model
 from pointsman_lab.recipes import preset
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import choose_kernels
 from pointsman_lab.training.masked_language_modelling import masked_loss
 from pointsman_lab.training.optimizer import build_adam, trainable
+from tools.bench.decoder import measured
+from tools.bench.report import machine
 
 VOCABULARY, SPECIAL, MASK = 8192, 5, 4
 

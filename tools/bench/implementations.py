@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pointsman.layer import MoE
 from pointsman.ops.gemm import BLAS
 from pointsman.ops.kernels import active_gemm
-from pointsman_lab.benchmark.cases import Case
+from tools.bench.cases import Case
 
 Layer = Callable[[Tensor], Tensor]
 

@@ -15,10 +15,10 @@ from pointsman import __version__
 from pointsman._files import replacing, write_whole
 from pointsman._grid import NONE, Grid, wrapped
 from pointsman.ops.kernels import measure_kernels
-from pointsman_lab.benchmark.cases import Case
-from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
-from pointsman_lab.benchmark.run import Benchmark, Result, StepResult, Times
 from pointsman_lab.runs.environment import commit, processor
+from tools.bench.cases import Case
+from tools.bench.implementations import IMPLEMENTATIONS, LIMITS
+from tools.bench.run import Benchmark, Result, StepResult, Times
 
 
 def machine() -> dict[str, str]:

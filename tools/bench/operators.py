@@ -3,7 +3,7 @@
 The step runs on the "meta" device: shapes alone, no numbers, no GPU. A count says what must be launched and moved; it
 is no time. Products are counted with their operands; views, and memory that is only reserved, are not.
 
-    python -m pointsman_lab.benchmark.operators --top-k 2,9,16
+    python -m tools.bench.operators --top-k 2,9,16
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from pointsman_lab.benchmark.implementations import MODULES
-from pointsman_lab.benchmark.worker import serve
+from tools.bench.implementations import MODULES
+from tools.bench.worker import serve
 
 Request = tuple[str, Any]
 
@@ -26,7 +26,7 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pointsman_lab.benchmark.worker", *MODULES])
+    context.set_forkserver_preload(["tools.bench.worker", *MODULES])
     return context
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman.ops.kernels import measure_kernels
 from pointsman.routers.frame.registry import list_routers
-from pointsman_lab.benchmark.cases import Case, cases, growth, router_cases, steps
-from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
-from pointsman_lab.benchmark.process import Process, ask_all
-from pointsman_lab.benchmark.steps import SETTINGS, WAYS, Settings
+from tools.bench.cases import Case, cases, growth, router_cases, steps
+from tools.bench.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from tools.bench.process import Process, ask_all
+from tools.bench.steps import SETTINGS, WAYS, Settings
 
 SECONDS = 3.0  # for one case
 LEAST = 5  # the smallest number of rounds

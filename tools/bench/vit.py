@@ -1,6 +1,6 @@
 """The vision transformer against timm's of the same shape, and what each router costs on top: images a second.
 
-    python benchmarks/vit.py [--seconds 40] [--out benchmarks/results/vit.md]
+    python -m tools.bench.vit [--seconds 40] [--out benchmarks/results/vit.md]
 
 `tiny-vit` (32 x 32 pixels, patches of 4 x 4, mean pooling, batches of 64) in float32 on one thread. timm's
 VisionTransformer gets the same width, depth, heads, inner width and pooling as router `plain` with inner width 256
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman_lab.benchmark.report import machine
 from pointsman_lab.models import build_model, preset_config
+from tools.bench.report import machine
 
 BATCH, LEAST, WARM_UP = 64, 5, 2
 ROUTERS = ("smoe", "vmoe", "xmoe", "hyperrouter", "vmoe+similarity", "vmoe+attention:heads=lowest-entropy-sequence")
@@ -111,12 +111,12 @@ def ratio(one: list[float], other: list[float]) -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--seconds", type=float, default=40.0, help="for training, and half of it for inference")
-    flags.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "vit.md")
+    flags.add_argument("--out", type=Path, default=Path("benchmarks/results/vit.md"))
     values = flags.parse_args()
     torch.set_num_threads(1)
     lines = ["# Vision transformers: timm, plain, and each router", ""]
     lines += [f"- {name}: {value}" for name, value in machine().items()]
-    lines += ["", "`python benchmarks/vit.py`; routers have 8 experts of 128, k = 2; `plain` has one of 128.", ""]
+    lines += ["", "`python -m tools.bench.vit`; routers have 8 experts of 128, k = 2; `plain` has one of 128.", ""]
     lines += table(measure(step, values.seconds), "Training step, batch 64")
     lines += table(measure(forward, values.seconds / 2), "Inference, batch 64")
     values.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """What tokens informing each other costs, and how far it reaches.
 
-    python benchmarks/mixers.py time             whole model, forward and backward, over the bare router
-    python benchmarks/mixers.py memory           peak memory of one mixer at 1k, 2k, 4k and 8k tokens
-    python benchmarks/mixers.py neighbours       S[i, i] and the effective number of neighbours, by source and tau
+    python -m tools.bench.mixers time             whole model, forward and backward, over the bare router
+    python -m tools.bench.mixers memory           peak memory of one mixer at 1k, 2k, 4k and 8k tokens
+    python -m tools.bench.mixers neighbours       S[i, i] and the effective number of neighbours, by source and tau
 
 The shape of `time` is Mutual-Inform's medium model (6 layers, dim 352, 16 experts, k 2, 512 tokens) without its output
 layer, which would hide the mixers; `--output` adds one of 267,735 words and takes the forward pass alone, as the paper
@@ -29,11 +29,11 @@ from pointsman.ops.visible import Visible
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
-from pointsman_lab.benchmark.peak import peak_bytes
-from pointsman_lab.benchmark.report import machine
+from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models.blocks import RelativeAttention, RelativeContext
 from pointsman_lab.models.families import preset_config
 from pointsman_lab.models.transformer_xl import TransformerXL
+from tools.bench.report import machine
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735
@@ -116,7 +116,7 @@ def whole_model(args: argparse.Namespace) -> None:
             line += f"   peak {peak / 2**20:7.1f} MB x {peak / bare_peak:.3f}"
         print(line, flush=True)
     if args.out:
-        command = f"python benchmarks/mixers.py {' '.join(sys.argv[1:])}"
+        command = f"python -m tools.bench.mixers {' '.join(sys.argv[1:])}"
         write_whole(args.out, json.dumps({"machine": machine(), "command": command, "seconds": seconds}, indent=1))
 
 

@@ -1,6 +1,6 @@
 """experts_implementation="pointsman" against eager and grouped_mm: the experts of a Mixtral block on this CPU.
 
-    python benchmarks/hf_experts.py [--seconds 8] [--out benchmarks/results/hf-experts.md]
+    python -m tools.bench.hf_experts [--seconds 8] [--out benchmarks/results/hf-experts.md]
 
 Every implementation runs in a process of its own; they take turns on the same new tokens and routing, in at least 5
 rounds, at most 25, until `--seconds` a case have passed. A time is the median over rounds, a ratio the median of the
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from pointsman_lab.benchmark.process import Process
-from pointsman_lab.benchmark.report import machine
-from pointsman_lab.benchmark.run import PAUSE
-from pointsman_lab.benchmark.worker import awake
+from tools.bench.process import Process
+from tools.bench.report import machine
+from tools.bench.run import PAUSE
+from tools.bench.worker import awake
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "pointsman")
 SHAPES = {  # dim, hidden, experts, k, tokens
@@ -149,7 +149,7 @@ def run_case(
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--seconds", type=float, default=8.0, help="a case, beside at least 5 rounds")
-    flags.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "hf-experts.md")
+    flags.add_argument("--out", type=Path, default=Path("benchmarks/results/hf-experts.md"))
     flags.add_argument("--tiny", action="store_true", help="tiny shapes: only to see that it runs")
     values = flags.parse_args()
     measure(values.seconds, values.out, values.tiny)
@@ -158,7 +158,11 @@ def main() -> None:
 def measure(seconds: float, out: Path, tiny: bool) -> None:
     lines = ["# Experts of a Mixtral block: eager, grouped_mm, pointsman", ""]
     lines += [f"- {name}: {value}" for name, value in machine().items()]
-    lines += ["", "`python benchmarks/hf_experts.py`; milliseconds and ratios are medians over interleaved rounds.", ""]
+    lines += [
+        "",
+        "`python -m tools.bench.hf_experts`; milliseconds and ratios are medians over interleaved rounds.",
+        "",
+    ]
     heads = ["case (dim, hidden, E, k, tokens)", "dtype", "pass", *(f"{name} ms" for name in IMPLEMENTATIONS)]
     heads += ["eager / pointsman", "grouped_mm / pointsman", "rounds"]
     lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]

@@ -20,8 +20,8 @@ from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
-from pointsman_lab.benchmark.cases import Case
-from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS
+from tools.bench.cases import Case
+from tools.bench.implementations import IMPLEMENTATIONS, LIMITS
 
 VOCABULARY = 256
 AWAKE = 0.02  # seconds of work before a measurement
@@ -212,7 +212,7 @@ def serve(pipe: Connection) -> None:
                 worker = Worker(*value)
                 answer: dict[str, Any] = {}
             elif request == "train":
-                from pointsman_lab.benchmark.steps import Steps  # not needed for a layer
+                from tools.bench.steps import Steps  # not needed for a layer
 
                 worker, answer = Steps(*value), {}
             else:

@@ -7,8 +7,8 @@ import torch
 
 from pointsman.experts.modules import Experts
 from pointsman.routing import Routing
-from pointsman_lab.benchmark.operators import Counts, as_on_a_gpu, count_step
 from pointsman_lab.recipes import preset
+from tools.bench.operators import Counts, as_on_a_gpu, count_step
 
 
 def test_a_step_of_the_small_model() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman_lab.benchmark import report
-from pointsman_lab.benchmark.cases import NAMES, A, Case, cases, growth, steps
-from pointsman_lab.benchmark.implementations import IMPLEMENTATIONS, LIMITS, OWN
-from pointsman_lab.benchmark.process import Process
-from pointsman_lab.benchmark.run import (
+from tools.bench import report
+from tools.bench.__main__ import main
+from tools.bench.cases import NAMES, A, Case, cases, growth, steps
+from tools.bench.implementations import IMPLEMENTATIONS, LIMITS, OWN
+from tools.bench.process import Process
+from tools.bench.run import (
     Benchmark,
     Point,
     Result,
@@ -29,9 +31,8 @@ from pointsman_lab.benchmark.run import (
     run_routers,
     run_steps,
 )
-from pointsman_lab.benchmark.steps import Steps
-from pointsman_lab.benchmark.worker import Worker
-from pointsman_lab.cli.main import main
+from tools.bench.steps import Steps
+from tools.bench.worker import Worker
 
 
 @pytest.fixture
@@ -225,17 +226,18 @@ def test_ratio_is_paired() -> None:
     assert ours.ratio(limit) == 2.0
 
 
-def test_command_line_names_the_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--peers", "transformers eger"]) == 2
-    assert "did you mean 'transformers eager'" in capsys.readouterr().err
-    assert main(["bench", "--case", "decod"]) == 2
-    assert "did you mean 'decode'" in capsys.readouterr().err
-    assert main(["bench", "--case", "gpu,c", "--quick", "--device", "cpu"]) == 2
-    assert "not measured" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--peers", "transformers eger"], "did you mean 'transformers eager'"), (["--case", "decod"], "mean 'decode'"),
+     (["--case", "gpu,c", "--quick", "--device", "cpu"], "not measured")],
+)  # fmt: skip
+def test_command_line_names_the_mistake(words: list[str], told: str) -> None:
+    with pytest.raises(RunError, match=told):
+        main(words)
 
 
 def test_what_has_no_time_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--case", "c,routers", "--seconds", "0", "--out", str(tmp_path)]) == 0
+    main(["--case", "c,routers", "--seconds", "0", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "No time was left for: c: 2048 tokens" in " ".join(shown.split())
     assert "routers: " in shown

@@ -1,6 +1,6 @@
 """tiny-decoder with smoe against transformers' Mixtral of the same shape: a training step, and generation.
 
-    python benchmarks/decoder.py [--case training|generation] [--rounds 9] [--clock wall|processor] [--bound]
+    python -m tools.bench.decoder [--case training|generation] [--rounds 9] [--clock wall|processor] [--bound]
         [--peers eager,grouped_mm,batched_mm] [--out benchmarks/results/decoder.md]
 
 One process, same tokens, same optimizer (fused Adam, as in both trainers). All take turns in every round; a rate is
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from pointsman.control import step_end
 from pointsman.ops.kernels import using
-from pointsman_lab.benchmark.report import machine
 from pointsman_lab.data.vocabulary import Vocabulary  # noqa: F401 - imported before anything is timed
 from pointsman_lab.evaluation.generation import Sampling, generate
 from pointsman_lab.models import Decoder
 from pointsman_lab.recipes import preset
 from pointsman_lab.training.kernels import choose_kernels
+from tools.bench.report import machine
 
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 VOCABULARY = 205

@@ -1,7 +1,7 @@
 """What each technique of the experts' CPU path buys: the layer with it and without it, in turns.
 
-    python benchmarks/tricks.py c --without recycled_gradients,keep_freed_memory
-    python benchmarks/tricks.py decode --tokens 4 --without row=mv,decode
+    python -m tools.bench.tricks c --without recycled_gradients,keep_freed_memory
+    python -m tools.bench.tricks decode --tokens 4 --without row=mv,decode
 
 Each variant has a process of its own, in which one function is replaced by the plain one, or one choice of `Kernels`.
 All have one thread and are measured in its CPU time, so that other programs on the machine matter little. A figure is
@@ -24,9 +24,9 @@ import torch
 from pointsman.experts.cpu import decode, dense, function, permute, sparse
 from pointsman.ops import allocator, dots, gemm
 from pointsman.ops.kernels import Kernels
-from pointsman_lab.benchmark.cases import DECODING, TRAINING, Case
-from pointsman_lab.benchmark.process import Process
-from pointsman_lab.benchmark.worker import Worker, serve
+from tools.bench.cases import DECODING, TRAINING, Case
+from tools.bench.process import Process
+from tools.bench.worker import Worker, serve
 
 
 def put(value: Any, *places: tuple[Any, str]) -> None:
