@@ -24,7 +24,7 @@ COMMANDS = {
     "audit": "routing statistics and loss at every k of a Hugging Face MoE",
     "report": "write the page, the figures and the papers' tables of runs",
     "routers": "list and explain the routers; show their cost",
-    "plan": "estimate what training on several GPUs will take",
+    "plan": "count what each of several GPUs will hold, gather and exchange",
     "export": "write a run's weights for use elsewhere",
     "generate": "continue prompts with a run's language model, at any k",
     "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",

@@ -1,23 +1,44 @@
-"""The shape of a transformer with sparse layers: parameters and operations a token.
+"""What a layout of many GPUs makes each of them hold, gather and exchange: counts, no estimates.
 
-Equations: active parameters are those that a token meets, k experts a sparse layer among them. Training takes six
-operations a parameter and token, and six a pair of positions and number of heads' width in attention, of which a causal
-model computes half (Kaplan et al., 2020, arXiv:2001.08361, section 2.1, with attention counted exactly).
+Active parameters are those that a token meets, k experts a sparse layer among them. Training takes six operations a
+parameter and token, and six a pair of positions and number of heads' width in attention, of which a causal model
+computes half (Kaplan et al., 2020, arXiv:2001.08361, section 2.1, with attention counted exactly).
+
+With P parameters in A replicas of S shards and everything in float32, as `parallelize` has it:
+
+    state      16 P / S bytes a GPU: weights, gradients, Adam's two moments
+    gathered   12 (P_experts / R (1 - 1 / S_experts) + P_dense (1 - 1 / S)) + 8 P / S (1 - 1 / A) bytes that reach a GPU
+               in a micro-batch: weights in forward and again in backward, and gradients over shards (of embeddings,
+               weights once); gradients over replicas, in a ring
+    exchanged  8 D (R - 1) / R d bytes a token and sparse layer that leave a GPU, in forward and backward, in bfloat16
+
+R ranks divide the experts of a layer, S = R S_experts, and D = R (1 - C(E - E / R, k) / C(E, k)) of them hold one of a
+token's k experts, in the mean over even choices. What activations, buffers and gathered weights take at a time is not
+counted, nor is any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from math import comb
 from typing import Any
 
 import torch
 
+from pointsman._grid import Grid
 from pointsman.layer import MoE
+from pointsman.parallel.layout import Layout
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cost import parameter_table
 from pointsman_lab.models.families import build_model
 from pointsman_lab.models.translation import TranslationConfig
+
+STATE, FLOAT, HALF = 16, 4, 2
+"""Bytes: of a parameter that trains with Adam, of a weight or gradient that is gathered, of a number exchanged."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,6 @@ class Shape:
         vocabulary: tokens; 0 = no embedding is counted.
         matrices: weights an expert has: 2, gated ones 3.
         tied: one embedding serves input and output.
-        nodes_per_token: limit on the nodes that a token's experts lie on (group-limited routing); None = no limit.
         other: parameters beside these, used for every token: norms, biases, what routers have beyond a linear score.
     """
 
@@ -57,7 +77,6 @@ class Shape:
     windowed: float = 0.0
     causal: bool = True
     tied: bool = False
-    nodes_per_token: int | None = None
     other: int = 0
 
     @property
@@ -66,16 +85,20 @@ class Shape:
         return self.matrices * self.dim * self.experts * self.hidden_dim
 
     @property
+    def embeddings(self) -> int:
+        """Parameters of the token embedding and the output layer."""
+        return (1 if self.tied else 2) * self.vocabulary * self.dim
+
+    @property
     def dense_parameters(self) -> int:
         """All but the experts: attention, dense and shared feed-forward layers, linear routers, embeddings, others."""
         dense_layers = self.layers - self.sparse_layers
         hidden = self.sparse_layers * self.shared_hidden_dim + dense_layers * self.dense_hidden_dim
-        embeddings = (1 if self.tied else 2) * self.vocabulary * self.dim
         return (
             self.layers * self.attention
             + self.matrices * self.dim * hidden
             + self.sparse_layers * self.dim * self.experts
-            + embeddings
+            + self.embeddings
             + self.other
         )
 
@@ -98,7 +121,7 @@ class Shape:
 
     @classmethod
     def published(cls, name: str, values: Mapping[str, Any]) -> Shape:
-        """A shape of `published.toml`."""
+        """A shape of `published_models.toml`."""
         known = {key: value for key, value in values.items() if key not in ("attention", "billions")}
         attention, heads_width = _attention(values["dim"], values["attention"])
         return cls(name=name, attention=attention, heads_width=heads_width, **known)
@@ -152,3 +175,70 @@ def _attention(dim: int, heads: Mapping[str, int]) -> tuple[int, int]:
     queries = heads["query_rank"] * (dim + count * query)
     keys = dim * (heads["kv_rank"] + heads["rope"]) + heads["kv_rank"] * count * (heads["nope"] + value)
     return queries + keys + count * value * dim, count * (query + value)
+
+
+@cache
+def published() -> Mapping[str, Mapping[str, Any]]:
+    """`published_models.toml`."""
+    return tomllib.loads(resources.files("pointsman_lab").joinpath("published_models.toml").read_text(encoding="utf-8"))
+
+
+def shapes() -> dict[str, Shape]:
+    """The published models."""
+    return {name: Shape.published(name, values) for name, values in published().items()}
+
+
+def state_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes of weights, gradients and Adam's moments that a GPU holds."""
+    return STATE * shape.parameters / layout.shards
+
+
+def gathered_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes of weights and gradients that reach a GPU in a micro-batch; tokens that travel are not in it."""
+    experts = 3 * shape.sparse_layers * shape.expert_parameters / layout.experts * (1 - 1 / layout.expert_shards)
+    dense = (3 * shape.dense_parameters - shape.embeddings) * (1 - 1 / layout.shards)
+    copies = 2 * shape.parameters / layout.shards * (1 - 1 / layout.replicas)
+    return FLOAT * (experts + dense + copies)
+
+
+def exchanged_bytes(shape: Shape, layout: Layout) -> float:
+    """Bytes a token that leave a GPU on the way to experts and back, forward and backward, with even choices."""
+    ranks = layout.experts
+    visited = distinct_ranks(ranks, shape.experts, shape.top_k)
+    return 4 * visited * (ranks - 1) / ranks * shape.dim * HALF * shape.sparse_layers
+
+
+def distinct_ranks(ranks: int, experts: int, top_k: int) -> float:
+    """Ranks that a token's k experts lie on, in the mean over even choices."""
+    return ranks * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k))
+
+
+def layouts(world: int, experts: int) -> Iterator[Layout]:
+    """Every division of `world` ranks for layers of this many experts."""
+    for replicas in range(1, world + 1):
+        for over in range(1, min(world // replicas, experts) + 1):
+            if world % replicas == 0 and world // replicas % over == 0 and experts % over == 0:
+                yield Layout(world, over, replicas)
+
+
+def plan(shape: Shape, gpus: Sequence[int], layout: str | None = None) -> Grid:
+    """A line for each layout of each number of GPUs.
+
+    Args:
+        shape: the model. gpus: numbers of GPUs.
+        layout: only this one, as `Layout.parse` reads it.
+
+    Raises:
+        RunError: a layout that does not divide the GPUs or the experts.
+    """
+    rows = []
+    for world in gpus:
+        for one in layouts(world, shape.experts) if layout is None else [Layout.parse(layout, world)]:
+            one.check_experts(shape.experts)
+            counts = (
+                state_bytes(shape, one) / 1e9,
+                gathered_bytes(shape, one) / 1e9,
+                exchanged_bytes(shape, one) / 1e3,
+            )
+            rows.append([str(world), str(one), *(f"{n:,.0f}" if n >= 100 else f"{n:.3g}" for n in counts)])
+    return Grid(["GPUs", "layout", "state, GB", "gathered, GB", "exchanged, kB a token"], rows, code=False, labels=2)

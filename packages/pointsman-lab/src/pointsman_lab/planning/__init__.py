@@ -1,1 +1,0 @@
-"""What a layout of a training job will cost, before anyone pays for it."""
