@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -110,18 +111,32 @@ def test_bad_arguments() -> None:
 @pytest.mark.slow
 def test_the_contract_as_tests() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "pointsman.testing.plugin", "-p", "no:xdist"]
-    words = ["--pyargs", "pointsman.testing", "--router", "smoe:gate=sigmoid", "-k", "bad_input or shapes"]
+    words = ["--pyargs", "pointsman.testing", "--pointsman-router", "smoe:gate=sigmoid", "-k", "bad_input or shapes"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
 
 
+def test_a_project_may_have_options_of_its_own_called_router_and_import(tmp_path: Path) -> None:
+    options = "".join(f"    parser.addoption({name!r})\n" for name in ("--router", "--import"))
+    (tmp_path / "conftest.py").write_text(f"def pytest_addoption(parser):\n{options}")
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(request):\n    assert request.config.getoption('--router') == 'a'\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "pointsman.testing.plugin", "-p", "no:xdist", "-q"]
+    done = subprocess.run([*command, "--router", "a"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "name the router to test, as in --router smoe"),
-        ({"--router": ["smo"]}, "did you mean 'smoe'"),
-        ({"--router": ["smoe"], "router_imports": ["nowhere.py"]}, "--import 'nowhere.py': there is no such file"),
+        ({}, "name the router to test, as in --pointsman-router smoe"),
+        ({"--pointsman-router": ["smo"]}, "did you mean 'smoe'"),
+        (
+            {"--pointsman-router": ["smoe"], "--pointsman-import": ["no.py"]},
+            "--pointsman-import 'no.py': there is no such",
+        ),
     ],
 )
 def test_bad_flags_of_pytest(options: dict[str, list[str]], says: str) -> None:

@@ -1,4 +1,4 @@
-"""The contract as tests: `pytest --pyargs pointsman.testing --router SPEC`."""
+"""The contract as tests: `pytest --pyargs pointsman.testing --pointsman-router SPEC`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pointsman.testing.contract import CHECKS, Check, check_spec
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    specs = metafunc.config.getoption("--router")
+    specs = metafunc.config.getoption("--pointsman-router")
     if not specs:
-        raise pytest.UsageError("pointsman.testing: name the router to test, as in --router smoe")
+        raise pytest.UsageError("pointsman.testing: name the router to test, as in --pointsman-router smoe")
     try:
-        for name in metafunc.config.getoption("router_imports"):
+        for name in metafunc.config.getoption("--pointsman-import"):
             import_routers(name)
         for spec in specs:
             check_spec(spec)
     except ValueError as mistake:
-        raise pytest.UsageError(str(mistake)) from None
+        raise pytest.UsageError(str(mistake).replace("--import", "--pointsman-import")) from None
     metafunc.parametrize("spec", specs)
     metafunc.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 
