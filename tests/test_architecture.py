@@ -26,7 +26,7 @@ ROOMS = {
     ),
     "pointsman_lab": (
         "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",
-        "planning", "diagnosis", "cli", "__main__",
+        "exam", "planning", "diagnosis", "cli", "__main__",
     ),
 }  # fmt: skip
 """From the ground up."""

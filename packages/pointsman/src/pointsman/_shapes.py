@@ -43,6 +43,13 @@ SHAPES: dict[str, Any] = {
         "map": {"indices": [int], "top_k": int, "layers": dict, "method": str},
         "history": {"top_k": int, "checkpoints": [{"step": int, "layers": {"*": dict}}]},
     },
+    "exam.json": {"version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str]},
+    "exam-*.json": {
+        "row!": str, "tried!": [[str | float | int | None]], "chosen": {"spec!": str, "rate!": float}, "refused": str,
+        "runs!": {"*": {
+            "value!": MAYBE, "curve!": [[MAYBE]], "ami": float, "used": int, "cost": float, "confusion": [[int]],
+        }},
+    },
     "audit.json": dict,
     "start.json": dict,
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},

@@ -18,6 +18,7 @@ from pointsman.parallel.launch import STORE, end_with_launcher
 COMMANDS = {
     "compare": "train several routers with equal settings and compare them",
     "train": "train one model, from flags or from a paper's recipe",
+    "exam": "examine routers on tasks whose best routing is known",
     "evaluate": "evaluate a run at every k",
     "finetune": "fine-tune a run on a classification task",
     "diagnose": "routing diagnostics of a run or a model",

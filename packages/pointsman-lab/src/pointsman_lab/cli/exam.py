@@ -1,0 +1,103 @@
+"""`pointsman exam`: a report card of routers on tasks whose best routing is known."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.options import Parser, whole, words
+from pointsman_lab.cli.progress import Display, stop_on_signals
+
+if TYPE_CHECKING:
+    from pointsman_lab.exam.exam import Plan
+
+EPILOG = """examples:
+  pointsman exam mine.py --quick                     # the routers that mine.py registers; 4 tasks, 2 seeds
+  pointsman exam mine.py --out runs/exam             # all tasks, 8 seeds
+  pointsman exam xmoe,loss-free:rate=0.01 --tasks clusters,zipf
+  pointsman exam all --again                         # every registered router, nothing taken from the record
+
+Oracle, plain, dense, hash and thor are rows of every exam. Rows that the package's record knows are taken from it,
+unless --again trains them too. Score: (plain - row) / (plain - oracle). After an interruption the same command
+continues.
+"""
+QUICK_SEEDS = 2
+
+
+def parser() -> Parser:
+    flags = Parser("exam", "Examine routers on tasks whose best routing is known.", EPILOG)
+    flags.add_argument("routers", metavar="ROUTERS|FILE.py", help="specs (A,B,C), a file that registers some, or all")
+    flags.add_argument("--tasks", type=words, metavar="A,B,C", help="which tasks (default: all)")
+    flags.add_argument("--seeds", default=8, help="how many seeds (default: 8)")
+    flags.add_argument("--quick", action="store_true", help="4 tasks and 2 seeds: about two minutes")
+    flags.add_argument("--jobs", type=whole(1), metavar="N", help="processes, one thread each (default: the cores)")
+    flags.add_argument("--again", action="store_true", help="train also what the record knows")
+    flags.common("the exam's directory (default: runs/exam, or runs/exam-quick)", "")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    flags = parser()
+    values = flags.read(arguments)
+    if values.quick:
+        flags.without_effect(values, ["--tasks", "--seeds"], "with --quick, which has its own")
+    if values.device not in (None, "cpu"):
+        raise RunError(f"pointsman exam: --device {values.device}: the exam runs on the CPU")
+    from pointsman.parallel.launch import available_cores
+    from pointsman_lab.exam.card import Card, write_card
+    from pointsman_lab.exam.exam import collect, examine
+
+    plan = plan_of(values)
+    out = values.out or Path("runs") / ("exam-quick" if values.quick else "exam")
+    with Display() as display, stop_on_signals() as stop:
+        whole_plan = examine(
+            plan, out, jobs=values.jobs or available_cores(), progress=display, ended=lambda: None, stop=stop
+        )
+    card = Card(whole_plan.tasks, collect(whole_plan, out), tuple(plan.rows))
+    page = write_card(card, out)
+    card.print()
+    print(f"\npage: {page}", file=sys.stderr)
+    return 0
+
+
+def plan_of(values: argparse.Namespace) -> Plan:
+    """What the flags ask for."""
+    from pointsman.routers.frame.elsewhere import import_routers
+    from pointsman.routers.frame.registry import list_mixers, list_routers
+    from pointsman_lab.exam.exam import ALWAYS, Plan
+    from pointsman_lab.exam.registry import QUICK, tasks
+
+    imports = list(values.imports)
+    if values.routers.endswith(".py"):
+        before = set(list_routers())
+        imports.append(import_routers(values.routers))
+        rows = [name for name in list_routers() if name not in before]
+        if not rows:
+            mixers = ", ".join(f"smoe+{name}" for name in list_mixers())
+            raise RunError(f"{values.routers} registers no router but a mixer; name specs instead, as {mixers}")
+    elif values.routers == "all":
+        rows = [*list_routers(), *MORE]
+    else:
+        rows = words_of(values.routers)
+    named = tasks(list(QUICK) if values.quick else values.tasks)
+    seeds = QUICK_SEEDS if values.quick else int(values.seeds)
+    every = tuple(dict.fromkeys([*ALWAYS, *rows]))
+    return Plan(every, tuple(one.name for one in named), seeds, tuple(imports), values.again)
+
+
+MORE = (
+    "smoe:balance=0.01", "smoe+similarity", "smoe+uniform", "smoe+shuffled", "loss-free+similarity",
+    "xmoe+similarity", "loss-free:nulls=8", "smoe:gate=sigmoid",
+)  # fmt: skip
+"""Rows of `all` besides every router with its defaults."""
+
+
+def words_of(text: str) -> list[str]:
+    try:
+        return words(text)
+    except argparse.ArgumentTypeError as error:
+        raise RunError(f"pointsman exam: {error}") from None

@@ -1,0 +1,170 @@
+"""The report card: the table in four forms and on a terminal, and one page with a heat map whose cells open."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pointsman._files import write_whole
+from pointsman._grid import NONE, Grid
+from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
+from pointsman_lab.exam.student import ROWS
+from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
+from pointsman_lab.report.page import fill
+
+COLUMNS = ("task", "router", "seed", "value", "score", "regret", "ami", "experts_used", "experts_per_token", "rate",
+           "tuned")  # fmt: skip
+LEVELS = (0.2, 0.4, 0.6, 0.8, 0.95)
+"""Scores at which the colour changes."""
+SHADES = ("red", "dark_orange", "yellow", "green_yellow", "green", "bold green")
+CELL = 7  # columns of a terminal
+
+
+class Card(Forms):
+    """What an exam has found.
+
+    Args:
+        tasks: names, in order.
+        cells: (task, row) -> what `cell.read_cell` gives.
+        rows: in the table's order.
+    """
+
+    file = "exam"
+
+    def __init__(self, tasks: Sequence[str], cells: Cells, rows: Sequence[str]) -> None:
+        self.tasks, self.cells = tasks, cells
+        self.rows = [row for row in rows if any((task, row) in cells for task in tasks)]
+
+    def score(self, task: str, row: str) -> float | None:
+        found = scores(self.cells, task, row)
+        return statistics.fmean(found.values()) if found else None
+
+    def text_of(self, task: str, row: str) -> str:
+        """Mean score, and half of its interval from three seeds on; "refused" where the router cannot take the task."""
+        if "refused" in self.cells.get((task, row), {}):
+            return "refused"
+        found = list(scores(self.cells, task, row).values())
+        if not found:
+            return NONE
+        half = Paired(found).half
+        told = f"{statistics.fmean(found):.2f}"
+        return f"{told} ± {half:.2f}" if half is not None and len(found) >= LEAST_SEEDS else told
+
+    def shown_grids(self) -> Sequence[Grid]:
+        caption = "Score: (plain - row) / (plain - oracle), mean over seeds ± half of its 95 % interval."
+        rows = [[row, *(self.text_of(task, row) for task in self.tasks)] for row in self.rows]
+        return [Grid(["router", *self.tasks], rows, caption=caption)]
+
+    def csv(self) -> str:
+        out = io.StringIO()
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n", restval=NONE)
+        writer.writeheader()
+        for task in self.tasks:
+            for row in self.rows:
+                cell = self.cells.get((task, row), {})
+                found, above = scores(self.cells, task, row), regret(self.cells, task, row)
+                for seed, value in values(self.cells, task, row).items():
+                    run, choice = cell["runs"][str(seed)], cell.get("chosen", {})
+                    writer.writerow(
+                        {
+                            "task": task, "router": row, "seed": seed, "value": value,
+                            "score": found.get(seed, NONE), "regret": above.get(seed, NONE),
+                            "ami": run.get("ami", NONE), "experts_used": run.get("used", NONE),
+                            "experts_per_token": run.get("cost", NONE), "rate": choice.get("rate", NONE),
+                            "tuned": choice.get("spec", NONE),
+                        }
+                    )  # fmt: skip
+        return out.getvalue()
+
+    def print(self) -> None:
+        """The table on a terminal, tasks by routers, in blocks that fit its width."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console()
+        first = max(len(task) for task in self.tasks) + 2
+        wide = max(1, (console.width - first - 2) // (CELL + 2))
+        shown = [row for row in self.rows if row not in ("oracle", "plain")]
+        for start in range(0, len(shown), wide):
+            block = shown[start : start + wide]
+            view = Table(box=None, padding=(0, 1), title=self.shown_grids()[0].caption if not start else None)
+            view.add_column("task", no_wrap=True)
+            for row in block:
+                view.add_column(row, justify="right", width=CELL, overflow="fold")
+            for task in self.tasks:
+                line = [self.score(task, row) for row in block]
+                cells = [Text(NONE if one is None else f"{one:.2f}", "dim" if one is None else SHADES[level(one)])
+                         for one in line]  # fmt: skip
+                view.add_row(task, *cells)
+            console.print(view)
+
+    def details(self) -> list[dict[str, Any]]:
+        """What a cell of the heat map opens, row by row."""
+        return [
+            {"row": row, "cells": [self._detail(f"c{i}-{j}", task, row) for j, task in enumerate(self.tasks)]}
+            for i, row in enumerate(self.rows)
+        ]
+
+    def _detail(self, name: str, task: str, row: str) -> dict[str, Any]:
+        cell = self.cells.get((task, row), {})
+        runs = cell.get("runs", {})
+        score = self.score(task, row)
+        found, above = scores(self.cells, task, row), regret(self.cells, task, row)
+        seeds = [
+            [str(seed), *(_number(one) for one in (value, found.get(seed), above.get(seed)))]
+            + [_number(runs[str(seed)].get(key)) for key in ("ami", "used", "cost")]
+            for seed, value in values(self.cells, task, row).items()
+        ]
+        first: Mapping[str, Any] = next((run for run in runs.values() if "curve" in run), {})
+        return {
+            "id": name, "task": task, "row": row, "text": self.text_of(task, row), "seeds": seeds,
+            "level": None if score is None else level(score), "refused": cell.get("refused"),
+            "chosen": cell.get("chosen"), "curve": polyline(first.get("curve", [])),
+            "confusion": shades(first.get("confusion", [])),
+            "ami": _number(mean_of_runs(self.cells, task, row, "ami")),
+            "diverged": sum(run["value"] is None for run in runs.values()),
+        }  # fmt: skip
+
+
+def level(score: float) -> int:
+    """Which of six colours."""
+    return sum(score >= one for one in LEVELS)
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4g}"
+
+
+def polyline(curve: Sequence[Sequence[float | None]], width: int = 240, height: int = 90) -> Mapping[str, str]:
+    """Points of an SVG polyline of [[step, value], ...], the values from 0 to the largest; empty without a curve."""
+    known = [(step, value) for step, value in curve if step is not None and value is not None]
+    if not known:
+        return {}
+    last, top = known[-1][0], max(*(value for _, value in known), 1e-9)
+    points = " ".join(f"{step / last * width:.1f},{height - max(value, 0) / top * height:.1f}" for step, value in known)
+    return {"points": points, "top": f"{top:.3g}", "steps": f"{last:g}"}
+
+
+def shades(confusion: Sequence[Sequence[int]]) -> list[list[tuple[int, str]]]:
+    """Share of each cluster (row) at each expert (column): how dark, 0 to 100, and in words."""
+    return [
+        [(round(100 * one / max(sum(row), 1)), f"cluster {i}, {'no expert' if j == len(row) - 1 else f'expert {j}'}: "
+          f"{one / max(sum(row), 1):.0%}") for j, one in enumerate(row)]
+        for i, row in enumerate(confusion)
+    ]  # fmt: skip
+
+
+def write_card(card: Card, out: Path) -> Path:
+    """Writes exam.txt, .csv, .md and .tex, and report.html; returns the page."""
+    card.write(out)
+    pages = [TASKS[task] for task in card.tasks]
+    caption = card.shown_grids()[0].caption
+    page = fill("exam.html.j2", tasks=pages, rows=card.details(), fixed=ROWS, caption=caption, levels=LEVELS)
+    return write_whole(out / "report.html", page)

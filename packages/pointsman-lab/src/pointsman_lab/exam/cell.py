@@ -1,0 +1,117 @@
+"""A cell of the table: a row on a task. Rate and open options are chosen first, on seeds of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pointsman._files import read_json, within, write_whole
+from pointsman.routers.frame.registry import parse_spec
+from pointsman_lab.exam.run import run
+from pointsman_lab.exam.student import ROWS
+from pointsman_lab.exam.task import Task
+from pointsman_lab.runs.paths import slug
+
+VERSION = 1
+"""Of tasks and training: figures of another version are not compared."""
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+TUNING_SEEDS = (1000, 1001)
+"""The first sees every choice, the second the best `KEPT` of them."""
+KEPT = 2
+
+OPEN = {
+    "similarity": ("tau", ("0.1", "1", "8")),
+    "hyperrouter": ("embed_dim", ("8", "32", "128")),
+    "xmoe": ("routing_dim", ("4", "16", "full")),
+    "loss-free": ("rate", ("0.001", "0.01")),
+    "hash": ("kind", ("random", "balanced")),
+    "top-p": ("tau", ("0.4", "0.8")),
+    "stable": ("stage_one", ("50", "200")),
+    "depths": ("share", ("0.125", "0.5", "1")),
+}
+"""Router or mixer -> the option that its paper leaves open, or that depends on the number of steps, and its choices."""
+
+
+def variants(row: str) -> list[str]:
+    """The row with each choice of an open option; the row itself where there is none, or where it says which."""
+    if row in ROWS:
+        return [row]
+    parsed = parse_spec(row)
+    for name, options in ((parsed.mixer, parsed.mixer_options), (parsed.router, parsed.options)):
+        if name in OPEN and OPEN[name][0] not in options:
+            option, choices = OPEN[name]
+            head, plus, tail = (row, "", "") if name == parsed.mixer else row.partition("+")
+            return [f"{head}:{option}={one}{plus}{tail}" for one in choices]
+    return [row]
+
+
+def path_of(out: Path, task: str, row: str) -> Path:
+    return within(out, "cells", task, f"exam-{slug(row)}.json")
+
+
+def read_cell(out: Path, task: str, row: str) -> dict[str, Any]:
+    """What a directory has of a cell: tried [[spec, rate, seed, value]], chosen {spec, rate}, runs {seed: result}."""
+    found = read_json(path_of(out, task, row)) or {}
+    return {"row": row, "tried": [], "runs": {}, **found}
+
+
+def is_whole(cell: dict[str, Any], seeds: int) -> bool:
+    return "refused" in cell or all(str(seed) in cell["runs"] for seed in range(seeds))
+
+
+def count(row: str, seeds: int) -> int:
+    """How many runs a cell takes."""
+    return len(RATES) + len(variants(row)) - 1 + KEPT + seeds
+
+
+def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None]) -> None:
+    """Does what is missing of a cell; every run that ends is kept, one that is interrupted starts anew.
+
+    Args:
+        check: called now and then; may raise, to stop.
+        told: after each run, how many the cell has.
+    """
+    cell = read_cell(out, task.name, row)
+
+    def keep() -> None:
+        write_whole(path_of(out, task.name, row), json.dumps(cell) + "\n")
+        told(len(cell["tried"]) + len(cell["runs"]))
+
+    def value(spec: str, rate: float, seed: int) -> float:
+        for one in cell["tried"]:
+            if one[:3] == [spec, rate, seed]:
+                return math.inf if one[3] is None else float(one[3])
+        found = run(task, spec, seed, rate, check)["value"]
+        cell["tried"].append([spec, rate, seed, found])
+        keep()
+        return math.inf if found is None else float(found)
+
+    try:
+        if "chosen" not in cell:
+            spec, rate = chosen(row, value)
+            cell["chosen"] = {"spec": spec, "rate": rate}
+        for seed in range(seeds):
+            if str(seed) not in cell["runs"]:
+                cell["runs"][str(seed)] = run(task, cell["chosen"]["spec"], seed, cell["chosen"]["rate"], check)
+                keep()
+    except ValueError as error:
+        cell["refused"] = " ".join(str(error).split())
+        keep()
+
+
+def chosen(row: str, value: Callable[[str, float, int], float]) -> tuple[str, float]:
+    """The spec and the rate with the least mean value on the tuning seeds.
+
+    All rates are tried with the first choice of an open option, the other choices at the best of these rates; the best
+    `KEPT` are tried on a second seed.
+    """
+    first, *others = variants(row)
+    found = {(first, rate): value(first, rate, TUNING_SEEDS[0]) for rate in RATES}
+    best = min(found, key=lambda one: found[one])[1]
+    found |= {(spec, best): value(spec, best, TUNING_SEEDS[0]) for spec in others}
+    kept = sorted(found, key=lambda one: found[one])[:KEPT]
+    return min(kept, key=lambda one: found[one] + value(one[0], one[1], TUNING_SEEDS[1]))

@@ -1,0 +1,167 @@
+"""An exam: rows and tasks in a directory that grows; what is known comes from the record of all routers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, Stopped
+from pointsman._files import alone, parse_json, read_json, write_whole
+from pointsman.routers.frame.elsewhere import import_routers
+from pointsman.routers.frame.registry import parse_spec
+from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
+from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.progress import Progress, Stop, check_stop
+from pointsman_lab.runs.compact import rounded
+from pointsman_lab.training.jobs import Work, do_all
+
+PLAN, RECORD = "exam.json", "record.jsonl"
+ALWAYS = ("oracle", "plain", "dense", "hash", "thor")
+"""Rows of every exam."""
+
+Cells = Mapping[tuple[str, str], Mapping[str, Any]]
+"""(task, row) -> what `cell.read_cell` gives."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a directory holds or will hold.
+
+    Attributes:
+        rows: of `student.ROWS`, and router specs.
+        tasks: names.
+        seeds: how many.
+        imports: modules and files that register routers.
+        again: whether rows that the record knows are trained, too.
+    """
+
+    rows: tuple[str, ...]
+    tasks: tuple[str, ...]
+    seeds: int
+    imports: tuple[str, ...] = ()
+    again: bool = False
+
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """(task, row), task by task, those first that all scores need."""
+        first = [row for row in ("oracle", "plain") if row in self.rows]
+        return [(task, row) for task in self.tasks for row in dict.fromkeys([*first, *self.rows])]
+
+
+def record() -> dict[tuple[str, str], dict[str, Any]]:
+    """The committed record of this version of the exam: (task, row) -> cell."""
+    file = resources.files("pointsman_lab.exam") / RECORD
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    entries = [parse_json(line) for line in lines]
+    return {(one["task"], one["row"]): one for one in entries if one["version"] == VERSION}
+
+
+def written_record(cells: Cells) -> str:
+    """`record`'s file: four digits, and of curves and confusions those of the first seed."""
+
+    def entry(task: str, row: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+        runs = {seed: {key: value for key, value in run.items() if seed == "0" or key not in ("curve", "confusion")}
+                for seed, run in cell["runs"].items()}  # fmt: skip
+        kept = {key: cell[key] for key in ("chosen", "refused") if key in cell}
+        return {"version": VERSION, "task": task, "row": row, **kept, "runs": runs}
+
+    entries = [rounded(entry(*place, cell)) for place, cell in cells.items()]
+    return "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in entries)
+
+
+def merged(plan: Plan, out: Path) -> Plan:
+    """The plan together with what the directory holds already.
+
+    Raises:
+        RunError: it holds something else, or an exam of another version.
+    """
+    before = read_json(out / PLAN)
+    if before is None:
+        if out.exists() and any(not entry.name.startswith(".") for entry in out.iterdir()):
+            raise RunError(f"{out} is not empty and holds no exam; choose another --out")
+        return plan
+    if before["version"] != VERSION:
+        raise RunError(f"{out} holds version {before['version']} of the exam, this is {VERSION}; choose another --out")
+    return replace(
+        plan,
+        rows=tuple(dict.fromkeys([*before["rows"], *plan.rows])),
+        tasks=tuple(name for name in TASKS if name in {*before["tasks"], *plan.tasks}),
+        seeds=max(before["seeds"], plan.seeds),
+        imports=tuple(dict.fromkeys([*before.get("imports", ()), *plan.imports])),
+    )
+
+
+def examine(
+    plan: Plan, out: Path, *, jobs: int, progress: Progress, ended: Callable[[], None], stop: Stop | None = None
+) -> Plan:
+    """Trains what is missing; returns the plan of the whole directory.
+
+    Args:
+        jobs: how many cells at a time, each in one thread; any number gives the same bits.
+        ended: called after each cell.
+
+    Raises:
+        RunError: the directory holds something else, or another process works in it.
+        Stopped: `stop` was set; every run that ended is kept.
+    """
+    for row in plan.rows:
+        if row not in ("oracle", "plain", "dense"):
+            parse_spec(row)
+    whole = merged(plan, out)
+    with alone(out):
+        values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
+        write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports}, indent=2) + "\n")
+        known = {} if plan.again else record()
+        todo = [
+            place for place in plan.cells
+            if not is_whole(read_cell(out, *place), plan.seeds)
+            and not (place in known and is_whole(known[place], plan.seeds))
+        ]  # fmt: skip
+
+        def begins(number: int, line: Progress) -> None:
+            line.title = f"{number + 1}/{len(todo)} {' '.join(todo[number])}"
+
+        setup = partial(worker, out, plan.seeds, plan.imports)
+        do_all(
+            todo, setup, setup, jobs, progress=progress, begins=begins, ended=lambda _: ended(), stop=stop
+        )  # fmt: skip
+    return whole
+
+
+def worker(out: Path, seeds: int, imports: Sequence[str]) -> Work:
+    """What does a cell in a process of its own."""
+    for name in imports:
+        import_routers(name)
+
+    def work(place: tuple[str, str], progress: Progress, stop: Stop | None) -> None:
+        task, row = place
+
+        def check() -> None:
+            try:
+                check_stop(stop)
+            except Stopped:
+                raise Stopped("stopped; every run that ended is kept: the same command goes on") from None
+
+        before = read_cell(out, task, row)
+        progress.phase("runs", count(row, seeds), len(before["tried"]) + len(before["runs"]))
+        fill(TASKS[task], row, seeds, out, check, lambda done: progress.advance(done, {}))
+
+    return work
+
+
+def collect(plan: Plan, out: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The cells that have runs: of the directory, and where it has none, of the record."""
+    known = {} if plan.again else record()
+    found = {}
+    for place in plan.cells:
+        cell = read_cell(out, *place)
+        if not cell["runs"] and "refused" not in cell:
+            cell = known.get(place, cell)
+        if cell["runs"] or "refused" in cell:
+            found[place] = cell
+    return found

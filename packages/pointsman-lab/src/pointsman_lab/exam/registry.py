@@ -1,0 +1,41 @@
+"""The tasks by name."""
+
+from __future__ import annotations
+
+from pointsman._errors import did_you_mean
+from pointsman_lab.exam import clusters, parts, sequences
+from pointsman_lab.exam.task import Task
+
+TASKS: dict[str, Task] = {
+    one.name: one
+    for one in (
+        clusters.Clusters(),
+        clusters.Many(),
+        parts.Fine(),
+        clusters.Zipf(),
+        clusters.Norms(),
+        clusters.Collapse(),
+        sequences.Neighbours(),
+        sequences.NeighboursCausal(),
+        clusters.Outliers(),
+        parts.Amount(),
+        parts.AnyK(),
+        parts.AnyKGrowing(),
+        clusters.Nothing(),
+        clusters.Drift(),
+        sequences.Ids(),
+        clusters.Freeze(),
+        sequences.Sources(),
+        sequences.SourcesSwitching(),
+        clusters.Teacher(),
+    )
+}
+QUICK = ("clusters", "zipf", "norms", "neighbours")
+
+
+def tasks(names: list[str] | None) -> list[Task]:
+    """The named tasks, or all of them; ValueError names the nearest."""
+    for name in names or ():
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name!r}: {did_you_mean(name, TASKS)}")
+    return [TASKS[name] for name in names or TASKS]

@@ -1,0 +1,138 @@
+"""One run: a row trained on a task with one seed and one learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pointsman import MoE, Routing, add_losses, step_end
+from pointsman_lab.exam.measures import (
+    adjusted_mutual_information,
+    experts_per_token,
+    heaviest,
+    table,
+    used,
+)
+from pointsman_lab.exam.student import Student
+from pointsman_lab.exam.task import BLOCK, Batch, Task, World
+
+WARM_UP = 20  # steps
+POINTS = 10  # of the learning curve
+DEAREST = 1.05
+"""A router with more than this times `top_k` experts a token is judged at a lower k, where a task has a `cap`."""
+
+
+def rate_at(task: Task, step: int) -> float:
+    """The factor of the learning rate: a warm-up, then in each cycle constant, and half a cosine down to 0."""
+    length = task.steps / task.cycles
+    place = (step % length) / length
+    decay = max(0.0, place - task.flat) / (1 - task.flat)
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * decay))
+
+
+def parameter_groups(student: Student, rate: float) -> list[dict[str, Any]]:
+    """Trained parameters; those of a router have the rate times its `lr_scale`."""
+    router = list(student.layer.router.parameters()) if isinstance(student.layer, MoE) else []
+    of_router = {id(parameter) for parameter in router}
+    scale = student.layer.router.lr_scale if isinstance(student.layer, MoE) else 1.0
+    others = [one for one in student.parameters() if id(one) not in of_router]
+    groups = [(others, rate), ([one for one in router if one.requires_grad], rate * scale)]
+    return [{"params": members, "lr": lr, "initial": lr} for members, lr in groups if members]
+
+
+def objective(task: Task, student: Student, batch: Batch, k: int | None) -> torch.Tensor:
+    """The loss of a step with the router's own losses; of THOR that of two passes and of their distance."""
+    output, _ = student(batch, k)
+    loss = task.loss(output, batch)
+    router = student.layer.router if isinstance(student.layer, MoE) else None
+    if router is None:
+        return loss
+    if router.objective == "consistency":
+        other, _ = student(batch, k)
+        distance = task.loss(output, batch._replace(targets=other)) if output.shape == batch.targets.shape else 0.0
+        loss = (loss + task.loss(other, batch) + router.objective_weight * distance) / 2
+    return add_losses(loss, student.layer)
+
+
+def judged(task: Task, student: Student, test: Batch, world: World) -> tuple[float, Routing | None]:
+    """The value on test data, and the routing."""
+    student.eval()
+    with torch.no_grad():
+        if task.judged_at:
+            values, routings = zip(*(_at(task, student, test, k) for k in task.judged_at), strict=True)
+            found = sum(values) / len(values), routings[-1]
+        else:
+            found = _at(task, student, test, None)
+            k = task.cap
+            while k and found[1] is not None and experts_per_token(found[1]) > DEAREST * task.top_k and k > 1:
+                k -= 1
+                found = _at(task, student, test, k)
+    student.train()
+    return found
+
+
+def _at(task: Task, student: Student, test: Batch, k: int | None) -> tuple[float, Routing | None]:
+    output, routing = student(test, k)
+    return task.value(output, test), routing
+
+
+def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Trains and judges.
+
+    Args:
+        row: one of `student.ROWS`, or a router spec.
+        seed: of data and initial weights.
+        rate: the learning rate.
+        check: called now and then; may raise, to stop.
+
+    Returns:
+        value (the primary measure; None where it is not finite), curve [[step, value], ...], and of routed rows ami,
+        used, cost (experts a token) and confusion (clusters x experts, the last column is none).
+
+    Raises:
+        ValueError: the router cannot take this task.
+    """
+    world = task.world(seed)
+    student = Student(task, row, seed)
+    groups = parameter_groups(student, rate)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = torch.optim.Adam(groups, fused=True)
+    torch.manual_seed(seed)  # what routers draw
+    curve: dict[int, float] = {}
+    every = task.steps // POINTS
+    for step in range(task.steps):
+        if step % BLOCK == 0:
+            check()
+            block = task.block(world, seed, step)
+        if step and step % (task.steps // task.cycles) == 0:
+            optimizer.state.clear()  # a training of its own: its first steps move nothing by momentum of before
+        for group in groups:
+            group["lr"] = group["initial"] * rate_at(task, step)
+        loss = objective(task, student, block.at(step % BLOCK), task.k_at(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        step_end(student)
+        if (step + 1) % every == 0 and step + 1 < task.steps:
+            curve[step + 1] = judged(task, student, task.test(world, seed, (step + 1) / task.steps), world)[0]
+    test = task.test(world, seed)
+    curve[task.steps], routing = judged(task, student, test, world)
+    value = task.judge(curve)
+    result: dict[str, Any] = {
+        "value": value if math.isfinite(value) else None,
+        "curve": [[step, one if math.isfinite(one) else None] for step, one in curve.items()],
+    }
+    if routing is not None:
+        clusters = int(test.cluster.max()) + 1
+        counts = table(test.cluster, heaviest(routing), clusters, task.experts + 1)
+        result |= {
+            "ami": adjusted_mutual_information(counts),
+            "used": used(routing),
+            "cost": experts_per_token(routing),
+            "confusion": counts.tolist(),
+        }
+    return result

@@ -1,0 +1,250 @@
+"""The exam: measures against sklearn, data from (task, seed, step), floors, scores, interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pointsman._errors import RunError, Stopped
+from pointsman_lab.cli.main import main
+from pointsman_lab.exam import cell as cells_module
+from pointsman_lab.exam.card import Card, write_card
+from pointsman_lab.exam.cell import chosen, fill, read_cell, variants
+from pointsman_lab.exam.exam import ALWAYS, Plan, collect, examine, written_record
+from pointsman_lab.exam.measures import adjusted_mutual_information
+from pointsman_lab.exam.registry import QUICK, TASKS, tasks
+from pointsman_lab.exam.run import rate_at, run
+from pointsman_lab.exam.scores import accept, difference, scores
+from pointsman_lab.exam.student import Student
+from pointsman_lab.exam.task import BLOCK, Task, applied
+from pointsman_lab.progress import Quiet
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Task:
+    """`clusters` with few steps."""
+    monkeypatch.setattr(type(TASKS["clusters"]), "steps", 20)
+    monkeypatch.setattr(cells_module, "RATES", (1e-3, 1e-2))
+    return TASKS["clusters"]
+
+
+def never() -> None:
+    return
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (3, 9), (1, 4), (1, 1), (32, 8)])
+def test_mutual_information_is_that_of_sklearn(shape: tuple[int, int]) -> None:
+    from sklearn.metrics import adjusted_mutual_info_score
+
+    draw = np.random.default_rng(0)
+    first, second = draw.integers(shape[0], size=500), draw.integers(shape[1], size=500)
+    second = np.where(draw.random(500) < 0.5, first % shape[1], second)
+    counts = np.zeros(shape, dtype=np.int64)
+    np.add.at(counts, (first, second), 1)
+    assert adjusted_mutual_information(counts) == pytest.approx(adjusted_mutual_info_score(first, second), abs=1e-9)
+
+
+def test_maps_are_applied_to_the_rows_that_name_them() -> None:
+    draw = torch.Generator().manual_seed(0)
+    maps, rows = torch.randn(5, 4, 4, generator=draw), torch.randn(3, 7, 4, generator=draw)
+    which = torch.randint(5, (3, 7), generator=draw)
+    assert torch.allclose(applied(maps, which, rows), torch.einsum("btd,btde->bte", rows, maps[which]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_data_depends_on_task_seed_and_step_alone(name: str) -> None:
+    task = TASKS[name]
+    world = task.world(0)
+    first = task.block(world, 0, BLOCK)
+    torch.rand(3)
+    assert all(torch.equal(a, b) for a, b in zip(first, task.block(task.world(0), 0, BLOCK), strict=True))
+    assert not torch.equal(first.inputs, task.block(world, 0, 0).inputs)
+    assert not torch.equal(first.inputs, task.block(task.world(1), 1, BLOCK).inputs)
+    assert first.inputs.shape[:3] == (BLOCK, task.batch, task.length)
+    assert first.experts.shape == first.shares.shape
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("sources")])
+def test_the_true_experts_make_the_targets(name: str) -> None:
+    task = TASKS[name]
+    world = task.world(0)
+    batch = task.test(world, 0)
+    parts = world.get("parts")
+    if parts is None:
+        output = torch.stack([applied(world["maps"], one.clamp_min(0), batch.inputs) * (one >= 0)[..., None]
+                              for one in batch.experts.unbind(-1)])  # fmt: skip
+        output = (output * batch.shares.movedim(-1, 0)[..., None]).sum(0)
+    else:
+        output = sum(batch.shares[..., j, None] * applied(parts[:, j], batch.cluster, batch.inputs)
+                     for j in range(parts.shape[1]))  # fmt: skip
+    assert task.value(output, batch) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["sources", "sources-switching"])
+def test_text_follows_its_chains(name: str) -> None:
+    task = TASKS[name]
+    world = task.world(0)
+    batch = task.test(world, 0)
+    chains = world["chains"]
+    own = -chains[batch.cluster, batch.ids, batch.targets].log()
+    assert torch.allclose(own, batch.weight)
+    assert task.value(chains.log()[batch.cluster, batch.ids], batch) == pytest.approx(0, abs=1e-6)
+    switches = (batch.cluster.diff(dim=1) != 0).float().mean()
+    assert switches == 0 if name == "sources" else 0.03 < switches < 0.08
+
+
+def test_the_floor_of_any_k_is_what_the_true_parts_leave() -> None:
+    task = TASKS["any-k"]
+    world = task.world(0)
+    batch = task.test(world, 0)
+    found = []
+    for k in task.judged_at:
+        parts = range(min(k, 4))
+        output = sum(batch.shares[..., j, None] * applied(world["parts"][:, j], batch.cluster, batch.inputs)
+                     for j in parts)  # fmt: skip
+        found.append(task.value(output, batch))
+    assert sum(found) / len(found) == pytest.approx(task.least(world), rel=0.05)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_trains_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TASKS[name]), "steps", 20)
+    for row in ("oracle", "plain", "smoe"):
+        found = run(TASKS[name], row, 0, 1e-3)
+        assert found["value"] is not None
+        assert ("confusion" in found) == (row != "plain")
+        assert row != "oracle" or found["ami"] > 0.6
+
+
+def test_rows_have_the_same_experts_and_a_run_repeats(short: Task) -> None:
+    first, second = Student(short, "smoe", 3).layer.experts, Student(short, "xmoe", 3).layer.experts
+    oracle = Student(short, "oracle", 3).layer
+    assert torch.equal(first.w_in, second.w_in)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(first.w_in, oracle.w_in)  # type: ignore[union-attr, arg-type]
+    assert run(short, "noisy-topk", 1, 1e-2) == run(short, "noisy-topk", 1, 1e-2)
+
+
+def test_a_router_that_looks_ahead_is_refused_where_order_counts(tmp_path: Path) -> None:
+    fill(TASKS["sources"], "expert-choice", 1, tmp_path, never, lambda _: None)
+    assert "later tokens" in read_cell(tmp_path, "sources", "expert-choice")["refused"]
+
+
+def test_the_rate_decays_in_each_cycle() -> None:
+    task = TASKS["freeze"]
+    assert rate_at(task, 150) == pytest.approx(0.5)
+    assert rate_at(task, 299) < 1e-3 < rate_at(task, 320)
+    assert rate_at(TASKS["drift"], 440) == 1
+
+
+def test_the_rate_is_chosen_on_seeds_of_its_own() -> None:
+    asked: list[tuple[str, float, int]] = []
+
+    def value(spec: str, rate: float, seed: int) -> float:
+        asked.append((spec, rate, seed))
+        return abs(rate - 1e-2) + (0 if spec.endswith("tau=8") else 1)
+
+    assert chosen("smoe+similarity", value) == ("smoe+similarity:tau=8", 1e-2)
+    assert {seed for _, _, seed in asked} == set(cells_module.TUNING_SEEDS)
+    assert len(asked) == cells_module.count("smoe+similarity", 0)
+
+
+def test_open_options_are_tried_unless_the_spec_says_one() -> None:
+    assert variants("smoe") == ["smoe"]
+    assert variants("oracle") == ["oracle"]
+    assert variants("smoe+similarity:tau=1") == ["smoe+similarity:tau=1"]
+    assert variants("xmoe+uniform")[0] == "xmoe:routing_dim=4+uniform"
+
+
+def test_an_interrupted_cell_goes_on_bit_for_bit(short: Task, tmp_path: Path) -> None:
+    fill(short, "smoe", 2, tmp_path / "whole", never, lambda _: None)
+    calls = 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise Stopped("stopped")
+
+    with pytest.raises(Stopped):
+        fill(short, "smoe", 2, tmp_path / "broken", stop, lambda _: None)
+    assert len(read_cell(tmp_path / "broken", "clusters", "smoe")["tried"]) == 3
+    fill(short, "smoe", 2, tmp_path / "broken", never, lambda _: None)
+    assert read_cell(tmp_path / "broken", "clusters", "smoe") == read_cell(tmp_path / "whole", "clusters", "smoe")
+
+
+def made(values: dict[str, list[float]], task: str = "clusters") -> dict[tuple[str, str], dict[str, Any]]:
+    return {(task, row): {"runs": {str(seed): {"value": one} for seed, one in enumerate(found)}}
+            for row, found in values.items()}  # fmt: skip
+
+
+def test_a_score_is_paired_by_seed() -> None:
+    cells = made({"plain": [1.0, 0.5], "oracle": [0.0, 0.1], "smoe": [0.5, 0.1], "xmoe": [0.5]})
+    assert scores(cells, "clusters", "smoe") == {0: 0.5, 1: 1.0}
+    assert scores(cells, "clusters", "xmoe") == {0: 0.5}
+    assert difference(cells, "clusters", "smoe", "xmoe").values == [0.0]
+
+
+def test_a_task_stays_by_one_rule() -> None:
+    near = [0.001 * seed for seed in range(8)]
+    good = {"oracle": [0.001] * 8, "plain": [0.4] * 8, "smoe": [0.1 + one for one in near], "xmoe": [0.3] * 8}
+    assert accept(made(good), "clusters", list(good))["accepted"]
+    assert not accept(made({**good, "oracle": [0.1] * 8}), "clusters", list(good))["near"]
+    assert not accept(made({**good, "plain": [0.009] * 8}), "clusters", list(good))["apart"]
+    assert accept(made({**good, "xmoe": [0.1 + one for one in near]}), "clusters", list(good))["differ"] is None
+
+
+def test_an_exam_writes_tables_and_a_page(short: Task, tmp_path: Path) -> None:
+    plan = Plan((*ALWAYS, "smoe"), ("clusters",), 1, again=True)
+    whole = examine(plan, tmp_path, jobs=1, progress=Quiet(), ended=never)
+    found = collect(whole, tmp_path)
+    card = Card(whole.tasks, found, whole.rows)
+    page = write_card(card, tmp_path).read_text()
+    assert "nan" not in page.lower().split("<body>")[1]
+    assert "http" not in page.split("<body>")[1]
+    assert {file.name for file in tmp_path.glob("exam.*")} == {
+        "exam.json",
+        "exam.txt",
+        "exam.csv",
+        "exam.md",
+        "exam.tex",
+    }
+    entry = json.loads(written_record(found).splitlines()[0])
+    assert (entry["task"], entry["row"]) == ("clusters", "oracle")
+    with pytest.raises(RunError, match="holds no exam"):
+        examine(plan, tmp_path.parent, jobs=1, progress=Quiet(), ended=never)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["smoe", "--tasks", "cluster"], "did you mean 'clusters'"),
+        (["smo"], "did you mean 'smoe'"),
+        (["smoe", "--quick", "--seeds", "3"], "--seeds has no effect with --quick"),
+        (["nowhere.py"], "there is no such file"),
+        (["smoe", "--device", "cuda"], "runs on the CPU"),
+        (["smoe,,xmoe"], "an empty name"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exam", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_quick_tasks_are_tasks() -> None:
+    assert [one.name for one in tasks(list(QUICK))] == list(QUICK)
