@@ -1,26 +1,28 @@
 """claims.md: each claim of the papers beside a paired test, a control and a verdict; made from comparison directories.
 
-`claims_file.py` says how claims are written.
+`claims_file.py` says how claims are written, `inference.py` how they are judged.
 """
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_json, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman._shapes import check_shape
-from pointsman_lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
+from pointsman_lab.report.intervals import LEAST_SEEDS
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
-from tools.results.claims_file import CLAIMS, Claim, read_claims
+from tools.results.claims_file import CLAIMS, Claim, Family, read_claims
+from tools.results.inference import Judged, Prior, judge
 
-HEADER = ("claim", "where", "test", "difference", "seeds", "control", "verdict")
+HEADER = ("claim", "where", "test", "difference", "seeds", "p", "control", "verdict")
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,44 @@ class Tested:
     """A claim with its figures.
 
     Attributes:
-        difference: row minus base, in printed units; of timings the ratio of the two minus the limit.
-        control: row minus control; None where the claim names none.
+        values: row minus base, in printed units, one a seed; of timings the ratio of the two minus the limit.
+        control: row minus control, likewise; None where the claim names none.
         unit: of both.
+        seeds: how many seeds its family asks for.
+        judged: the tests of the difference, corrected for the family; None where seeds are missing.
     """
 
     claim: Claim
-    difference: Paired
-    control: Paired | None
+    values: Sequence[float]
+    control: Sequence[float] | None
     unit: str
+    seeds: int
+    judged: Judged | None = None
 
     @property
     def verdict(self) -> str:
-        """holds, does not hold, not told apart, or not run."""
-        seeds = len(self.difference.values)
-        if seeds < LEAST_SEEDS:
-            return f"not run ({seeds} of {LEAST_SEEDS} seeds)" if seeds else "not run"
-        if not self.difference.sign:
-            return "not told apart"
-        return "holds" if self.difference.sign == (-1 if self.claim.expected == "less" else 1) else "does not hold"
+        """holds, does not hold, equivalent, undecided, or not run."""
+        if self.judged is None:
+            return f"not run ({len(self.values)} of {self.seeds} seeds)" if self.values else "not run"
+        return self.judged.verdict(self.claim.expected)
+
+    @property
+    def verdict_text(self) -> str:
+        """The verdict with what it rests on."""
+        if self.judged is None or self.verdict in ("holds", "does not hold"):
+            return f"**{self.verdict}**"
+        if self.verdict == "equivalent":
+            return f"**equivalent** within {self.judged.margin:g}"
+        more = self.judged.more_seeds
+        needs = f"needs {more:,} more" if more < 1000 else "needs over 1,000 more"
+        return f"**undecided**: sees {self.judged.smallest:.3f}; {needs} seeds to see {self.judged.margin:g}"
+
+    @property
+    def figure(self) -> str:
+        """`-0.123 ± 0.045 bits`: the mean and half of its 95 % interval, that of this comparison alone."""
+        if not self.values:
+            return NONE
+        return f"{interval(self.values, self.judged)} {self.unit}".strip()
 
     @property
     def test(self) -> str:
@@ -59,13 +80,18 @@ class Tested:
 
     @property
     def against_control(self) -> str:
-        """The same against the control, in words."""
+        """The same against the control: a figure, which is no test of the claim."""
         if self.control is None:
-            return "-"
-        if len(self.control.values) < LEAST_SEEDS:
-            return f"{self.claim.control}: not run"
-        words = {0: "not told apart from", -1: "below", 1: "above"}[self.control.sign or 0]
-        return f"{self.control.text()}: {words} `{self.claim.control}`"
+            return NONE
+        if len(self.control) < LEAST_SEEDS:
+            return f"`{self.claim.control}`: not run"
+        return f"{interval(self.control)} against `{self.claim.control}`"
+
+
+def interval(values: Sequence[float], judged: Judged | None = None) -> str:
+    """Mean ± half of the 95 % interval; the mean alone below `LEAST_SEEDS` values."""
+    one = judged or Judged(values, 0.0)
+    return f"{one.mean:+.3f}" + (f" ± {one.half:.3f}" if len(values) >= LEAST_SEEDS else "")
 
 
 @dataclass(frozen=True)
@@ -74,12 +100,12 @@ class Page:
 
     Attributes:
         commands: grid -> the commands that make it, with GRID as its folder.
-        comparisons: family of grids -> intervals that the page shows: each has the level 1 - 0.05 / comparisons.
+        families: the families that claims belong to.
     """
 
     tested: Sequence[Tested]
     commands: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    comparisons: Mapping[str, int] = field(default_factory=dict)
+    families: Mapping[str, Family] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Page:
@@ -90,51 +116,50 @@ class Page:
         """
         commands, rows, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
-        pairs = [
-            (values_of(one, one.base, grids) or over_limit(one, folder), values_of(one, one.control, grids))
-            for one in claims
-        ]
-        kinds = ["time" if one.timings else families.get(one.grid, "") for one in claims]
-        count: Counter[str] = Counter()
-        for kind, pair in zip(kinds, pairs, strict=True):
-            count[kind] += sum(len(of) >= LEAST_SEEDS for of in pair)
-        beside = [max(1, count[kind]) for kind in kinds]
         tested = [
             Tested(
                 one,
-                Paired(base, n),
-                Paired(control, n) if one.control else None,
+                values_of(one, one.base, grids) or over_limit(one, folder),
+                values_of(one, one.control, grids) if one.control else None,
                 one.measured.unit(grids.get(one.grid)) if one.measure else "of the time" if one.timings else "",
+                families[one.family].seeds,
             )
-            for one, (base, control), n in zip(claims, pairs, beside, strict=True)
+            for one in claims
         ]
         whole = {
             name: [f"{first} \\\n    {_options(rows[name], grids.get(name))}--out GRID", *after]
             for name, (first, *after) in commands.items()
         }
-        return cls(tested, whole, +count)
+        return cls(judged_by_family(tested, families), whole, families)
 
     def markdown(self) -> str:
         """The page."""
-        told = ", ".join(f"{family} {n}" for family, n in self.comparisons.items()) or "there are none"
         lines = [
             "# Claims",
             "",
             "Made by `make results` from the records in this folder; nothing here is typed by hand.",
             "",
             "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
-            "the router. Difference: first row minus second, mean ± half of its confidence interval (Student's t).",
-            "Intervals are corrected for the n comparisons of their family on this page (Bonferroni: the level is",
-            f"1 - {1 - LEVEL:.2f} / n; {told}); in brackets half of the {LEVEL:.0%} interval.",
-            f"A verdict needs {LEAST_SEEDS} seeds, and an interval on one side of 0. With few seeds the corrected",
-            "intervals are wide, and most claims stay undecided. The models are tiny: verdicts are about this size.",
+            "the router. Difference: first row minus second, mean ± half of its own 95 % interval, not corrected.",
+            "Variances are moderated over the claims of a measure (Smyth 2004); p is corrected for the family:",
+            "by Holm's method in a primary family, by Benjamini and Hochberg's in an exploratory one. *Equivalent*:",
+            "two one-sided tests find the difference within the margin that is named. *Undecided*: neither; beside it",
+            "stands the smallest difference that would have been seen with a power of 80 %. A control is no claim, so",
+            "it has a figure and no verdict. The models are tiny: verdicts are about this size. Exploratory grids were",
+            "looked at while their seeds came in, so their p-values are too small by an unknown amount.",
+            "[The protocol](protocol.md) says what was fixed before the runs.",
             "",
         ]
         lines += self._summary()
-        for aspect in dict.fromkeys(one.claim.aspect for one in self.tested):
-            rows = [self._row(one) for one in self.tested if one.claim.aspect == aspect]
-            table = Grid(HEADER, rows, code=False, labels=len(HEADER)).markdown()
-            lines += [f"## {aspect[0].upper()}{aspect[1:]}", "", table, ""]
+        for name, family in self.families.items():
+            of = [one for one in self.tested if one.claim.family == name]
+            if not of:
+                continue
+            lines += [f"## {name[0].upper()}{name[1:]} ({family.kind}, {family.seeds} seeds)", ""]
+            for aspect in dict.fromkeys(one.claim.aspect for one in of):
+                table = Grid(HEADER, [self._row(one) for one in of if one.claim.aspect == aspect], code=False,
+                             labels=len(HEADER)).markdown()  # fmt: skip
+                lines += [f"### {aspect[0].upper()}{aspect[1:]}", "", table, ""]
         lines += ["## Commands", "", "Rows that claims and trends name, with the seeds of the row that has most.", ""]
         for name, commands in self.commands.items():
             shown = [one.replace("GRID", f"docs/results/{name}") for one in commands]
@@ -142,32 +167,53 @@ class Page:
         return "\n".join(lines)
 
     def _summary(self) -> list[str]:
-        """What is decided, in sentences, and how much is not."""
-        decided = [one for one in self.tested if one.verdict in ("holds", "does not hold")]
-        open_ones = sum(one.verdict == "not told apart" for one in self.tested)
-        lines = ["## What is decided", ""]
-        for one in decided:
-            told = f"- {one.claim.claim}: **{one.verdict}** ({one.difference.text()} {one.unit}; {one.test})."
-            lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
-            lines += [f"  Control: {one.against_control}."] if one.control is not None else []
-        lines += [
-            f"- Of {len(self.tested)} claims {len(decided)} are decided, {open_ones} are not told apart and "
-            f"{len(self.tested) - len(decided) - open_ones} are not run.",
-            "- What would change a verdict: more seeds, another learning rate, longer runs, larger models.",
-            "",
-        ]
-        return lines
+        """How many claims of each family have which verdict, and those that are decided."""
+        header = ("family", "claims", "hold", "do not hold", "equivalent", "undecided", "not run")
+        rows = []
+        for name, family in self.families.items():
+            count = Counter(one.verdict.split(" (")[0] for one in self.tested if one.claim.family == name)
+            kinds = ("holds", "does not hold", "equivalent", "undecided", "not run")
+            if count:
+                rows.append([f"{name} ({family.kind})", str(count.total()), *(str(count[kind]) for kind in kinds)])
+        lines = ["## Verdicts", "", Grid(header, rows, code=False).markdown(), ""]
+        for one in self.tested:
+            if one.verdict in ("holds", "does not hold", "equivalent"):
+                told = f"- {one.claim.claim}: {one.verdict_text} ({one.figure}; {one.test})."
+                lines.append(textwrap.fill(told, 120, subsequent_indent="  ", break_on_hyphens=False))
+                lines += [f"  Control: {one.against_control}."] if one.control is not None else []
+        return [*lines, ""]
 
     def _row(self, one: Tested) -> list[str]:
-        claim = one.claim
-        count = len(one.difference.values)
+        claim, count = one.claim, len(one.values)
         seeds = f"{count} turns" if count and claim.timings else str(count or NONE)
-        figure = f"{one.difference.text()} {one.unit}".strip() if one.difference.values else NONE
-        return [claim.claim, claim.where, one.test, figure, seeds, one.against_control, f"**{one.verdict}**"]
+        p = NONE if one.judged is None else f"{one.judged.p:.1g}"
+        return [claim.claim, claim.where, one.test, one.figure, seeds, p, one.against_control, one.verdict_text]
 
     def write(self, folder: Path) -> Path:
         """Writes claims.md."""
         return write_whole(folder / "claims.md", self.markdown())
+
+
+def judged_by_family(tested: Sequence[Tested], families: Mapping[str, Family]) -> list[Tested]:
+    """The claims with their tests, corrected within each family. A variance's prior is that of its grid and measure."""
+    whole = [one for one in tested if len(one.values) >= one.seeds]
+    kinds: dict[tuple[str, str, str], list[Sequence[float]]] = {}
+    for one in whole:
+        kinds.setdefault(_kind(one), []).append(one.values)
+    priors = {
+        kind: Prior.of([statistics.variance(of) for of in values], [len(of) - 1 for of in values])
+        for kind, values in kinds.items()
+    }
+    found: dict[int, Judged] = {}
+    for name, family in families.items():
+        members = [one for one in whole if one.claim.family == name]
+        tests = [Judged(one.values, one.claim.equal_within, priors[_kind(one)]) for one in members]
+        found |= {id(one): judged for one, judged in zip(members, judge(tests, family.kind), strict=True)}
+    return [replace(one, judged=found.get(id(one))) for one in tested]
+
+
+def _kind(one: Tested) -> tuple[str, str, str]:
+    return one.claim.family, one.claim.grid, one.claim.measure
 
 
 def _options(rows: Sequence[str], comparison: Comparison | None) -> str:

@@ -5,7 +5,11 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     [grids.enwik8-tiny]
     command = "pointsman compare --data enwik8 --preset tiny"
     after = ["pointsman evaluate GRID --attack word"]     # optional: what else its claims need, with GRID as its folder
-    family = "language"        # the default; intervals are corrected for the comparisons of all grids of a family
+    family = "language"        # the default: of its claims
+
+    [families.language]        # optional; p-values are corrected within a family
+    kind = "primary"           # or "exploratory", the default
+    seeds = 12                 # without so many a claim is not run; the default is 3
 
     [[claims]]
     aspect = "quality at small k"
@@ -16,8 +20,10 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     k = 1
     row = "hyperrouter"
     base = "smoe-dropout"
-    expected = "less"          # than the base's: "less" or "more"
-    control = "frozen-scaled"  # optional: the same test against this row
+    expected = "less"          # than the base's: "less" or "more"; "equal": within the margin
+    margin = 0.01              # optional: a difference that counts as none; the default is the measure's
+    family = "decoder"         # optional: another than the grid's
+    control = "frozen-scaled"  # optional: the same difference to this row
 
 A claim about time compares the turns of a benchmark, which timed both rows one after the other on one machine:
 
@@ -31,7 +37,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +45,26 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text
 from pointsman._shapes import check_shape
 from pointsman._values import typed_fields
-from tools.results.measures import UNITS, Measure
+from pointsman_lab.report.intervals import LEAST_SEEDS
+from tools.results.inference import CORRECTIONS
+from tools.results.measures import MARGINS, UNITS, Measure
 
 CLAIMS = "claims.toml"
 COMPARED = ("base", "row", "control")
 SHAPE: dict[str, Any] = {
     "grids": {"*": {"command!": str, "after": [str], "family": str}},
+    "families": {"*": {"kind": str, "seeds": int}},
     "claims": [dict],
     "trends": [{"name!": str, "title!": str, "measure!": str, "grids": [list], "rows": [str], "curves": {"*": [list]}}],
 }
+
+
+@dataclass(frozen=True)
+class Family:
+    """Claims that are judged together."""
+
+    kind: str = "exploratory"
+    seeds: int = LEAST_SEEDS
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,13 @@ class Claim:
     timings: str = ""
     limit: float = 0.0
     test: str = ""
+    family: str = ""
+    margin: float = 0.0
+
+    @property
+    def equal_within(self) -> float:
+        """A difference within plus and minus this counts as none."""
+        return self.margin or MARGINS.get(self.measure, 0.01)
 
     @property
     def measured(self) -> Measure:
@@ -78,8 +102,8 @@ class Claim:
         return Measure(self.measure, self.k, self.attack, self.rate, self.task, self.shift)
 
 
-def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, str], list[Claim]]:
-    """(grid -> its commands, grid -> the rows that are named, grid -> its family, claims) of claims.toml.
+def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, Family], list[Claim]]:
+    """(grid -> its commands, grid -> the rows that are named, families by name, claims) of claims.toml.
 
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
@@ -91,15 +115,20 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]],
     for number, one in enumerate(values.get("claims", []), 1):
         where = f"{file}, claim {number}"
         claim = Claim(**typed_fields(Claim, one, f"{where}: "))
-        if claim.expected not in ("less", "more"):
-            raise RunError(f"{where}: expected={claim.expected!r}: allowed are less and more")
+        if claim.expected not in ("less", "more", "equal"):
+            raise RunError(f"{where}: expected={claim.expected!r}: allowed are less, more and equal")
         if claim.measure and claim.measure not in UNITS:
             raise RunError(f"{where}: unknown measure {claim.measure!r}: {did_you_mean(claim.measure, UNITS)}")
         if claim.measure and claim.grid not in commands:
             raise RunError(f"{where}: unknown grid {claim.grid!r}: {did_you_mean(claim.grid, commands)}")
-        claims.append(claim)
-    rows = {name: rows_of(name, values) for name in grids}
-    return commands, rows, {name: grid.get("family", "language") for name, grid in grids.items()}, claims
+        family = "time" if claim.timings else grids.get(claim.grid, {}).get("family", "language")
+        claims.append(replace(claim, family=claim.family or family))
+    families = {name: Family(**of) for name, of in values.get("families", {}).items()}
+    for name, family in families.items():
+        if family.kind not in CORRECTIONS:
+            raise RunError(f"{file}, family {name!r}: kind={family.kind!r}: {did_you_mean(family.kind, CORRECTIONS)}")
+    families |= {claim.family: Family() for claim in claims if claim.family not in families}
+    return commands, {name: rows_of(name, values) for name in grids}, families, claims
 
 
 def read_toml(file: Path) -> dict[str, Any]:

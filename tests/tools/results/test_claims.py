@@ -79,22 +79,40 @@ def folder(tmp_path: Path) -> Path:
 def test_every_verdict(folder: Path) -> None:
     rows = [("ahead", "less"), ("ahead", "more"), ("behind", "less"), ("same", "less"), ("few", "less")]
     text = PAGE + "".join(claim(*row) for row in rows) + claim("ahead", grid="none") + claim("ahead", control="behind")
+    text += claim("same", "equal", margin=9.0)
     text += "\n[[claims]]\naspect = 'scale'\nclaim = 'it scales'\nwhere = 'Table 2'\ntest = 'pointsman compare'\n"
     (folder / CLAIMS).write_text(text)
     page = Page.read(folder)
     assert [one.verdict for one in page.tested] == [
-        "holds", "does not hold", "does not hold", "not told apart", "not run (2 of 3 seeds)", "not run", "holds",
+        "holds", "does not hold", "does not hold", "undecided", "not run (2 of 3 seeds)", "not run", "holds", "holds",
         "not run",
     ]  # fmt: skip
-    assert page.comparisons == {"language": 6}, "five of three seeds, and one control"
-    assert page.tested[6].against_control.endswith("below `behind`")
+    assert page.tested[6].against_control.startswith("-2.0")
+    assert page.tested[6].against_control.endswith("against `behind`")
+    judged = page.tested[3].judged
+    assert judged is not None
+    assert page.tested[3].verdict_text.startswith(f"**undecided**: sees {judged.smallest:.3f}; needs ")
+    assert judged.alpha == pytest.approx(0.05 / 6), "six with all their seeds; the control is no claim"
     shown = page.write(folder).read_text()
-    assert "| it scales | Table 2 | `pointsman compare` | - | - | - | **not run** |" in shown
-    (folder / "tiny").rename(folder / "more")
-    (folder / CLAIMS).write_text(PAGE + claim("ahead", grid="more") + claim("behind", grid="more"))
-    assert Page.read(folder).comparisons == {"images": 2}, "a family of its own"
+    assert "| it scales | Table 2 | `pointsman compare` | - | - | - | - | **not run** |" in shown
+    assert "| language (exploratory) | 9 | 3 | 2 | 0 | 1 | 3 |" in shown
     assert "--out docs/results/tiny\npointsman evaluate docs/results/tiny --robust c\n" in shown
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
+
+
+def test_families_have_their_own_correction_and_seeds(folder: Path) -> None:
+    rows = claim("ahead") + claim("behind", "more", family="main") + claim("same", family="main", margin=5.0)
+    text = PAGE + '[families.main]\nkind = "primary"\nseeds = 3\n' + rows
+    (folder / CLAIMS).write_text(text)
+    page = Page.read(folder)
+    assert {name: family.kind for name, family in page.families.items()} == {
+        "main": "primary", "language": "exploratory",
+    }  # fmt: skip
+    assert [one.verdict for one in page.tested] == ["holds", "holds", "equivalent"]
+    assert page.tested[2].verdict_text == "**equivalent** within 5"
+    assert [one.judged.alpha for one in page.tested if one.judged] == pytest.approx([0.05, 0.025, 0.025])
+    (folder / CLAIMS).write_text(text.replace("seeds = 3", "seeds = 12"))
+    assert Page.read(folder).tested[1].verdict == "not run (3 of 12 seeds)"
 
 
 def test_claims_about_time_compare_turns(folder: Path) -> None:
@@ -103,10 +121,10 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
     assert [one.verdict for one in Page.read(folder).tested] == ["not run"]
     (folder / "time.json").write_text(json.dumps({"seconds": {"smoe": [1.0, 2.0, 1.0], "ahead": [1.01, 2.04, 1.03]}}))
     page = Page.read(folder)
-    assert page.tested[0].difference.values == pytest.approx([-0.06, -0.05, -0.04])
-    assert page.comparisons == {"time": 1}
+    assert page.tested[0].values == pytest.approx([-0.06, -0.05, -0.04])
+    assert list(page.families) == ["time"]
     shown = (
-        "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 (0.025) of the time | 3 turns | - | **holds** |"
+        "| `bench`: `ahead` over `smoe`, against 1.07 | -0.050 ± 0.025 of the time | 3 turns | 0.01 | - | **holds** |"
     )
     assert shown in page.markdown()
     (folder / CLAIMS).write_text(PAGE + timed.replace("'smoe'", "'smo'"))
@@ -124,7 +142,8 @@ def test_claims_about_time_compare_turns(folder: Path) -> None:
     [
         ("[[claims]", "not TOML"),
         (PAGE + claim("a", colour="red"), "claim 1: colour: allowed"),
-        (PAGE + claim("a", expected="fewer"), "claim 1: expected='fewer': allowed are less and more"),
+        (PAGE + claim("a", expected="fewer"), "claim 1: expected='fewer': allowed are less, more and equal"),
+        (PAGE + "[families.main]\nkind = 'primry'\n", "family 'main': kind='primry': .*did you mean 'primary'"),
         (PAGE + claim("a", k="'many'"), "claim 1: k=.*allowed is a whole number"),
         (PAGE + "[[claims]]\naspect = 'quality'\n", "claim 1: claim is missing"),
         (PAGE.replace("command", "comand"), "an object with 'command'"),
