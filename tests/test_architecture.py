@@ -25,8 +25,8 @@ ROOMS = {
         "experts", "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "testing",
     ),
     "pointsman_lab": (
-        "progress", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "robustness", "report",
-        "exam", "planning", "diagnosis", "cli", "__main__",
+        "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
+        "exam", "planning", "diagnosis", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip
 """From the ground up."""
@@ -38,7 +38,6 @@ CIRCLES = {
     ("data.subwords", "data.vocabulary"),
     ("training.sharded", "training.state"),
     ("report.page", "report.paper"),
-    ("cli.compare", "cli.robust"),
 }
 """Imports inside functions that close a circle between files: to be taken apart."""
 

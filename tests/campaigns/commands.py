@@ -320,10 +320,10 @@ def _actions(command: str) -> list[Action]:
 
 def _settings() -> list[str]:
     if "settings" not in _CACHE:
-        from pointsman_lab.models.families import FAMILIES
+        from pointsman_lab.registry import families
         from pointsman_lab.training.config import settings
 
-        names = dict.fromkeys(name for family in FAMILIES for name in settings(family))
+        names = dict.fromkeys(name for family in families() for name in settings(family))
         _CACHE["settings"] = [*names, "model.seed", "nope", "model", "model.", "", "model.dim.x"]
     found: list[str] = _CACHE["settings"]
     return found

@@ -7,10 +7,13 @@ import torch
 
 from pointsman.diagnostics import RoutingMonitor
 from pointsman.diagnostics.summary import summary
+from pointsman.ops.kernels import using
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import Settings, diagnose_path
-from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.models.transformer_xl import TransformerXLConfig
 from pointsman_lab.runs.paths import run_path
+from pointsman_lab.tasks.language_modelling.evaluation import evaluate
+from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.trainer import train
@@ -67,8 +70,12 @@ def test_a_run(runs):
 def test_the_figures_are_those_of_the_evaluation(runs):
     path = run_path(runs, "smoe", 0)
     run = load_run(path)
-    corpus = run.corpus()
-    evaluated = run.evaluate(corpus.split("test"), top_k=(2,), budget=500)[0]["routers"]
+    corpus = corpus_of(run)
+    with using(run.kernels):
+        evaluated = evaluate(
+            run.model, corpus.split("test"), run.vocabulary.level, split="test", top_k=(2,),
+            protocol=eval_protocol(run.config, 500),
+        )[0]["routers"]  # fmt: skip
     found = diagnose_path(path, settings=SHORT)["layers"]
     for name, of in evaluated.items():
         assert found[name]["entropy"]["mean"] == pytest.approx(of["entropy"], rel=1e-5)

@@ -30,9 +30,9 @@ from torch import Tensor
 from pointsman.control import step_end
 from pointsman.ops.kernels import using
 from pointsman_lab.data.vocabulary import Vocabulary  # noqa: F401 - imported before anything is timed
-from pointsman_lab.evaluation.generation import Sampling, generate
 from pointsman_lab.models import Decoder
 from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.language_modelling.generation import Sampling, generate
 from pointsman_lab.training.kernels import choose_kernels
 from tools.bench.report import machine
 

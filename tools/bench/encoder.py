@@ -19,7 +19,7 @@ import torch
 
 from pointsman.control import step_end
 from pointsman.ops.kernels import using
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import build_model
 from pointsman_lab.recipes import preset
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import choose_kernels

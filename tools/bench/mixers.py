@@ -31,8 +31,8 @@ from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
 from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models.blocks import RelativeAttention, RelativeContext
-from pointsman_lab.models.families import preset_config
 from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.registry import preset_config
 from tools.bench.report import machine
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")

@@ -14,8 +14,8 @@ import torch
 from pointsman.ops.kernels import using
 from pointsman_lab.data import open_corpus
 from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.kernels import choose_kernels
-from pointsman_lab.training.language_modelling import LanguageModelling
 from pointsman_lab.training.state import TrainingState
 
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}

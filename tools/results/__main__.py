@@ -12,12 +12,13 @@ from pathlib import Path
 from pointsman._errors import RunError
 from pointsman_lab.cli.compare import write_tables
 from pointsman_lab.cli.finetune import write_task_tables
-from pointsman_lab.report import attack_tables, series, write_report
+from pointsman_lab.report import series, write_report
 from pointsman_lab.report.figures import save_lines
-from pointsman_lab.report.robust_table import robust_tables
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON
+from pointsman_lab.tasks.attacks.table import attack_tables
+from pointsman_lab.tasks.images.robust_table import robust_tables
 from tools.results.claims import Page
 from tools.results.load_table import LoadTable, measured_shares
 from tools.results.prose import write_prose

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._values import finite
-from pointsman_lab.report.attack_table import attack_tables
 from pointsman_lab.report.metrics import squared_variation
-from pointsman_lab.report.robust_table import figure_of, shifted_images
 from pointsman_lab.report.tables import ComparisonTable, by_pretraining
 from pointsman_lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.tasks.attacks.table import attack_tables
+from pointsman_lab.tasks.images.robust_table import figure_of, shifted_images
 
 UNITS = {
     "quality": "", "nats": "nats", "entropy": "nats", "mixed entropy": "nats",

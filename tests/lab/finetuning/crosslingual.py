@@ -58,7 +58,7 @@ def pretrained(data: Path, out: Path, router: str = "switch") -> Path:
         vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
         moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=64,
     )  # fmt: skip
-    config = RunConfig(
+    config = RunConfig.of(
         model=model, data=f"multilingual:{data / 'text'}", steps=2, batch_size=8, segment_length=32, memory_length=0,
         eval_tokens=256, valid_tokens=256, train_top_k="1", pieces=96,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pointsman_lab.models.classifier import Classifier
-from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.models.transformer_xl import TransformerXLConfig
 
 ROUTERS = ["smoe:balance=0.1", "hyperrouter", "xmoe", "smoe-dropout", "smoe+similarity", "xmoe+attention", "dense"]
 

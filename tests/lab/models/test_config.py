@@ -2,8 +2,9 @@
 
 import pytest
 
-from pointsman_lab.models import MODEL_PRESETS, TransformerXLConfig, preset_config
+from pointsman_lab.models import TransformerXLConfig, preset_config
 from pointsman_lab.models.config import parse_moe_layers
+from pointsman_lab.registry import presets
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_wrong_settings_are_named(changes, words):
 
 
 def test_presets_are_whole_settings():
-    for name in MODEL_PRESETS:
+    for name in presets():
         assert getattr(preset_config(name, 204), "vocab_size", 204) == 204
     assert preset_config("small", 204, num_experts=8).num_experts == 8
     assert preset_config("mutual-glam", 204).layout.sparse == {0, 2, 4}

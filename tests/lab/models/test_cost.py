@@ -5,7 +5,7 @@ import torch
 
 from pointsman_lab.models import TransformerXL, TransformerXLConfig, preset_config
 from pointsman_lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
-from pointsman_lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
+from pointsman_lab.registry import find_preset
 
 SMALL = preset_config("small", 204)
 
@@ -93,7 +93,7 @@ def test_published_shapes_have_the_published_parameters(name, kind, changes, tot
     """Of transformers' model with the published configuration; DeepSeek's without attention, which is another one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = preset_config(name, PUBLISHED_VOCABULARIES[name], router=PUBLISHED_ROUTERS[name])
+    config = preset_config(name, find_preset(name)["vocabulary"], router=find_preset(name)["router"])
     row = cost_row(config, [8]).parameters
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pointsman_lab.models import FAMILIES, MODEL_PRESETS, TransformerXL, TransformerXLConfig, build_model, preset_config
+from pointsman_lab.models import TransformerXL, TransformerXLConfig, build_model, preset_config
 from pointsman_lab.models.cost import cost_row, inference_flops
-from pointsman_lab.models.families import family
 from pointsman_lab.models.layout import parse_moe_layers
+from pointsman_lab.registry import family, presets
 
 
 def test_every_preset_is_of_a_family_that_builds_it() -> None:
-    for name in MODEL_PRESETS:
+    for name in presets():
         config = preset_config(name, 64)
-        assert type(config) is FAMILIES[config.family].config
+        assert type(config) is family(config.family)
         with torch.device("meta"):
             assert build_model(config).config is config
 

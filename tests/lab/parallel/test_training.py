@@ -14,8 +14,8 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.evaluation.over_ranks import own_share
 from pointsman_lab.runs.checkpoints import open_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.checkpoint import checkpoint_tensors
-from pointsman_lab.training.language_modelling import LanguageModelling
 from pointsman_lab.training.objectives import Objective, with_a_target
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import TrainingState

@@ -30,11 +30,10 @@ from pointsman.parallel.shard import clip_gradient, gradient_norm, parallelize, 
 from pointsman.parallel.start import one_after_another, start
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import Pairs, Routing
-from pointsman_lab.models.config import TransformerXLConfig
-from pointsman_lab.models.transformer_xl import TransformerXL
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training import trainer
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.language_modelling import LanguageModelling
 from pointsman_lab.training.objectives import objective_of
 from pointsman_lab.training.state import seed_step
 
@@ -550,7 +549,7 @@ def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
         router="smoe:balance=0.05", moe_layers="after:1", norm="pre", dropout=0.1, attention_dropout=0.1,
         expert_dropout=0.0, max_length=32,
     )  # fmt: skip
-    config = RunConfig(
+    config = RunConfig.of(
         model=model, data=f"multilingual:{texts}", steps=4, batch_size=8, segment_length=32, memory_length=0,
         eval_batch_size=16, eval_tokens=512, valid_tokens=512, train_top_k="2", pieces=90, learning_rate=3e-3,
         validate_every=4, checkpoint_every=4, log_every=1, accumulation=2, mask_rate=0.02, deterministic=True,
@@ -574,7 +573,7 @@ def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
         vocab_size=100, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4,
         router="switch:balance=0.05", dropout=0.1, attention_dropout=0.1, expert_dropout=0.0, max_length=24,
     )  # fmt: skip
-    config = RunConfig(
+    config = RunConfig.of(
         model=model, data=f"parallel:{texts}:from=de:to=en", steps=4, batch_size=8, segment_length=24, memory_length=0,
         eval_batch_size=8, train_top_k="1", pieces=50, learning_rate=3e-3, label_smoothing=0.1, accumulation=2,
         validate_every=4, checkpoint_every=4, log_every=1, eval_top_k=(1, 4), beam=2, valid_tokens=80,
@@ -588,8 +587,8 @@ def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
 
 def pictured(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
     """A run of image classification in float64, with drawn crops, mixtures and noise."""
-    from pointsman_lab.models.vit import VisionTransformerConfig
-    from pointsman_lab.training.image_classification import ImageClassification
+    from pointsman_lab.tasks.images.task import ImageClassification
+    from pointsman_lab.tasks.images.vit import VisionTransformerConfig
 
     class Exact(ImageClassification):
         def build_model(self, config: RunConfig) -> Any:
@@ -601,7 +600,7 @@ def pictured(ranks: Ranks, folder: str, out: str, layout: str = "") -> str:
         num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=16, num_experts=4, patch=4, router="vmoe",
         moe_layers="last:1", pooling="mean", init_std=0.1, dropout=0.1, attention_dropout=0.1, expert_dropout=0.0,
     )  # fmt: skip
-    config = RunConfig(
+    config = RunConfig.of(
         model=model, data=folder, steps=4, batch_size=8, eval_batch_size=7, augment="crop=1+flip+mixup=0.2",
         label_smoothing=0.1, train_top_k="2", learning_rate=3e-3, validate_every=4, checkpoint_every=4, log_every=1,
         accumulation=2, deterministic=True,

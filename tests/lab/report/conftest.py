@@ -14,7 +14,7 @@ from tests.lab.report.fixtures import WORDS, dump
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison directory with two real, very small runs."""
 
-    from pointsman_lab.models.config import TransformerXLConfig
+    from pointsman_lab.models.transformer_xl import TransformerXLConfig
     from pointsman_lab.training.config import RunConfig
     from pointsman_lab.training.trainer import train
 

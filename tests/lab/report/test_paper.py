@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.recipes import PRESETS, RECIPES, recipe
 from pointsman_lab.recipes import preset as make_preset
+from pointsman_lab.recipes import recipe, recipes
+from pointsman_lab.registry import presets
 from pointsman_lab.report import protocol
 from pointsman_lab.report.cells import canonical, has_settings_of
 from pointsman_lab.report.paper import PaperComparison, paper_tables
@@ -34,9 +35,9 @@ def table(paths: list[Path] | Path, paper: str, number: str) -> PaperComparison:
 def enwik8_run(path: Path, router: str, seed: int, values: dict[int, float], preset: str, steps: int) -> Path:
     write_run(path, router, seed, values=values, top_k=(1, 2, 4, 8, 16), experts=16, steps=10)
     about = {"router": router, "data": "enwik8:newlines=drop", "steps": steps, "seed": seed}
-    if preset in PRESETS:
+    if preset in presets():
         dump(path / "config.json", make_preset(preset, **about).to_dict())
-    elif preset in RECIPES:
+    elif preset in recipes():
         dump(path / "config.json", recipe(preset, router=router, seed=seed).with_overrides({"steps": steps}).to_dict())
     else:
         config = json.loads((path / "config.json").read_text())
@@ -265,7 +266,7 @@ def test_the_command_of_a_run_with_a_router_from_elsewhere(tmp_path: Path) -> No
 def test_presets_of_tables_exist() -> None:
     for each_paper in papers().values():
         for each in each_paper.tables:
-            assert set(each.presets) <= PRESETS.keys() | RECIPES.keys(), each.number
+            assert set(each.presets) <= presets().keys() | recipes().keys(), each.number
 
 
 def test_entropy_by_router(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pointsman_lab.report import inside, write_report
 from pointsman_lab.report.embedding import embed, pca
 from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens
 from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.tasks.language_modelling.task import corpus_of
 from tests.lab.report.fixtures import write_comparison
 from tests.lab.report.test_page import Page
 
@@ -155,7 +156,7 @@ def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
     sample = json.loads((path / "explorer.json").read_text())
     assert (sample["checkpoint"], sample["top_k"], len(sample["tokens"])) == ("step-6", [1, 2, 4], 40)
     run = load_run(path)
-    ids = torch.tensor(np.asarray(run.corpus().split("test")[:16]).astype(np.int64))[None]
+    ids = torch.tensor(np.asarray(corpus_of(run).split("test")[:16]).astype(np.int64))[None]
     text = Path(run.config.data).read_text()
     assert "".join(token for token in sample["tokens"] if token != "·")[:30] in text
     with set_top_k(run.model, 2), record_routing(run.model) as records, torch.no_grad():

@@ -180,8 +180,8 @@ def test_several_runs_of_one_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_attacks_at_other_values_of_k_stay_in_their_columns(tmp_path: Path) -> None:
-    from pointsman_lab.report.attack_table import AttackTable
     from pointsman_lab.runs.comparison import read_comparison
+    from pointsman_lab.tasks.attacks.table import AttackTable
 
     comparison = read_comparison(write_comparison(tmp_path / "c", ("smoe",), (0,), top_k=(1, 2)))
     row = {"split": "test", "metric": "bits_per_character", "tokens": 9}

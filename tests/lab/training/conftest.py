@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pointsman_lab.data import Corpus, load_corpus
-from pointsman_lab.models.config import TransformerXLConfig
+from pointsman_lab.models.transformer_xl import TransformerXLConfig
 from pointsman_lab.training.config import RunConfig
 
 

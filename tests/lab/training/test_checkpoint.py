@@ -28,6 +28,7 @@ from pointsman_lab.runs.checkpoints import (
     steps_of,
     whole_checkpoint,
 )
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.checkpoint import checkpoint_tensors, write_checkpoint
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.progress import Interrupted
@@ -212,7 +213,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
             return self.steps >= 7
 
     def run(name: str, **options: Any) -> None:
-        train(settings(router), tmp_path / name, corpus=corpus, kernels=Kernels(), **options)
+        train(settings(router), tmp_path / name, task=LanguageModelling(corpus), kernels=Kernels(), **options)
 
     run("unbroken")
     stop = Stop()
@@ -237,7 +238,7 @@ def test_a_run_resumes_from_the_last_good_one_to_the_same_end(
 def test_weights_of_another_model_are_passed_over(settings: Settings, corpus: Corpus, tmp_path: Path) -> None:
     narrow = settings(**{"model.hidden_dim": 16})
     for name, config in (("wide", settings()), ("narrow", narrow)):
-        train(config, tmp_path / name, corpus=corpus, kernels=Kernels())
+        train(config, tmp_path / name, task=LanguageModelling(corpus), kernels=Kernels())
     shutil.rmtree(tmp_path / "wide" / "checkpoints")
     shutil.copytree(tmp_path / "narrow" / "checkpoints", tmp_path / "wide" / "checkpoints")
     notes: list[str] = []
@@ -250,7 +251,9 @@ def test_weights_of_another_model_are_passed_over(settings: Settings, corpus: Co
         def note(self, message: str) -> None:
             notes.append(message)
 
-    result = train(settings(), tmp_path / "wide", corpus=corpus, kernels=Kernels(), resume=True, progress=Notes())
+    result = train(
+        settings(), tmp_path / "wide", task=LanguageModelling(corpus), kernels=Kernels(), resume=True, progress=Notes()
+    )
     assert result.step == 8
     assert all("foreign" in note for note in notes[:3])
     assert "is [4, 16, 32], this model's [4, 32, 32]" in notes[0]
@@ -284,14 +287,14 @@ def test_a_directory_in_which_another_process_works_is_refused(
     settings: Settings, corpus: Corpus, tmp_path: Path
 ) -> None:
     with alone(tmp_path), pytest.raises(RunError, match="another process is working in this directory"):
-        train(settings(), tmp_path, corpus=corpus)
+        train(settings(), tmp_path, task=LanguageModelling(corpus))
     assert [entry.name for entry in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_place_that_cannot_be_a_run_directory_is_refused(settings: Settings, corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="nothing was begun"):
-        train(settings(), tmp_path / "file" / "run", corpus=corpus)
+        train(settings(), tmp_path / "file" / "run", task=LanguageModelling(corpus))
 
 
 def test_without_a_whole_checkpoint_one_line_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
-from pointsman_lab.training.config import DERIVED, RunConfig, default_top_k, differing_settings
+from pointsman_lab.training.config import RunConfig, default_top_k, derived, differing_settings
 from pointsman_lab.training.config import settings as all_settings
 
 Settings = Callable[..., RunConfig]
@@ -57,8 +57,8 @@ def test_overrides_are_read_as_their_type(settings: Settings) -> None:
 
 def test_every_setting_but_the_derived_ones_can_be_set(settings: Settings) -> None:
     config = settings()
-    own = {each.name for each in fields(config)} - {"model"}
-    of_model = {f"model.{each.name}" for each in fields(config.model)} - set(DERIVED)
+    own = {each.name for each in fields(config)} - {"model", "own"} | set(config.own)
+    of_model = {f"model.{each.name}" for each in fields(config.model)} - set(derived(config.model.family))
     assert set(all_settings()) == own | of_model
 
 

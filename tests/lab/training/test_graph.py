@@ -28,11 +28,11 @@ from pointsman.routers.mutual import posterior
 from pointsman_lab.data import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.runs.checkpoints import open_checkpoint
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training import state as state_module
 from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.graph import WARM_UP, Passed, cuda_recorder
-from pointsman_lab.training.language_modelling import LanguageModelling
 from pointsman_lab.training.objectives import objective_of
 from pointsman_lab.training.progress import Diverged
 from pointsman_lab.training.state import TrainingState
@@ -349,7 +349,7 @@ def test_a_run_of_graphed_steps_writes_the_lines_of_an_eager_one(
     for graphed in (False, True):
         config = settings("xmoe", steps=14, train_top_k="2", cuda_graph=graphed, **rest)
         out = tmp_path / str(graphed)
-        train(config, out, corpus=corpus, kernels=Kernels(), monitor=RoutingMonitor)
+        train(config, out, task=LanguageModelling(corpus), kernels=Kernels(), monitor=RoutingMonitor)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         timed = ("tokens_per_second", "step_seconds", "overhead")
         rows.append([{key: value for key, value in row.items() if key not in timed} for row in lines])

@@ -53,7 +53,7 @@ def masked(folder: Path) -> Callable[..., RunConfig]:
             vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
             moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=32,
         )  # fmt: skip
-        config = RunConfig(
+        config = RunConfig.of(
             model=model, data=f"multilingual:{folder}", steps=6, batch_size=8, segment_length=32, memory_length=0,
             eval_batch_size=16, eval_tokens=1024, valid_tokens=1024, train_top_k="2", pieces=150, learning_rate=3e-3,
             validate_every=3, checkpoint_every=3, keep_checkpoints=3, log_every=1,

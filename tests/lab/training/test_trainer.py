@@ -22,13 +22,14 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.monitor import RoutingMonitor
-from pointsman.ops.kernels import Kernels
+from pointsman.ops.kernels import Kernels, using
 from pointsman_lab.data import Corpus
+from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
 from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.tasks.language_modelling.task import LanguageModelling, token_counts
 from pointsman_lab.training.checkpoint import checkpoint_tensors
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.language_modelling import LanguageModelling, token_counts
 from pointsman_lab.training.progress import Diverged, Interrupted
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.trainer import TrainResult, train
@@ -64,7 +65,7 @@ class Listener:
 @pytest.fixture
 def run(corpus: Corpus, tmp_path: Path) -> Callable[..., TrainResult]:
     def make(config: RunConfig, name: str = "run", **options: Any) -> TrainResult:
-        options = {"corpus": corpus, "kernels": KERNELS, **options}
+        options = {"task": LanguageModelling(corpus), "kernels": KERNELS, **options}
         return train(config, tmp_path / name, **options)
 
     return make
@@ -223,7 +224,9 @@ def test_a_loaded_run_gives_the_same_figures(
     result = run(settings("hyperrouter:share=true"))
     loaded = load_run(result.out)
     assert loaded.step == 8
-    again = loaded.evaluate(corpus.split("test"), budget=loaded.config.eval_tokens)
+    with using(loaded.kernels):
+        task = LanguageModelling(corpus)
+        again = task.evaluate(loaded.model, loaded.config, "test", loaded.config.eval_top_k, PLAIN)
     assert again == result.evaluation["results"]
     assert load_run(result.out, step=3).step == 3
     with pytest.raises(ValueError, match="no checkpoint"):
@@ -384,7 +387,7 @@ def test_data_that_have_changed_are_refused(
     with pytest.raises(Interrupted):
         run(settings(), progress=listener, stop=listener)
     listener = Listener()
-    run(settings(), resume=True, corpus=replace(corpus, fingerprint="another"), progress=listener)
+    run(settings(), resume=True, task=LanguageModelling(replace(corpus, fingerprint="another")), progress=listener)
     assert any("trained on other data" in note for note in listener.notes)
     assert "begins at step 0" in listener.notes[-1]
 

@@ -129,7 +129,7 @@ def settings(folder: Path) -> Callable[..., RunConfig]:
             vocab_size=100, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
             dropout=0.1, max_length=24,
         )  # fmt: skip
-        config = RunConfig(
+        config = RunConfig.of(
             model=model, data=f"parallel:{folder}:from=de+fr:to=en", steps=4, batch_size=8, segment_length=24,
             memory_length=0, eval_batch_size=8, train_top_k="1", pieces=50, learning_rate=3e-3, label_smoothing=0.1,
             accumulation=2, validate_every=2, checkpoint_every=2, keep_checkpoints=3, eval_top_k=(1, 4), beam=2,

@@ -32,9 +32,8 @@ import torch
 from pointsman._grid import Grid
 from pointsman.layer import MoE
 from pointsman.parallel.layout import Layout
-from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.cost import parameter_table
-from pointsman_lab.models.families import build_model
 from pointsman_lab.models.translation import TranslationConfig
 
 STATE, FLOAT, HALF = 16, 4, 2

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.cli.attacks import ATTACK_FLAGS, add_attack_flags, run_attacks
 from pointsman_lab.cli.options import Parser, aligned, choose_device, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
-from pointsman_lab.cli.robust import run_robust
+from pointsman_lab.registry import entries
 
 if TYPE_CHECKING:
     from pointsman_lab.progress import Stop
@@ -41,12 +40,8 @@ def parser() -> Parser:
     flags.add_argument("--split", choices=("valid", "test"), help="default: the one that the run reports, mostly test")
     flags.add_argument("--top-k", help="default: those of the run")
     flags.add_argument("--eval-tokens", help="tokens to score (default: as the run's settings say)")
-    add_attack_flags(flags)
-    flags.add_argument(
-        "--robust",
-        metavar="KIND[:PATH]",
-        help="of image runs: c (corruptions), a, r (other pictures of the classes), o (outliers), hard, pgd, fgsm",
-    )
+    for entry in entries():
+        entry.add_flags("evaluate", flags)
     flags.common(
         "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
         settings="how to evaluate: " + ", ".join((*SETTINGS, "n_best")),
@@ -57,32 +52,11 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
-    if not values.attack:
-        flags.without_effect(values, ATTACK_FLAGS, "without --attack")
-    elif values.attack.lower() in ("word", "char"):
-        flags.without_effect(values, ("--attack-examples",), f"with --attack {values.attack}, which reads all examples")
-    else:
-        flags.without_effect(
-            values, ("--attack-rate",), f"with --attack {values.attack}: only word and char have rates"
-        )
-    changes = overrides(values.set)
-    allowed = ("n_best",) if crosslingual(values.run) else SETTINGS
-    for key in changes:
-        if key not in allowed:
-            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, allowed)}")
     device = choose_device(values.device)
-    if values.robust:
-        if changes or values.attack:
-            raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
-        return run_robust(values, device)
-    if not values.attack and crosslingual(values.run):
-        if values.data:
-            raise RunError("pointsman evaluate: --data has no effect on fine-tuned runs; leave it out")
-        return languages(values, device, changes)
-    if values.attack or (values.run / "finetune.json").is_file():
-        if changes:
-            raise RunError("pointsman evaluate: --set has no effect on attacks and fine-tuned runs; leave it out")
-        return run_attacks(values, device)
+    for entry in entries():
+        if (code := entry.run("evaluate", flags, values, device)) is not None:
+            return code
+    changes = settings_of(values, SETTINGS)
     from pointsman_lab.training.run import load_run
 
     with Display() as display, stop_on_signals() as stop:
@@ -92,6 +66,19 @@ def run(arguments: Sequence[str]) -> int:
     print(table(record["results"]))
     print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
     return 0
+
+
+def settings_of(values: argparse.Namespace, allowed: Sequence[str]) -> dict[str, str]:
+    """What --set changes.
+
+    Raises:
+        RunError: a setting that is not allowed, with the nearest one.
+    """
+    changes = overrides(values.set)
+    for key in changes:
+        if key not in allowed:
+            raise RunError(f"pointsman evaluate: --set {key}: {did_you_mean(key, allowed)}")
+    return changes
 
 
 def evaluated(
@@ -114,38 +101,6 @@ def evaluated(
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
     return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config
-
-
-def crosslingual(run: Path) -> bool:
-    """Whether this is the directory of a run fine-tuned on one of XTREME's tasks."""
-    from pointsman._files import read_whole_json
-    from pointsman_lab.data.multilingual.splits import is_crosslingual
-
-    return is_crosslingual(str((read_whole_json(run / "finetune.json") or {}).get("task", "")))
-
-
-def languages(values: argparse.Namespace, device: str, changes: Mapping[str, Any]) -> int:
-    """Evaluates a run that was fine-tuned on one of XTREME's tasks, and writes its predictions anew."""
-    from pointsman._files import within, write_whole
-    from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
-    from pointsman_lab.report.language_table import LanguageTable
-    from pointsman_lab.runs.record import RunRecord
-
-    with Display() as display, stop_on_signals() as stop:
-        saved = load_finetuned(values.run, device=device, note=display.note)
-        task = finetuned_task(saved)
-        assert task is not None, "crosslingual"
-        record, file, config = evaluated(saved, task, values, changes, display, stop)
-    split = values.split or task.reported_split(config)
-    if split == "test":
-        for name, content in task.result_files(config).items():
-            write_whole(within(file.parent, *name.split("/")), content)
-    run = RunRecord(values.run, config.model.router, config.seed, {}, evaluation=record)
-    shown = LanguageTable.of([run], f"xtreme-{task.name}", split=split)
-    assert shown is not None, "every result has languages"
-    print(shown.text(), end="")
-    print(f"\nsaved: {file}", file=sys.stderr)
-    return 0
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:

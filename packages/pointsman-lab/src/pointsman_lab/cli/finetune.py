@@ -12,8 +12,9 @@ from pointsman._errors import RunError, Stopped
 from pointsman._files import within
 from pointsman._grid import NONE
 from pointsman_lab.cli import options
-from pointsman_lab.cli.options import Parser, choose_device, number_from, whole, words
+from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, whole, words
 from pointsman_lab.cli.progress import Display, TableUpdates, stop_on_signals
+from pointsman_lab.registry import entries
 
 if TYPE_CHECKING:
     from pointsman_lab.finetuning import Finetuning
@@ -67,7 +68,7 @@ def add_task_settings(flags: Parser) -> None:
     flags.add_argument("--task-preset", metavar="NAME", default="", help="finetune-xmoe: X-MoE's settings on XTREME")
     flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
     flags.add_argument(
-        "--balance", type=numbers, metavar="A,A", help="weight of the balance loss; several: one run each"
+        "--balance", type=numbers(), metavar="A,A", help="weight of the balance loss; several: one run each"
     )
     flags.add_argument("--pooling", metavar="HOW", help="last (default; of pairs first), first or mean hidden state")
     flags.add_argument(
@@ -148,11 +149,6 @@ def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> li
     return tables
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """`0,0.001` as numbers from 0."""
-    return tuple(dict.fromkeys(number_from(0)(part) for part in text.split(",")))
-
-
 def settings_of(
     values: argparse.Namespace, task: str, steps: int | None, epochs: float | None, changes: Mapping[str, Any]
 ) -> list[Finetuning]:
@@ -178,11 +174,9 @@ def run(arguments: Sequence[str]) -> int:
     if values.steps and values.epochs:
         raise RunError("pointsman finetune: --steps and --epochs exclude each other")
     device = choose_device(values.device)
-    from pointsman_lab.runs.directory import RunDirectory
-    from pointsman_lab.training.config import RunConfig
-
-    if not RunDirectory(values.run).config(RunConfig).model.reads_tokens:
-        return run_images(flags, values, device)
+    for entry in entries():
+        if (code := entry.run("finetune", flags, values, device)) is not None:
+            return code
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman_lab.finetuning import finetune
     from pointsman_lab.finetuning.run import finetuned_path, open_task
@@ -220,31 +214,6 @@ def run(arguments: Sequence[str]) -> int:
     for name, runs in found.items():
         if table := LanguageTable.of(runs, f"xtreme-{name}"):
             print(f"\n{table.text()}", end="")
-    return 0
-
-
-TEXT_FLAGS = (
-    "--task-top-k", "--task-preset", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds",
-)  # fmt: skip
-
-
-def run_images(flags: options.Parser, values: argparse.Namespace, device: str) -> int:
-    """Fine-tunes a run on images."""
-    from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman_lab.cli.evaluate import table
-    from pointsman_lab.finetuning.images import finetune_images
-
-    flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
-    changes: dict[str, Any] = dict(options.overrides(values.set))
-    given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
-    changes |= {key: value for key, value in given.items() if value is not None}
-    with Display() as display, stop_on_signals() as stop:
-        result = finetune_images(
-            values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
-            device=device, progress=display, monitor=RoutingMonitor, stop=stop,
-        )  # fmt: skip
-    print(table(result.evaluation["results"]))
-    print(f"\nrun: {result.out}", file=sys.stderr)
     return 0
 
 

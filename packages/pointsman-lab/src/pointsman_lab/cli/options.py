@@ -177,6 +177,11 @@ def number_from(least: float, largest: float | None = None, name: str = "") -> C
     return convert
 
 
+def numbers(least: float = 0, largest: float | None = None) -> Callable[[str], tuple[float, ...]]:
+    """A flag's value as numbers: `0.01,0.025`."""
+    return lambda text: tuple(dict.fromkeys(number_from(least, largest)(part) for part in text.split(",")))
+
+
 def k_list(text: str) -> tuple[int, ...]:
     """`1,2,4` as numbers."""
     return tuple(dict.fromkeys(whole(1)(part.strip()) for part in text.split(",")))

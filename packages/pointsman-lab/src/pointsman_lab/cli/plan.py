@@ -67,9 +67,9 @@ def run(words: Sequence[str]) -> int:
 
 def _shape(values: argparse.Namespace, flags: Parser) -> tuple[Shape, int]:
     """The model that the flags name, and the length of a sequence."""
-    from pointsman_lab.models.families import PUBLISHED_VOCABULARIES
     from pointsman_lab.planning import Shape, shapes
     from pointsman_lab.recipes import preset
+    from pointsman_lab.registry import find_preset
 
     if values.model is not None:
         known = shapes()
@@ -82,7 +82,7 @@ def _shape(values: argparse.Namespace, flags: Parser) -> tuple[Shape, int]:
             f"pointsman plan: --set {without[0]} has no effect on a plan: allowed are model.* and train_top_k"
         )
     asked = preset(values.preset).with_overrides(changes)
-    vocabulary = values.vocabulary or PUBLISHED_VOCABULARIES.get(values.preset, 204)
+    vocabulary = values.vocabulary or find_preset(values.preset).get("vocabulary", 204)
     config: Any = replace(asked.with_vocabulary(vocabulary).model, top_k=asked.top_k_schedule.high)
     longest = getattr(config, "max_length", None) if getattr(config, "positions", "") == "learned" else None
     if not config.reads_tokens:

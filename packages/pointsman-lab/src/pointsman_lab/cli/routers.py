@@ -98,13 +98,14 @@ def cost(values: argparse.Namespace, flags: Parser) -> str:
     """Parameters by component and FLOPs for every k, of a preset with one router or with all of them."""
     from pointsman.routers.frame.registry import BASELINES, build_router, list_routers
     from pointsman_lab.models.cost import Protocol, cost_table
-    from pointsman_lab.models.families import PUBLISHED_ROUTERS, PUBLISHED_VOCABULARIES
     from pointsman_lab.recipes import preset
+    from pointsman_lab.registry import find_preset
 
+    published = find_preset(values.preset)
     changed = preset(values.preset).with_overrides(overrides(values.set))
-    vocabulary = values.vocabulary or PUBLISHED_VOCABULARIES.get(values.preset, 204)
+    vocabulary = values.vocabulary or published.get("vocabulary", 204)
     config: Any = changed.with_vocabulary(vocabulary).model
-    own = PUBLISHED_ROUTERS.get(values.preset, "smoe")
+    own = published.get("router", "smoe")
     others = [name for name in list_routers() if name != own]
     protocol, title, size = None, FLOPS_TITLE, f"vocabulary {vocabulary}"
     if not config.reads_tokens:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pointsman_lab.cli.options import Parser, overrides, words
+from pointsman_lab.registry import entries
 
 if TYPE_CHECKING:
     from pointsman_lab.training.config import RunConfig
@@ -22,17 +23,14 @@ def add_run_flags(flags: Parser) -> None:
         help="stdlib, enwik8, text8, wikitext-2, wikitext-103, a file or folder; for encoders xtreme-text or "
         "multilingual:PATH, for images cifar10-10k (default: the preset's)",
     )
-    flags.add_argument(
-        "--tokenizer",
-        metavar="pieces:V|PATH",
-        help="subwords: V pieces learned on the data, or a Hugging Face tokenizer (default: the data's own unit)",
-    )
     flags.add_argument("--preset", help="shape and settings: tiny (default), tiny-mlm, tiny-vit, small, …")
     flags.add_argument("--steps", help="optimizer steps (default: the preset's; tiny: 1600)")
     flags.add_argument("--train-top-k", metavar="K", help="k in training: 2, 2:N (grows) or N/2:N")
     flags.add_argument("--k-schedule", metavar="NAME", help=f"how k grows: {', '.join(SCHEDULES)}")
     flags.add_argument("--top-k", help="the k values of the evaluation (default: 1, 2, 4, … N)")
     flags.add_argument("--eval-tokens", help="tokens of the test split to score (default: the preset's; tiny: 200000)")
+    for entry in entries():
+        entry.add_flags("train", flags)
     flags.add_argument("--tensorboard", action="store_true", help="write TensorBoard files as well")
     flags.add_argument("--track", type=words, metavar="NAME,…", help="send the metrics to wandb, trackio or both")
 
@@ -76,10 +74,10 @@ def changed(config: RunConfig, values: argparse.Namespace) -> RunConfig:
         "k_schedule": values.k_schedule,
         "eval_top_k": values.top_k,
         "eval_tokens": values.eval_tokens,
-        "tokenizer": values.tokenizer,
         "imports": tuple(values.imports) or None,
         "tensorboard": values.tensorboard or None,
         "track": tuple(values.track or ()) or None,
     }
+    given |= {name: getattr(values, name, None) for entry in entries() for name in entry.settings}
     changes = {name: value for name, value in given.items() if value is not None}
     return config.with_overrides({**changes, **overrides(values.set)})

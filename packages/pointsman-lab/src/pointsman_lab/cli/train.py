@@ -73,13 +73,14 @@ def _config(values: argparse.Namespace) -> RunConfig:
         raise RunError("pointsman train: --from brings its own model; leave the recipe out")
     if values.recipe:
         from pointsman.routers.frame.registry import BASELINES, list_mixers, list_routers
-        from pointsman_lab.recipes import PRESETS, recipe
+        from pointsman_lab.recipes import recipe
+        from pointsman_lab.registry import presets
 
         if values.recipe in (*list_routers(), *list_mixers(), *BASELINES):
             raise RunError(f"pointsman train: {values.recipe!r} is no recipe but a router: --router {values.recipe}")
         if values.preset:
             raise RunError("pointsman train: a recipe brings its own preset; leave --preset out")
-        if values.recipe in PRESETS:
+        if values.recipe in presets():
             raise RunError(f"pointsman train: {values.recipe!r} is no recipe but a preset: --preset {values.recipe}")
         config = recipe(values.recipe, router=values.router, seed=values.seed)
         overriding = {"data": values.data, "steps": values.steps}
@@ -87,10 +88,10 @@ def _config(values: argparse.Namespace) -> RunConfig:
         config = changed(config, values)
     elif values.start_from:
         from pointsman_lab.recipes import preset
-        from pointsman_lab.training.start import start_config
+        from pointsman_lab.registry import trains
 
         base = preset(values.preset or "tiny-decoder", data=values.data, steps=values.steps, seed=values.seed or 0)
-        config = changed(start_config(base, values.start_from, values.router), values)
+        config = changed(trains(base.model.family).start(base, values.start_from, values.router), values)
     else:
         config = run_config(values, "smoe" if values.router is None else values.router, values.seed or 0)
     if values.checkpoint_every:

@@ -34,7 +34,7 @@ IdArray = NDArray[np.integer[Any]]
 
 
 class Symbols(Protocol):
-    """What ids stand for: a `Vocabulary`, `multilingual.pieces.Pieces`, or (labels) `images.classes.ClassNames`."""
+    """What ids or labels stand for: a `Vocabulary`, or what another task has."""
 
     @property
     def size(self) -> int: ...
@@ -43,27 +43,6 @@ class Symbols(Protocol):
     def digest(self) -> str: ...
 
     def to_json(self) -> str: ...
-
-
-def read_vocabulary(text: str) -> Any:
-    """The `Vocabulary`, `Pieces` or `ClassNames` that `to_json` wrote.
-
-    Raises:
-        RunError: the text is none of them.
-    """
-    try:
-        level = parse_json(text)["level"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"not a vocabulary: {error}") from None
-    if level == "piece":
-        from pointsman_lab.data.multilingual.pieces import Pieces
-
-        return Pieces.from_json(text)
-    if level == "class":
-        from pointsman_lab.data.images.classes import ClassNames
-
-        return ClassNames.from_json(text)
-    return Vocabulary.from_json(text)
 
 
 class _WordIndex(dict[str, int]):

@@ -20,7 +20,7 @@ from pointsman_lab.evaluation.tasks import evaluate_task
 from pointsman_lab.finetuning.routing import change_from
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.models.classifier import Classifier
-from pointsman_lab.models.transformer_xl import Memory
+from pointsman_lab.models.memory import Memory
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of

@@ -139,7 +139,7 @@ class CrossLingual(FineTuning):
         return evaluate_languages(
             model, self.data.name, self.data.kind, self.data.classes, self.parts(config, split), split=split,
             top_k=top_k, batch_size=config.eval_batch_size, seen=seen, how=context, keep=self._kept,
-            n_best=max(1, config.n_best), keep_answers=self._answers if config.n_best else None,
+            n_best=max(1, config.own["n_best"]), keep_answers=self._answers if config.own["n_best"] else None,
         )  # fmt: skip
 
     def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:

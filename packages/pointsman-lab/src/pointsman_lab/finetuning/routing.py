@@ -13,7 +13,7 @@ from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
 from pointsman_lab.data.task_streams import Encoded, eval_batches
 from pointsman_lab.models.classifier import Classifier
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import build_model
 
 EXAMPLES = 256
 TOP_K = 2

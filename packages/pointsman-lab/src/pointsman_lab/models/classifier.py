@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.initial import seed_for
 
 Pooling = Literal["last", "first", "mean"]

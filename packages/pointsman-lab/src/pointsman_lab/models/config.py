@@ -1,10 +1,12 @@
-"""The settings that every family of models has, and those of the Transformer-XL."""
+"""The settings that every family of models has."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
@@ -45,6 +47,8 @@ class ModelConfig:
     family: ClassVar[str]
     causal: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
+    of_the_data: ClassVar[Mapping[str, str]] = MappingProxyType({"vocab_size": "it is the vocabulary of the data"})
+    """Settings that follow from the data -> why."""
 
     num_layers: int = 4
     dim: int = 256
@@ -99,6 +103,10 @@ class ModelConfig:
                 f"router={self.router!r}: {fixed[0]!r} always uses all experts, it cannot be cycled with others"
             )
 
+    def build(self) -> Any:
+        """The model that these settings describe, with its initial weights."""
+        raise NotImplementedError
+
     @property
     def layout(self) -> Layout:
         return parse_moe_layers(self.moe_layers, self.num_layers)
@@ -109,36 +117,6 @@ class ModelConfig:
         return self.hidden_dim if self.expert_hidden_dim is None else self.expert_hidden_dim
 
 
-@dataclass(frozen=True)
-class TransformerXLConfig(ModelConfig):
-    """The settings of a Transformer-XL language model; the others are in `ModelConfig`.
-
-    Attributes:
-        vocab_size: number of tokens.
-        pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
-        adaptive_cutoffs: token numbers at which the clusters of an adaptive embedding and softmax begin; () = one
-            full softmax.
-        allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
-            the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
-        allow_non_causal_training: take routers that look at later tokens in training only (BASE, Sinkhorn).
-    """
-
-    family: ClassVar[str] = "transformer-xl"
-
-    vocab_size: int
-    pre_norm: bool = False
-    adaptive_cutoffs: tuple[int, ...] = ()
-    allow_non_causal: bool = False
-    allow_non_causal_training: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("vocab_size", self.vocab_size)
-        if self.dim % 2:
-            raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
-        object.__setattr__(self, "adaptive_cutoffs", tuple(self.adaptive_cutoffs))
-        cutoffs = self.adaptive_cutoffs
-        if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and not 0 < cutoffs[0] <= cutoffs[-1] < self.vocab_size):
-            raise ValueError(
-                f"adaptive_cutoffs={cutoffs!r}: allowed are rising token numbers between 0 and {self.vocab_size}"
-            )
+def build_model(config: ModelConfig) -> Any:
+    """The model that these settings describe, with its initial weights."""
+    return config.build()

@@ -23,8 +23,7 @@ from pointsman.routers.papers.depths import SomeTokens
 from pointsman.routers.papers.soft import SlotScorer
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import FeedForward, RelativeAttention
-from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import ModelConfig, build_model
 
 
 @dataclass(frozen=True)

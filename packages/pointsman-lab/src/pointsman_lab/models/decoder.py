@@ -76,6 +76,9 @@ class DecoderConfig(ModelConfig):
     allow_non_causal: bool = False
     allow_non_causal_training: bool = False
 
+    def build(self) -> Decoder:
+        return Decoder(self)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("vocab_size", self.vocab_size)

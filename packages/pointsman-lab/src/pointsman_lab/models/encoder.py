@@ -63,6 +63,9 @@ class EncoderConfig(ModelConfig):
     norm: Literal["post", "pre"] = "post"
     embedding_norm: bool = True
 
+    def build(self) -> Encoder:
+        return Encoder(self)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("vocab_size", self.vocab_size)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.initial import seed_for
 
 NEVER = -1e4

@@ -6,18 +6,59 @@ long, so that a text taken in segments, or a token at a time, gives what one lon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman._values import check_whole
 from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
-from pointsman_lab.models.config import TransformerXLConfig as TransformerXLConfig
+from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
-from pointsman_lab.models.memory import Memory as Memory
-from pointsman_lab.models.memory import mask_of_keys
+from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.stack import Sublayer
 from pointsman_lab.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
+
+
+@dataclass(frozen=True)
+class TransformerXLConfig(ModelConfig):
+    """The settings of a Transformer-XL language model; the others are in `ModelConfig`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
+        adaptive_cutoffs: token numbers at which the clusters of an adaptive embedding and softmax begin; () = one
+            full softmax.
+        allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
+            the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
+        allow_non_causal_training: take routers that look at later tokens in training only (BASE, Sinkhorn).
+    """
+
+    family: ClassVar[str] = "transformer-xl"
+
+    vocab_size: int
+    pre_norm: bool = False
+    adaptive_cutoffs: tuple[int, ...] = ()
+    allow_non_causal: bool = False
+    allow_non_causal_training: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("vocab_size", self.vocab_size)
+        if self.dim % 2:
+            raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
+        object.__setattr__(self, "adaptive_cutoffs", tuple(self.adaptive_cutoffs))
+        cutoffs = self.adaptive_cutoffs
+        if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and not 0 < cutoffs[0] <= cutoffs[-1] < self.vocab_size):
+            raise ValueError(
+                f"adaptive_cutoffs={cutoffs!r}: allowed are rising token numbers between 0 and {self.vocab_size}"
+            )
+
+    def build(self) -> TransformerXL:
+        return TransformerXL(self)
 
 
 class TransformerXL(LanguageModel[TransformerXLConfig]):

@@ -52,6 +52,9 @@ class TranslationConfig(ModelConfig):
     decoder_moe_layers: str = "every:2:1"
     max_length: int = 256
 
+    def build(self) -> Translator:
+        return Translator(self)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("vocab_size", self.vocab_size)

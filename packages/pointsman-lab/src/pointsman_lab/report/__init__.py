@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pointsman_lab.report.attack_table import AttackTable, attack_tables
 from pointsman_lab.report.figures import figures
 from pointsman_lab.report.page import write_report
 from pointsman_lab.report.paper import paper_tables
@@ -11,10 +10,8 @@ from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable
 
 __all__ = [
-    "AttackTable",
     "ComparisonTable",
     "TaskTable",
-    "attack_tables",
     "collect_samples",
     "figures",
     "load_comparison",

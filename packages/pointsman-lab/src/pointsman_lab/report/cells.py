@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._values import finite, mean_of
-from pointsman_lab.report.metrics import squared_variation
+from pointsman._values import finite
+from pointsman_lab.registry import OLDEST, trains
 from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman_lab.report.settings import deviations, named
 from pointsman_lab.report.tables import Cell
@@ -83,9 +83,7 @@ def averages(
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
     """This run's figure for a cell; None unless data, split, k and quantity agree."""
     if column.shift is not None:
-        if column.quantity == "imbalance":
-            return _imbalance(run, column.layer, column.top_k or line.top_k)
-        return _shifted(run, column.shift, column.top_k or line.top_k)
+        return trains(run.family or OLDEST).published(run, column, column.top_k or line.top_k)
     wanted = column.task if column.task is not None else table.data
     if not wanted or column.quantity in (*COUNTED, "average", "none"):
         return None
@@ -120,29 +118,6 @@ def _k_of(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> 
     if has_one_k(run.router):
         return None
     return -1 if wanted and wanted != int(told) else int(told)
-
-
-def _shifted(run: RunRecord, shift: str, top_k: int | None) -> float | None:
-    """Accuracy of a run on images at this k: on its own test part ("clean") or on shifted images."""
-    if run.family != "vit":
-        return None
-    if shift == "clean":
-        return finite(run.results().get(top_k or 0, {}).get("value"))
-    for file in sorted(run.path.glob(f"robust-{shift}*.json")):
-        rows = [row for row in read_object(file).get("results", ()) if row.get("top_k") == top_k]
-        if (mean := mean_of(row.get("value") for row in rows)) is not None:
-            return mean
-    return None
-
-
-def _imbalance(run: RunRecord, layer: int | None, top_k: int | None) -> float | None:
-    """Squared coefficient of variation of the expert loads on a run's own images: of a layer, or mean over layers."""
-    if run.family != "vit":
-        return None
-    found = [squared_variation(one) for one in (run.results().get(top_k or 0, {}).get("routers") or {}).values()]
-    chosen = found if layer is None else found[layer : layer + 1]
-    values = [value for value in chosen if value is not None]
-    return math.fsum(values) / len(values) if values else None
 
 
 def rows_about(run: RunRecord, wanted: str) -> list[Mapping[str, Any]]:
@@ -197,10 +172,8 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
         if len(tasks) > 1 and tasks <= set(XTREME_TASKS):  # a row for all tasks
             return _setting_of_all_tasks(run, table)
     told = preset if steps is None else f"{preset}, {steps:,} steps"
-    if run.family == "vit":
-        told = f"{told}, {dataset(run)}"
-    elif dataset(run) == "multilingual":
-        told = f"{told}, {Path(str(run.config['data'])).name.partition(':')[0]}"
+    if data := trains(run.family or OLDEST).data_of(run):
+        told = f"{told}, {data}"
     changed = changed_settings(run, preset)
     if preset in table.presets and (table.steps is None or steps == table.steps) and changed == {}:
         return told
@@ -235,12 +208,12 @@ def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:
 
     None where there is no preset or recipe of that name.
     """
-    from pointsman_lab.training.config import NO_EFFECT_ON_TRAINING
+    from pointsman_lab.training.config import without_effect
 
     expected = named(preset, router=run.router)
     if expected is None:
         return None
-    free = {"model.router", "seed", "data", "preset"} | NO_EFFECT_ON_TRAINING
+    free = {"model.router", "seed", "data", "preset"} | without_effect(run.family or OLDEST)
     return {key: value for key, value in deviations(run.config, expected).items() if key not in free}
 
 

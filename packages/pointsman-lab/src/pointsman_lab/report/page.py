@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pointsman._errors import needing
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
+from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, sections, series
 from pointsman_lab.report.consistency import consistency
 from pointsman_lab.report.diagnosed import diagnosis_grid
 from pointsman_lab.report.inside import inside
-from pointsman_lab.report.pictures import pictures
 from pointsman_lab.report.tables import Cell, ComparisonTable
 from pointsman_lab.report.xtreme_table import XtremeTable
 from pointsman_lab.runs.comparison import Comparison, read
@@ -26,7 +26,24 @@ from pointsman_lab.runs.comparison import Comparison, read
 if TYPE_CHECKING:
     from pointsman_lab.report.paper import PaperTables
 
-SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js", "pictures.js")
+ASSETS = "pointsman_lab.report.assets"
+SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
+
+
+@dataclass(frozen=True)
+class Sections:
+    """What a task adds to the page.
+
+    Attributes:
+        package: whose section.html.j2 and section.js draw it.
+        titles: (id, title) of each section.
+        values: of the template. data: for the script, as DATA.name.
+    """
+
+    package: str
+    titles: Sequence[tuple[str, str]]
+    values: Mapping[str, Any]
+    data: Mapping[str, Any]
 
 
 def write_report(
@@ -77,25 +94,37 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
     table = ComparisonTable.of(comparison, baseline=baseline)
     found = {
         "tasks": sections.tasks(comparison, baseline=baseline),
-        "attacks": sections.attacks(comparison),
-        "robust": sections.robust(comparison),
     }
+    added = task_sections(comparison, baseline, quotes)
     data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
-    data["pictures"] = pictures(comparison) if quotes else {}
+    for each in added:
+        data |= each.data
     if not quotes:
         data["inside"]["explorer"] = {"texts": [], "routers": []}
     agreed = consistency(comparison)
     data["consistency"] = agreed.get("chart")
     return fill(
         "page.html.j2",
-        javascript="\n".join(asset(name) for name in SCRIPTS),
+        javascript="\n".join([asset(name) for name in SCRIPTS] + [asset("section.js", each.package) for each in added]),
         json=embed(data),
         data=data,
-        **context(comparison, table, data, robust=bool(found["robust"])),
+        **context(comparison, table, data, [title for each in added for title in each.titles]),
+        added=added,
         consistency=agreed,
         totals=[table.grid() for table in XtremeTable.all(comparison)],
         **found,
     )
+
+
+def task_sections(comparison: Comparison, baseline: str | None, quotes: bool) -> list[Sections]:
+    """What the tasks whose records lie in the comparison's runs add."""
+    runs = [run for router in comparison.routers for run in comparison.of(router)]
+    told = [
+        entry.sections(comparison, baseline, quotes)
+        for entry in entries()
+        if any(next(run.path.glob(pattern), None) for run in runs for pattern in entry.records)
+    ]
+    return [each for each in told if each]
 
 
 def render_paper(tables: PaperTables) -> str:
@@ -109,11 +138,12 @@ def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) 
         import jinja2
         from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    loader = jinja2.FunctionLoader(lambda name: asset(*reversed(name.rpartition("/")[::2])))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
     environment.trim_blocks = environment.lstrip_blocks = True
     raw = {"css": asset("style.css"), "javascript": javascript, "json": json}
     values |= {name: Markup(text) for name, text in raw.items()}
-    return environment.from_string(asset(template)).render(version=version("pointsman"), **values)
+    return environment.get_template(f"{ASSETS}/{template}").render(version=version("pointsman"), **values)
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
@@ -132,9 +162,9 @@ def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]
 
 
 def context(
-    comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any], *, robust: bool = False
+    comparison: Comparison, table: ComparisonTable, data: Mapping[str, Any], added: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """The values of the template; `data` is for the scripts. `robust`: whether there are tables of shifted images."""
+    """The values of the template; `data` is for the scripts, `added` the titles of the tasks' sections."""
     routing = data["inside"]
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
@@ -142,10 +172,8 @@ def context(
     shown = [("result", "Result")]
     shown += [("training", "Training")] if trained else []
     shown += [("routing", "Routing")] if any_routing else []
-    shown += [("patches", "Patches")] if data["pictures"] else []
-    shown += [("robust", "Robustness")] if robust else []
     shown += [("tasks", "Tasks")] if data["tasks"] else []
-    shown += [("attacks", "Attacks")] if data["attacks"] else []
+    shown += added
     shown += [("explore", "Explorer")] if explorer else []
     return {
         "title": protocol.title(comparison),
@@ -201,6 +229,6 @@ def embed(data: Mapping[str, Any]) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
-def asset(name: str) -> str:
+def asset(name: str, package: str = ASSETS) -> str:
     """A file of the page."""
-    return resources.files("pointsman_lab.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

@@ -88,13 +88,13 @@ def command(comparison: Comparison) -> str:
 
 def _train_command(run: RunRecord) -> str:
     """`pointsman train` with all settings that differ from the preset or recipe."""
-    from pointsman_lab.recipes import RECIPES
+    from pointsman_lab.recipes import recipes
 
     name = str(run.config.get("preset"))
     given = {key: run.config[key] for key in ("data", "steps", "seed") if key in run.config}
     expected = named(name, router=run.router, **given)
-    words = ["pointsman", "train", *([name] if name in RECIPES else []), "--router", run.router]
-    words += _flags(run.config, (*(() if name in RECIPES else ("preset",)), *given))
+    words = ["pointsman", "train", *([name] if name in recipes() else []), "--router", run.router]
+    words += _flags(run.config, (*(() if name in recipes() else ("preset",)), *given))
     if expected is None:  # an unknown preset, or a router of another package
         words += _flags(run.config, ("train_top_k", "k_schedule"))
     else:

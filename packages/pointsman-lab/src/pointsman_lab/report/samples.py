@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,11 @@ from pointsman.ops.kernels import using
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.data.vocabulary import END_OF_LINE
-from pointsman_lab.models.transformer_xl import Memory
+from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.translation import Translator
-from pointsman_lab.report import pictures
+from pointsman_lab.registry import OLDEST, trains
 from pointsman_lab.report.embedding import available, embed
 from pointsman_lab.report.inside import readable
-from pointsman_lab.report.picture_samples import collect_pictures
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
@@ -96,11 +96,9 @@ def collect_samples(
 
 
 def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
-    """`collect_samples` for the first finished run of every router, where explorer.json is missing or out of date; for
-    runs on images `picture_samples.collect_pictures`.
+    """Samples of the first finished run of every router, where they are missing or out of date.
 
-    Out of date: of another checkpoint than the evaluation, or with another kind of map. A run that cannot be sampled
-    (no checkpoint, no data) is skipped; `note` is told why.
+    A run that cannot be sampled (no checkpoint, no data) is skipped; `note` is told why.
     """
     wanted = available(method)
     for router in comparison.routers:
@@ -109,23 +107,21 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
             continue
         if run.is_audit:
             continue  # it has its own, or none
-        images = run.family == "vit"
-        if pictures.is_current(run) if images else _is_current(run, wanted):
+        own = trains(run.family or OLDEST).samples(run)
+        current, make = own or (_is_current(run, wanted), partial(collect_samples, run.path, method=wanted))
+        if current:
             continue
         try:
             if note:
                 note(f"sampling the routing of {router}")
-            if images:
-                collect_pictures(run.path)
-            else:
-                collect_samples(run.path, method=method)
+            make()
         except RunError as error:
             if note:
                 note(f"no sample of {router}: {error}")
 
 
 def _is_current(run: RunRecord, method: str) -> bool:
-    """Whether explorer.json is of this kind and of the evaluation's checkpoint, or cannot be made anew."""
+    """Whether explorer.json is of this kind of map and of the evaluation's checkpoint, or cannot be made anew."""
     found = run.explorer
     if found and not (run.path / CHECKPOINTS).is_dir():
         return True

@@ -16,13 +16,14 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     Args:
         given: further arguments of `recipes.preset`; a recipe takes router and seed only.
     """
-    from pointsman_lab.recipes import PRESETS, RECIPES, preset, recipe
+    from pointsman_lab.recipes import preset, recipe, recipes
+    from pointsman_lab.registry import presets
     from pointsman_lab.training.config import flat
 
     try:
-        if name in PRESETS:
+        if name in presets():
             return flat(preset(name, **given).to_dict())
-        if name in RECIPES:
+        if name in recipes():
             own = {key: value for key, value in given.items() if key in ("router", "seed")}
             return flat(recipe(name, **own).to_dict())
     except (ValueError, RunError):
@@ -32,10 +33,13 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
 
 def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
-    from pointsman_lab.training.config import DERIVED, flat
+    from pointsman_lab.registry import OLDEST
+    from pointsman_lab.training.config import derived, flat
+
+    fixed = derived(str(config.get("model", {}).get("family") or OLDEST))
 
     return {
         key: value
         for key, value in flat(config).items()
-        if key in expected and key not in DERIVED and value != expected[key]
+        if key in expected and key not in fixed and value != expected[key]
     }

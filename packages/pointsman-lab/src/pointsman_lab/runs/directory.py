@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 from pointsman._errors import RunError
 from pointsman._files import read_text, read_whole_json, within, write_whole
 from pointsman._values import name_fault
-from pointsman_lab.data.vocabulary import read_vocabulary
+from pointsman_lab.registry import read_vocabulary
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, METRICS, VOCABULARY
@@ -119,7 +119,7 @@ class RunDirectory:
         return read_whole_json(self.path / name)
 
     def vocabulary(self) -> Any:
-        """What the run's token ids stand for: a `Vocabulary`, `Pieces`, or `ClassNames`."""
+        """What the run's token ids or labels stand for: what its task reads from vocabulary.json."""
         file = self.path / VOCABULARY
         try:
             text = read_text(file)

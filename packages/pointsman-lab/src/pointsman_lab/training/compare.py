@@ -27,13 +27,14 @@ from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.elsewhere import import_routers
 from pointsman.routers.frame.registry import split_specs
-from pointsman_lab.models.families import OLDEST, build_model, family
+from pointsman_lab.models.config import build_model
 from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
 from pointsman_lab.runs.comparison import read_plan, write_plan
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
-from pointsman_lab.training.config import NO_EFFECT_ON_TRAINING, RunConfig, flat
+from pointsman_lab.training.config import RunConfig, flat, without_effect
 from pointsman_lab.training.jobs import Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman_lab.training.progress import Interrupted
@@ -44,7 +45,6 @@ from pointsman_lab.training.trainer import train
 
 SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two
 ANY_VOCABULARY = 10**9  # settings are read before the data: larger than any
-OF_THE_DATA = ("vocab_size", "num_classes", "image_size")
 OF_A_RUN = ("router", "seed", "top_k")
 PROTOCOL = ("eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_split")
 """Settings that may change between two calls, but not between the rows of a table."""
@@ -74,7 +74,8 @@ class Plan:
         """Everything but routers and seeds, as JSON."""
         values = self.base.to_dict()
         values.pop("seed")
-        model = {key: value for key, value in values["model"].items() if key not in OF_THE_DATA and key not in OF_A_RUN}
+        left_out = {*self.base.model.of_the_data, *OF_A_RUN}
+        model = {key: value for key, value in values["model"].items() if key not in left_out}
         return {**values, "model": model}
 
 
@@ -90,7 +91,8 @@ def merged(plan: Plan, out: Path) -> Plan:
             raise RunError(f"{out} is not empty and holds no comparison; choose another --out")
         return plan
     ours, theirs = flat(plan.settings()), flat(_today(before["settings"], out / COMPARISON))
-    keys = [key for key in ours | theirs if key not in NO_EFFECT_ON_TRAINING]
+    free = without_effect(plan.base.model.family)
+    keys = [key for key in ours | theirs if key not in free]
     differing = [key for key in keys if ours.get(key) != theirs.get(key)]
     if differing:
         told = "; ".join(f"{key} is {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing)
@@ -255,7 +257,7 @@ def default_jobs(config: RunConfig, device: str) -> int | None:
 def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Settings that an earlier version wrote, as this one would: what is new since then has its default."""
     model = {**settings.get("model", {}), "router": "smoe"}
-    if family(model.get("family", OLDEST)).config.reads_tokens:
+    if family(model.get("family", OLDEST)).reads_tokens:
         model["vocab_size"] = ANY_VOCABULARY
     return Plan(RunConfig.from_dict({**settings, "model": model}, str(file)), (), ()).settings()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
@@ -16,28 +17,32 @@ from pointsman._values import most, typed_fields, typed_value, upper
 from pointsman.routers.frame.elsewhere import import_recorded
 from pointsman.routers.frame.registry import split_specs
 from pointsman_lab.models.config import ModelConfig
-from pointsman_lab.models.families import OLDEST, family
+from pointsman_lab.registry import OLDEST, entries, family, own_settings
 from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule
 
 FORMAT = 1
 TRACKERS = ("wandb", "trackio")
 
 DERIVED = {
-    "model.vocab_size": "it is the vocabulary of the data",
     "model.seed": "set seed",
     "model.top_k": "it is the first k of train_top_k",
     "model.family": "it is the preset's",
-    "model.num_classes": "it is the number of classes of the data",
-    "model.image_size": "it is that of the images: --data NAME:size=N resizes them",
+    "own": "its settings are set by their names",
 }
 """Settings that follow from others."""
 
 NO_EFFECT_ON_TRAINING = {
     "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
     "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
-    "cuda_graph", "imports", "tensorboard", "track", "preset", "n_best",
+    "cuda_graph", "imports", "tensorboard", "track", "preset",
 }  # fmt: skip
-"""Settings that may change when a run is continued: none of them touches a weight."""
+"""Settings that may change when a run is continued: none of them touches a weight. Also those of tasks that say so."""
+
+EARLIER = {
+    "augment", "tokenizer", "start_from", "pieces", "language_exponent", "mask_rate", "mask_token_share",
+    "random_share", "beam", "n_best",
+}  # fmt: skip
+"""Settings of tasks that the first version wrote into every config.json."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,6 @@ class RunConfig:
         model: the model's family, shape and router. Its `vocab_size` is that of the data once the run starts, its
             `seed` the run's, its `top_k` the first k of `train_top_k`.
         data: a corpus or a set of images, as `--data` names it.
-        augment: what is done to training images (`data.images.augment`): "crop=4+flip".
-        tokenizer: `pieces:V`, or the path of a tokenizer (`data.subwords`); "": the corpus's bytes, characters, words.
-        start_from: folder of a model of transformers whose weights the training starts from; "": none.
         steps: optimizer steps.
         seed: of initial weights, dropout and routing noise.
         batch_size: sequences a step; `accumulation` micro-batches share them.
@@ -71,12 +73,6 @@ class RunConfig:
         decay: "l2", weight decay is added to the gradient (Adam), or "decoupled", taken off the weights (AdamW).
         decay_on: "all", or "matrices": no biases, norms, embeddings or positions.
         label_smoothing: share of the target's probability that all classes get in the training loss.
-        pieces: of multilingual text: how many pieces of words are learned from it.
-        language_exponent: of multilingual text: a language with share q of it is drawn with probability ~ q^exponent.
-        mask_rate: of masked language modelling: the share of the places that are predicted.
-        mask_token_share, random_share: of these, the shares that become `<mask>` and a random piece.
-        beam: of translation: hypotheses of the search in the final evaluation; 1 = greedy.
-        n_best: of questions: how many answers to each question are kept beside the predictions; 0 = none.
         choose: of fine-tuning: which weights are evaluated, those of the "last" step, or "best-valid", those with the
             best figure on the held-out rows (of XTREME's tasks English ones), at the k of training.
         precision: "float32", "bfloat16" (autocast), or "auto": bfloat16 on CUDA, float32 on a CPU.
@@ -90,13 +86,11 @@ class RunConfig:
         track: where the metrics go besides: "wandb", "trackio".
         imports: modules and files of the user that registered routers, as `--import` takes them.
         preset: name of the preset or recipe that the settings come from, for the record.
+        own: the settings that only tasks of this family of models have (`TaskEntry.settings`), with their defaults.
     """
 
     model: ModelConfig
     data: str = "stdlib"
-    augment: str = ""
-    tokenizer: str = ""
-    start_from: str = ""
     steps: int = 1000
     seed: int = 0
     batch_size: int = 22
@@ -123,13 +117,6 @@ class RunConfig:
     decay: Literal["l2", "decoupled"] = "l2"
     decay_on: Literal["all", "matrices"] = "all"
     label_smoothing: float = 0.0
-    pieces: int = 8192
-    language_exponent: float = 0.7
-    mask_rate: float = 0.15
-    mask_token_share: float = 0.8
-    random_share: float = 0.1
-    beam: int = 1
-    n_best: int = 0
     choose: Literal["last", "best-valid"] = "last"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     cuda_graph: bool = False
@@ -143,8 +130,28 @@ class RunConfig:
     track: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     preset: str = ""
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: ModelConfig, **values: Any) -> RunConfig:
+        """Settings by name, those of the task among the others."""
+        own = {name: values.pop(name) for name in own_settings(model.family) if name in values}
+        return cls(model=model, own=own, **values)
 
     def __post_init__(self) -> None:
+        known = own_settings(self.model.family)
+        for name in self.own:
+            if name not in known:
+                raise RunError(f"setting {name!r} has no effect on models of the family {self.model.family!r}")
+        own = {name: self.own.get(name, setting.default) for name, setting in known.items()}
+        object.__setattr__(self, "own", own)
+        for name, setting in known.items():
+            if isinstance(setting.default, float):
+                if not setting.least <= own[name] <= (math.inf if setting.most is None else setting.most):
+                    upto = "" if setting.most is None else f" to {setting.most:g}"
+                    raise RunError(f"{name}={own[name]}: allowed are numbers from {setting.least:g}{upto}")
+            elif isinstance(setting.default, int):
+                _at_least(name, own[name], int(setting.least))
         for name in _POSITIVE:
             _at_least(name, getattr(self, name), 1)
         for name in _NOT_NEGATIVE:
@@ -152,13 +159,11 @@ class RunConfig:
         for name in ("eval_tokens", "valid_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        shares = ("language_exponent", "mask_rate", "mask_token_share", "random_share")
         for name, right, allowed in (
             ("learning_rate", self.learning_rate > 0, "numbers above 0"),
             ("adam_eps", 0 < self.adam_eps < 1, "numbers above 0 and below 1"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "numbers from 0 to below 1"),
             ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 up to, not including, 1"),
-            *((share, 0 <= getattr(self, share) <= 1, "numbers from 0 to 1") for share in shares),
         ):
             if not right:
                 raise RunError(f"{name}={getattr(self, name)}: allowed are {allowed}")
@@ -189,19 +194,24 @@ class RunConfig:
         Raises:
             RunError: an unknown setting (with the nearest name), or a value of another type or out of range.
         """
-        allowed = settings(self.model.family)
+        allowed, fixed = settings(self.model.family), derived(self.model.family)
         own: dict[str, Any] = {}
         model: dict[str, Any] = {}
+        of_task: dict[str, Any] = {}
         for key, value in overrides.items():
-            if key in DERIVED:
-                raise RunError(f"setting {key!r} cannot be set: {DERIVED[key]}")
+            if key in fixed:
+                raise RunError(f"setting {key!r} cannot be set: {fixed[key]}")
             if key not in allowed:
+                if any(key in entry.settings for entry in entries()):
+                    raise RunError(f"setting {key!r} has no effect on models of the family {self.model.family!r}")
                 raise RunError(f"unknown setting {key!r}: {did_you_mean(key, allowed)}")
             head, _, rest = key.rpartition(".")
-            (model if head else own)[rest] = typed_value(value, allowed[key], f"setting {key}")
+            (model if head else of_task if key in self.own else own)[rest] = typed_value(
+                value, allowed[key], f"setting {key}"
+            )
         if model.get("num_experts", self.model.num_experts) != self.model.num_experts and "eval_top_k" not in own:
             own["eval_top_k"] = ()  # the default of the new number of experts
-        return replace(self, model=replace(self.model, **model), **own)
+        return replace(self, model=replace(self.model, **model), own={**self.own, **of_task}, **own)
 
     def with_vocabulary(self, size: int) -> RunConfig:
         """A copy whose model has the vocabulary of the data, if it reads tokens."""
@@ -212,14 +222,15 @@ class RunConfig:
 
     def differing(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """The settings in which another training would be the result: name -> (own value, the other's)."""
-        differing = differing_settings(self, other).items()
-        return {name: values for name, values in differing if name not in NO_EFFECT_ON_TRAINING}
+        free = without_effect(self.model.family)
+        return {name: values for name, values in differing_settings(self, other).items() if name not in free}
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it: tuples are lists, the model is a dict of its own."""
         values = dataclasses.asdict(self)
         model = {"family": self.model.family, **values["model"]}
-        plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **values, "model": model}))
+        own = values.pop("own")
+        plain: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **values, **own, "model": model}))
         return plain
 
     def to_json(self) -> str:
@@ -240,16 +251,23 @@ class RunConfig:
         model = values.get("model")
         if not isinstance(model, Mapping):
             raise RunError(f"{where}: model is missing")
-        kept = typed_fields(cls, own, f"{where}: ", leave=("model",))
-        import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
         try:
-            kind = family(model.get("family", OLDEST)).config
+            kind = family(model.get("family", OLDEST))
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
+        known = own_settings(kind.family)
+        of_task = {
+            name: typed_value(own.pop(name), type(setting.default), f"{where}: {name}")
+            for name, setting in known.items()
+            if name in own
+        }
+        own = {name: value for name, value in own.items() if name not in EARLIER - known.keys()}
+        kept = typed_fields(cls, own, f"{where}: ", leave=("model", "own"))
+        import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
         values = {key: value for key, value in model.items() if key != "family"}
         typed = typed_fields(kind, values, f"{where}: model.")
         try:
-            return cls(model=kind(**typed), **kept)
+            return cls(model=kind(**typed), own=of_task, **kept)
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
 
@@ -264,12 +282,12 @@ class RunConfig:
 
 
 _POSITIVE = (
-    "steps", "batch_size", "segment_length", "accumulation", "pieces", "eval_batch_size", "eval_segment_length",
+    "steps", "batch_size", "segment_length", "accumulation", "eval_batch_size", "eval_segment_length",
     "keep_checkpoints", "log_every", "observe_every",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "memory_length", "eval_memory_length", "warmup_steps", "clip_norm", "weight_decay", "final_learning_rate",
-    "validate_every", "checkpoint_every", "n_best",
+    "validate_every", "checkpoint_every",
 )  # fmt: skip
 
 
@@ -283,8 +301,20 @@ def default_top_k(num_experts: int) -> tuple[int, ...]:
 def settings(family_name: str = OLDEST) -> Mapping[str, Any]:
     """Every setting that `--set` takes, with its type; those of a family's model as "model.…"."""
     own = {name: kind for name, kind in _kinds(RunConfig).items() if name != "model"}
-    model = {f"model.{name}": kind for name, kind in _kinds(family(family_name).config).items()}
-    return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in DERIVED})
+    own |= {name: type(setting.default) for name, setting in own_settings(family_name).items()}
+    model = {f"model.{name}": kind for name, kind in _kinds(family(family_name)).items()}
+    fixed = derived(family_name)
+    return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in fixed})
+
+
+def derived(family_name: str) -> dict[str, str]:
+    """The settings of runs of this family that follow from others, or from the data -> why."""
+    return DERIVED | {f"model.{name}": why for name, why in family(family_name).of_the_data.items()}
+
+
+def without_effect(family_name: str) -> Set[str]:
+    """The settings of runs of this family that may change when one is continued."""
+    return NO_EFFECT_ON_TRAINING | {name for name, setting in own_settings(family_name).items() if not setting.trains}
 
 
 def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

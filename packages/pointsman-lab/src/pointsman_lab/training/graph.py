@@ -24,7 +24,7 @@ from pointsman.layer import MoE
 from pointsman.routers.frame.registry import parse_spec, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.capture import CudaRecorder, Recorder, cause, instead, noted
-from pointsman_lab.models.transformer_xl import Memory
+from pointsman_lab.models.memory import Memory
 from pointsman_lab.training.config import RunConfig
 
 WARM_UP = 3  # steps with each k before its graph: libraries choose kernels and get workspaces, caches fill

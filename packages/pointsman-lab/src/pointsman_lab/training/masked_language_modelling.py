@@ -18,8 +18,8 @@ from pointsman_lab.data.multilingual.pieces import Pieces
 from pointsman_lab.data.multilingual.prepared import open_blocks
 from pointsman_lab.evaluation.masked_language_model import SCORED, evaluate_masked, masked_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
-from pointsman_lab.models.families import build_model
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of
@@ -47,7 +47,8 @@ class MaskedLanguageModelling(Task):
         check(config)
         return cls(
             open_blocks(
-                config.data, length=config.segment_length, size=config.pieces, exponent=config.language_exponent,
+                config.data, length=config.segment_length, size=config.own["pieces"],
+                exponent=config.own["language_exponent"],
                 pieces=vocabulary, progress=progress,
             )
         )  # fmt: skip
@@ -79,7 +80,7 @@ class MaskedLanguageModelling(Task):
         return evaluate_masked(
             model,
             self.text,
-            shares(self.text.sizes, config.language_exponent),
+            shares(self.text.sizes, config.own["language_exponent"]),
             top_k=top_k,
             batch_size=config.eval_batch_size,
             tokens=config.eval_tokens if context.final else config.valid_tokens,
@@ -93,7 +94,7 @@ class MaskedLanguageModelling(Task):
             "block_length": config.segment_length,
             "tokens": config.eval_tokens,
             "masked": [SCORED.rate, SCORED.mask_share, SCORED.random_share],
-            "shares": shares(self.text.sizes, config.language_exponent),
+            "shares": shares(self.text.sizes, config.own["language_exponent"]),
             "checkpoint_rule": "the last step",
             "vocabulary": self.text.pieces.digest,
         }
@@ -139,7 +140,7 @@ class MaskedBatches:
     def __init__(self, text: PackedText, config: RunConfig, device: torch.device) -> None:
         self._device = device
         self._stream = MaskedStream(
-            text, config.batch_size, masking=masking(config), exponent=config.language_exponent, seed=config.seed
+            text, config.batch_size, masking=masking(config), exponent=config.own["language_exponent"], seed=config.seed
         )
         filled = sum(
             share * text.sizes[language] / text.train[language].size for language, share in self._stream.shares.items()
@@ -162,7 +163,7 @@ def masking(config: RunConfig) -> Masking:
     Raises:
         RunError: shares outside 0 to 1.
     """
-    return Masking(config.mask_rate, config.mask_token_share, config.random_share)
+    return Masking(*(config.own[name] for name in ("mask_rate", "mask_token_share", "random_share")))
 
 
 def check(config: RunConfig) -> None:
@@ -172,7 +173,7 @@ def check(config: RunConfig) -> None:
         RunError: a share out of range, or blocks longer than the model's positions.
     """
     masking(config)
-    if not config.mask_rate:
+    if not config.own["mask_rate"]:
         raise RunError("mask_rate=0: nothing would be learned; allowed are numbers above 0 to 1")
     model = config.model
     if isinstance(model, EncoderConfig) and model.positions == "learned" and config.segment_length > model.max_length:

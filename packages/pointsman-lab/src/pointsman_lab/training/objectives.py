@@ -18,7 +18,8 @@ from pointsman.control import named_routers
 from pointsman.ops.linear import upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data.streams import IGNORE
-from pointsman_lab.models.transformer_xl import Memory, TransformerXL
+from pointsman_lab.models.memory import Memory
+from pointsman_lab.models.transformer_xl import TransformerXL
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,9 @@ from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman.ops.kernels import Kernels, using
-from pointsman_lab.data import Corpus, Vocabulary, open_corpus
+from pointsman.ops.kernels import Kernels
 from pointsman_lab.data.download import DataProgress
-from pointsman_lab.evaluation.language_model import evaluate
-from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import build_model
 from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import VOCABULARY
@@ -25,7 +22,6 @@ from pointsman_lab.training import best
 from pointsman_lab.training.checkpoint import load_weights
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import saved_kernels
-from pointsman_lab.training.language_modelling import eval_protocol
 from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.task import Task
 from pointsman_lab.training.tasks import pretraining_task
@@ -40,7 +36,7 @@ class Run:
         config: its settings.
         step: the step of the checkpoint that the weights are from.
         model: with these weights, in evaluation mode.
-        vocabulary: what token ids stand for: a `Vocabulary`, or `Pieces`; what labels stand for: `ClassNames`.
+        vocabulary: what token ids or labels stand for.
         kernels: those of its training: the same bits inside `with using(run.kernels):`.
         finetuning: the content of finetune.json; empty for a pre-trained run.
     """
@@ -75,45 +71,10 @@ class Run:
         """The precision that the settings ask for, on the model's device."""
         return autocast(self.config, next(self.model.parameters()).device)
 
-    def corpus(self, spec: str | None = None, progress: DataProgress | None = None) -> Corpus:
-        """The run's data, or others, in the run's vocabulary.
-
-        Raises:
-            RunError: the run is of no language model, or what `open_corpus` raises.
-        """
-        if not isinstance(self.vocabulary, Vocabulary):
-            raise RunError(f"{self.path} learned {self.config.data}: this is for language models")
-        return open_corpus(spec or self.config.data, vocabulary=self.vocabulary, progress=progress)
-
     def task(self, spec: str | None = None, progress: DataProgress | None = None) -> Task:
         """What the run was trained on, or the same on other data, in the run's vocabulary."""
         config = self.config if spec is None else self.config.with_overrides({"data": spec})
         return pretraining_task(config, progress, self.vocabulary)
-
-    def evaluate(
-        self,
-        tokens: Any,
-        *,
-        split: str = "test",
-        top_k: Sequence[int] | None = None,
-        budget: int | None = None,
-    ) -> list[dict[str, Any]]:
-        """Evaluates on ids [n] in the run's vocabulary as the run's settings do; see `evaluation.evaluate`.
-
-        Args:
-            top_k: k values; None = those of the settings.
-            budget: how many targets at most; None = all.
-        """
-        with using(self.kernels):
-            return evaluate(
-                self.model,
-                tokens,
-                self.vocabulary.level,
-                split=split,
-                top_k=self.config.eval_top_k if top_k is None else top_k,
-                protocol=eval_protocol(self.config, budget),
-                how=EvaluationContext(self.autocast()),
-            )
 
 
 def load_run(

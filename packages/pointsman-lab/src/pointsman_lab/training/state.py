@@ -19,7 +19,7 @@ from pointsman.parallel.shard import parallelize
 from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data import BatchStream
 from pointsman_lab.models.capture import Recorder
-from pointsman_lab.models.transformer_xl import Memory
+from pointsman_lab.models.memory import Memory
 from pointsman_lab.progress import Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman_lab.training.checkpoint import checkpoint_tensors, load_weights

@@ -16,7 +16,6 @@ from pointsman.ops.kernels import Kernels, using
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.data import Corpus
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
 from pointsman_lab.runs.directory import RunDirectory
@@ -26,7 +25,6 @@ from pointsman_lab.training.best import Best
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig, flat
 from pointsman_lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
-from pointsman_lab.training.language_modelling import LanguageModelling
 from pointsman_lab.training.loop import TrainingLoop
 from pointsman_lab.training.progress import Monitor
 from pointsman_lab.training.state import TrainingState
@@ -58,7 +56,6 @@ def train(
     *,
     resume: bool = False,
     device: str = "cpu",
-    corpus: Corpus | None = None,
     task: Task | None = None,
     kernels: Kernels | None = None,
     progress: Progress | None = None,
@@ -77,8 +74,7 @@ def train(
         out: made if need be.
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
-        corpus: the data, if they are loaded already.
-        task: what is learned; default: what `tasks.TASKS` says of the model's family.
+        task: what is learned; None: what models of this family are trained on.
         kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
@@ -95,8 +91,7 @@ def train(
     progress = progress if progress and ranks.first else Quiet()
     directory = RunDirectory(out)
     if task is None:
-        given = None if corpus is None else LanguageModelling(corpus)
-        task = given or one_after_another(ranks, lambda: pretraining_task(config))
+        task = one_after_another(ranks, lambda: pretraining_task(config))
     config = task.prepared(config)
     ranks.agree(_what_ranks_share(config, task, layout, out, resume), "the settings")
     # before anything is written: checks all settings

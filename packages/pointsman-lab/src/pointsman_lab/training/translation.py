@@ -20,7 +20,7 @@ from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.evaluation.translation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
-from pointsman_lab.models.families import build_model
+from pointsman_lab.models.config import build_model
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.translation import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
@@ -52,7 +52,7 @@ class Translation(Task):
         """The task of `config.data`, with pieces learned from it or with those of a trained run."""
         check(config)
         text = open_parallel(config.data)
-        return cls(text, vocabulary or text.pieces(config.pieces, config.language_exponent))
+        return cls(text, vocabulary or text.pieces(config.own["pieces"], config.own["language_exponent"]))
 
     def check(self, config: RunConfig) -> None:
         check(config)
@@ -148,7 +148,7 @@ class Translation(Task):
             {language: pairs[:count] for language, pairs in parts.items()},
             split=split,
             top_k=top_k,
-            beam=config.beam if context.final else 1,
+            beam=config.own["beam"] if context.final else 1,
             length=config.segment_length,
             batch_size=config.eval_batch_size,
             how=context,
@@ -168,7 +168,7 @@ class Translation(Task):
 
     def protocol(self, config: RunConfig) -> dict[str, Any]:
         return {
-            "beam": config.beam,
+            "beam": config.own["beam"],
             "length_penalty": LENGTH_PENALTY,
             "longest": [LONGER, MORE],
             "source_length": config.segment_length,

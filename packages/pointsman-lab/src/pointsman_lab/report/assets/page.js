@@ -84,19 +84,6 @@ function drawConsistency(data) {
     series: stylish(data.of[variant][layer][diagonal]), xLabel: "step of fine-tuning", yLabel: "inter-run consistency", label: "Consistency of the expert loads of fine-tunings against step",
     format: (p) => fixed(p.y, 3), xName: (x) => `step ${Math.round(x).toLocaleString("en")}` }));
 }
-function drawAttack(attack) {
-  const shown = [["value", "as measured"], ["rise", "change from clean"]], last = attack.ks[attack.ks.length - 1][0];
-  drawChoices(attack.id, [["k", attack.ks, last], ["targets", attack.counts, "all"], ["shown", shown, "value"]], (k, count, value) => ({
-    series: stylish(attack.of[value][count][k]), zero: value === "rise", xLabel: "share attacked (%)", yLabel: (value === "rise" ? "change in " : "") + attack.label,
-    label: `${attack.name}: ${attack.label} against the share attacked`, format: (p) => withSpread(p, attack.decimals, value === "rise"), xName: (x) => x ? `${x} % attacked` : "clean" }));
-}
-
-function drawRobust(part) {
-  const shown = [["value", "as measured"], ["drop", "change from clean"]];
-  drawChoices(part.id, [["corruption", part.choices, ""], ["shown", shown, "value"]], (corruption, value) => ({
-    series: stylish(part.of[value][corruption]), zero: value === "drop", xLabel: "severity", xNames: ["clean", "1", "2", "3", "4", "5"], yLabel: value === "drop" ? "change in accuracy (%)" : "accuracy (%)",
-    label: `${part.name}: accuracy against severity`, format: (p) => withSpread(p, 2, value === "drop"), xName: (x) => x ? `severity ${x}` : "clean" }));
-}
 
 function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
@@ -134,5 +121,3 @@ drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "
 drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");
 DATA.tasks.forEach(drawTask);
 if (DATA.consistency) drawConsistency(DATA.consistency);
-DATA.attacks.forEach(drawAttack);
-DATA.robust.forEach(drawRobust);

@@ -1,1 +1,0 @@
-"""Images: layouts on the disk, a memory-mapped cache, augmentations and batches."""

@@ -1,0 +1,220 @@
+"""A comparison under attack: clean figures, figures at every attack rate, and the change of the routing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pointsman._grid import NONE, Grid
+from pointsman._values import finite
+from pointsman_lab.report.forms import Forms, captioned, joined
+from pointsman_lab.report.tables import Cell, ComparisonTable
+from pointsman_lab.report.task_table import consistency, finetunings, is_of, variants
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.record import RunRecord, read_object
+
+if TYPE_CHECKING:
+    from pointsman_lab.tasks.attacks.attacks import Attack
+
+Row = Mapping[str, Any]
+Pick = Callable[[Row], Row | None]
+
+ROUTING = (
+    "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2, mean over "
+    "layers and seeds."
+)
+CONSISTENCY = (
+    "Consistency: correlation of the loads at k = 2 between fine-tunings of one pre-trained run, without the diagonal."
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One attack at one rate, or the clean evaluation.
+
+    Attributes:
+        words: its name.
+        rate: share of words or letters attacked; 0 = clean; None: a recipe of TextAttack, which has no rate.
+        unmarked: whether attacked positions are left out of the targets.
+        table: routers x k over seeds, with paired differences.
+    """
+
+    words: str
+    rate: float | None
+    unmarked: bool
+    table: ComparisonTable
+
+
+@dataclass(frozen=True)
+class AttackTable(Forms):
+    """Clean and attacked figures of a comparison.
+
+    Attributes:
+        name: for the files: attack, data (or task) and split.
+        conditions: clean first, then by rate.
+        routing: router -> rate -> share of the tokens outside the attack whose first expert changed.
+        consistency: router -> rate (0 = clean) -> `consistency` of fine-tunings of one run; {} for language models.
+        protocol: one line.
+    """
+
+    name: str
+    conditions: Sequence[Condition]
+    routing: Mapping[str, Mapping[float, float]]
+    consistency: Mapping[str, Mapping[float, float]]
+    protocol: str
+
+    @classmethod
+    def of(cls, comparison: Comparison, name: str, runs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> AttackTable:
+        """The tables of runs and their records, as `robustness` made them."""
+        rows = [row for _, record in runs for row in record["results"]]
+        split = next((str(row["split"]) for row in rows if "split" in row), "test")
+        seeds = sorted({run.seed for run, _ in runs})
+        begun = {run.router for run, _ in runs}
+        routers = [router for router in comparison.routers if router in begun]
+
+        def condition(words: str, rate: float | None, pick: Pick, *, unmarked: bool = False) -> Condition:
+            found = {}
+            for run, record in runs:
+                kept = [one for row in record["results"] if (one := pick(row))]
+                found[run.router, run.seed] = RunRecord(
+                    run.path, run.router, run.seed, {}, evaluation={"results": kept}
+                )
+            part = Comparison(comparison.path, {}, routers, seeds, found)
+            return Condition(words, rate, unmarked, ComparisonTable.of(part, split=split))
+
+        attacks = _attacks(rows)
+        conditions = [condition("clean", 0.0, _clean)]
+        for attack in attacks:
+            conditions.append(condition(f"{attack}, all targets count", attack.rate, _attacked(attack)))
+            if any("unmarked" in row for row in rows):
+                words = f"{attack}, attacked targets left out"
+                conditions.append(condition(words, attack.rate, _attacked(attack, unmarked=True), unmarked=True))
+        for recipe in dict.fromkeys(str(row["recipe"]) for row in rows if "recipe" in row):
+            conditions.append(condition(f"recipe {recipe}", None, _of_recipe(recipe, split)))
+        about = runs[0][1].get("protocol", {})
+        protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
+        own = {router: [(run, record) for run, record in runs if run.router == router] for router in routers}
+        routing = {router: _moved([record for _, record in of], attacks) for router, of in own.items()}
+        agreed = {router: _agreed(of, attacks) for router, of in own.items() if "task" in about}
+        return cls(name, conditions, routing, agreed, protocol)
+
+    @property
+    def rates(self) -> list[float]:
+        """The attack rates, ascending."""
+        return sorted({one.rate for one in self.conditions[1:] if one.rate is not None})
+
+    def cell(self, router: str, top_k: int, rate: float, *, unmarked: bool = False) -> Cell:
+        """One figure over seeds; rate 0 = clean."""
+        for one in self.conditions:
+            if one.rate == rate and (one.unmarked == unmarked or rate == 0):
+                return next((one.table.quality(row, top_k) for row in one.table.rows if row.router == router), Cell({}))
+        return Cell({})
+
+    @property
+    def file(self) -> str:
+        return self.name
+
+    def text(self) -> str:
+        """A table for each condition, then the change of the routing."""
+        conditions = [f"{one.words}\n{one.table.text()}".rstrip("\n") for one in self.conditions]
+        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.text))
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        conditions = [f"## {one.words}\n\n{one.table.markdown()}".rstrip("\n") for one in self.conditions]
+        return joined(self.protocol, *conditions, *captioned(self.further(), Grid.markdown))
+
+    def csv(self) -> str:
+        """Comma-separated, the condition first."""
+        lines: list[str] = []
+        every_k = sorted({k for one in self.conditions for k in one.table.top_k})
+        for one in self.conditions:
+            header, *rows = replace(one.table, top_k=every_k).csv().splitlines()
+            lines += [] if lines else [f"condition,{header}"]
+            lines += [f'"{one.words}",{row}' for row in rows]
+        return "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        """A LaTeX table for each condition."""
+        return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
+
+    def further(self) -> list[Grid]:
+        """The grids besides the figures: change of the routing, and consistency over fine-tunings."""
+        grids = (
+            _by_rate(self.routing, self.rates, ROUTING),
+            _by_rate(self.consistency, [0.0, *self.rates], CONSISTENCY),
+        )
+        return [grid for grid in grids if grid.rows]
+
+
+def attack_tables(comparison: Comparison) -> list[AttackTable]:
+    """A table for each attack that the comparison's runs or their fine-tunings have records of."""
+    found: dict[str, list[tuple[RunRecord, Mapping[str, Any]]]] = {}
+    places = [("", run) for router in comparison.routers for run in comparison.of(router)]
+    places += [(f"-{variant}", run) for variant in variants(comparison) for run in finetunings(comparison, variant)]
+    for suffix, run in places:
+        for file in sorted(run.path.glob("attacks-*.json")):
+            record = read_object(file)
+            if record.get("results"):
+                found.setdefault(f"attack-{file.stem.removeprefix('attacks-')}{suffix}", []).append((run, record))
+    return [AttackTable.of(comparison, name, runs) for name, runs in sorted(found.items())]
+
+
+def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
+    """The attacks of these results, by rate."""
+    from pointsman_lab.tasks.attacks.attacks import Attack
+
+    seen = {
+        json.dumps({key: row["attack"][key] for key in ("kind", "rate", "seed", "word")}): None
+        for row in rows
+        if row.get("attack")
+    }
+    return sorted((Attack(**json.loads(text)) for text in seen), key=lambda attack: attack.rate)
+
+
+def _clean(row: Row) -> Row | None:
+    return row if is_of(row, None) else None
+
+
+def _attacked(attack: Attack, *, unmarked: bool = False) -> Pick:
+    """Picks the rows of this attack and marks them as clean, since `ComparisonTable` reads clean rows only."""
+    values = attack.to_dict()
+
+    def pick(row: Row) -> Row | None:
+        return {**row, **(row["unmarked"] if unmarked else {}), "attack": None} if is_of(row, values) else None
+
+    return pick
+
+
+def _of_recipe(recipe: str, split: str) -> Pick:
+    return lambda row: {**row, "split": split} if row.get("recipe") == recipe else None
+
+
+def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> dict[float, float]:
+    """Rate -> share of first experts that changed, mean over layers and records."""
+    found: dict[float, list[float]] = {}
+    for attack in attacks:
+        for record in records:
+            for change in record["routing"]:
+                if change["attack"] == attack.to_dict():
+                    values = [finite(layer.get("top1")) for layer in change["layers"].values()]
+                    found.setdefault(attack.rate, []).extend(value for value in values if value is not None)
+    return {rate: statistics.fmean(values) for rate, values in found.items() if values}
+
+
+def _agreed(runs: Sequence[tuple[RunRecord, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
+    """Rate (0 = clean) -> consistency of the loads between fine-tunings of one run."""
+    records = [(run.path, record) for run, record in runs]
+    found = {0.0: consistency(records)} | {one.rate: consistency(records, one.to_dict()) for one in attacks}
+    return {rate: value for rate, value in found.items() if value is not None}
+
+
+def _by_rate(values: Mapping[str, Mapping[float, float]], rates: Sequence[float], caption: str) -> Grid:
+    header = ["router", *("clean" if rate == 0 else f"{100 * rate:.3g} %" for rate in rates)]
+    rows = [
+        [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in rates)] for router, of in values.items() if of
+    ]
+    return Grid(header, rows, caption=caption)

@@ -1,0 +1,107 @@
+"""What `evaluate --robust` and `finetune` do with runs on images."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.options import Parser, aligned, overrides
+from pointsman_lab.cli.progress import Display, stop_on_signals
+
+
+def evaluate(values: argparse.Namespace, device: str) -> int:
+    """`pointsman evaluate … --robust`: a run, or every run of a comparison, on shifted images; prints and saves."""
+    from pointsman_lab.runs.comparison import read_plan
+    from pointsman_lab.tasks.images.robust import Asked, comparison_robustness, save_robustness
+    from pointsman_lab.training.run import load_run
+
+    if values.set or values.attack:
+        raise RunError("pointsman evaluate: --robust goes with neither --set nor --attack")
+    if values.data:
+        raise RunError("--data has no effect on --robust: the images are those of the run; --robust KIND:PATH")
+    tokens = "run" if values.eval_tokens is None else None if values.eval_tokens == "all" else values.eval_tokens
+    asked = Asked.parse(values.robust, split=values.split or "test", top_k=values.top_k, tokens=tokens)
+    with Display() as display, stop_on_signals() as stop:
+        if read_plan(values.run) is not None:
+            comparison_robustness(values.run, asked, device=device, progress=display, stop=stop)
+        else:
+            saved = load_run(values.run, device=device, note=display.note)
+            record, file = save_robustness(saved, asked, out=values.out, progress=display, stop=stop)
+    if read_plan(values.run) is None:
+        print(robust_table(record))
+        print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
+        return 0
+    from pointsman_lab.cli.compare import write_page
+    from pointsman_lab.runs.comparison import read_comparison
+    from pointsman_lab.tasks.images.robust_table import robust_tables
+
+    for table in robust_tables(read_comparison(values.run)):
+        if table.name == Path(asked.file).stem:
+            table.write(values.out or values.run)
+            print(table.text())
+    print(f"\n{write_page(values.run, look_inside=False)}", file=sys.stderr)
+    return 0
+
+
+TEXT_FLAGS = (
+    "--task-top-k", "--task-preset", "--freeze", "--balance", "--pooling", "--length", "--from-scratch", "--seeds",
+)  # fmt: skip
+
+
+def finetune(flags: Parser, values: argparse.Namespace, device: str) -> int | None:
+    """`pointsman finetune RUN` of a run on images; None: it is none."""
+    from pointsman_lab.runs.directory import RunDirectory
+    from pointsman_lab.tasks.images.vit import VisionTransformerConfig
+    from pointsman_lab.training.config import RunConfig
+
+    if not isinstance(RunDirectory(values.run).config(RunConfig).model, VisionTransformerConfig):
+        return None
+    from pointsman.diagnostics.monitor import RoutingMonitor
+    from pointsman_lab.cli.evaluate import table
+    from pointsman_lab.tasks.images.further import finetune_images
+
+    flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
+    changes: dict[str, Any] = dict(overrides(values.set))
+    given = {"eval_top_k": values.top_k, "eval_tokens": values.eval_tokens}
+    changes |= {key: value for key, value in given.items() if value is not None}
+    with Display() as display, stop_on_signals() as stop:
+        result = finetune_images(
+            values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
+            device=device, progress=display, monitor=RoutingMonitor, stop=stop,
+        )  # fmt: skip
+    print(table(result.evaluation["results"]))
+    print(f"\nrun: {result.out}", file=sys.stderr)
+    return 0
+
+
+def robust_table(record: Mapping[str, Any]) -> str:
+    """The figures of one record at every k."""
+    if record["kind"] != "c":
+        names = [name for name, value in record["results"][0].items() if isinstance(value, float)]
+        shared = [name for name in ("base_rate",) if name in record]  # what an AUPR is read against
+        rows = [["k", *(name.replace("_", " ") for name in (*names, *shared))]]
+        for row in record["results"]:
+            figures = [*(row[name] for name in names), *(record[name] for name in shared)]
+            rows.append([str(row["top_k"]), *(f"{figure:.4f}" for figure in figures)])
+        return aligned(rows)
+    values = [row["top_k"] for row in record["clean"]]
+    rows = [["accuracy (%)", *(f"k={k}" for k in values)]]
+    rows.append(["clean", *(f"{100 * row['value']:.2f}" for row in record["clean"])])
+    for name in dict.fromkeys(row["corruption"] for row in record["results"]):
+        rows.append([name.replace("_", " "), *(f"{100 * mean_of(record, k, name):.2f}" for k in values)])
+    rows.append(["mean", *(f"{100 * mean_of(record, k):.2f}" for k in values)])
+    return aligned(rows)
+
+
+def mean_of(record: Mapping[str, Any], k: int, corruption: str | None = None) -> float:
+    """Mean accuracy over severities, and over corruptions unless one is named."""
+    found = [
+        row["value"]
+        for row in record["results"]
+        if row["top_k"] == k and (corruption is None or row["corruption"] == corruption)
+    ]
+    return float(sum(found) / len(found))

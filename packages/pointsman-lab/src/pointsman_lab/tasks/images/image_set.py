@@ -1,0 +1,320 @@
+"""A set of labelled images: decoded once, cached as memory-mapped arrays, with training, validation and test parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import disk_errors, scratch_folder, user_cache_folder
+from pointsman_lab.data.cache import move_into_place
+from pointsman_lab.data.catalog import SPLITS
+from pointsman_lab.tasks.images.hub import is_saved, open_hub, open_saved
+from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, open_layout
+
+FORMAT = 1
+IMAGE_SETS = {
+    "cifar10-10k": "a fifth of CIFAR-10's training images and all of its test images, 32 x 32",
+    "tiny-imagenet-50": "50 classes of Tiny-ImageNet, 64 x 64",
+}
+_FOLDERS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tiny-imagenet-50",)}
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """images [N, side, side, 3] uint8 and labels [N] int64."""
+
+    images: Pixels
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Labelled images in parts.
+
+    Attributes:
+        name: for tables.
+        classes: names, in the order of the labels.
+        side: height and width of every image.
+        description: the protocol line: layout, sizes, and which part is what.
+        fingerprint: 64 bits in hexadecimal over all pixels and labels.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    side: int
+    description: str
+    fingerprint: str
+    _parts: Mapping[str, ImagePart] = field(repr=False)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._parts)
+
+    def split(self, name: str) -> ImagePart:
+        """The part "train", "valid" or "test".
+
+        Raises:
+            RunError: the set has no such part.
+        """
+        if name not in SPLITS:
+            raise RunError(f"there is no split {name!r}: {did_you_mean(name, SPLITS)}")
+        if name not in self._parts:
+            raise RunError(f"{self.name} has no {name} part; it has: {', '.join(self._parts)}")
+        return self._parts[name]
+
+    def relabelled(self, classes: Sequence[str]) -> ImageSet:
+        """The same images with labels that are places in `classes`.
+
+        Raises:
+            RunError: a class that is none of these.
+        """
+        if tuple(classes) == self.classes:
+            return self
+        number = {name: label for label, name in enumerate(classes)}
+        for name in self.classes:
+            if name not in number:
+                raise RunError(f"{self.name}: the class {name!r} is none of the {len(number)} that the model learned")
+        label = np.array([number[name] for name in self.classes], dtype=np.int64)
+        parts = {split: ImagePart(part.images, label[part.labels]) for split, part in self._parts.items()}
+        return replace(self, classes=tuple(classes), _parts=parts)
+
+
+def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | None = None) -> ImageSet:
+    """Opens `NAME|PATH[:size=N]`: a name under `data_dir`, or a folder, archive or .npy file.
+
+    Without a validation part, one is taken from training: the last tenth of sheets and of CIFAR's binary form, else
+    the 5 % of the images whose name has the lowest hash. A set with a validation part but no test part reports the
+    validation part as its test, and a validation part is again taken from training.
+
+    Args:
+        spec: the set; a path, a name, or `owner/name` of the Hugging Face hub.
+            `size`: the shorter side is resized to it, then the centre is cropped. Without it all images
+            must be square and of one size.
+        data_dir: where names are looked up.
+        cache_dir: where decoded images are kept; None: the user's cache folder.
+
+    Raises:
+        RunError: no such set, an unknown option, a damaged image, images of several sizes without `size`.
+    """
+    text, size = _parse(spec)
+    path = _find(text, data_dir)
+    if path is None:
+        layout, name = open_hub(text), text.rpartition("/")[2]
+    else:
+        layout = open_saved(path) if is_saved(path) else open_layout(path)
+        name = text if text in IMAGE_SETS else path.name.split(".")[0]
+    parts, note = _assign(layout)
+    _check_parts(parts, layout, f"{path or text}", note)
+    root = cache_dir or user_cache_folder() / "images"
+    folder = root / _key(layout, size)
+    arrays = _open(folder) or _build(folder, parts, size)
+    checksum = hashlib.sha256("".join(f"{split}{crc}" for split, (_, crc) in sorted(arrays.items())).encode())
+    side = next(iter(arrays.values()))[0].images.shape[1]
+    sizes = ", ".join(f"{split} {len(part):,}" for split, (part, _) in arrays.items())
+    description = f"{name}: {layout.kind}, {len(layout.classes)} classes, {side} x {side}, {sizes}{note}"
+    return ImageSet(
+        name, layout.classes, side, description, checksum.hexdigest()[:16], {s: part for s, (part, _) in arrays.items()}
+    )
+
+
+def _parse(spec: str) -> tuple[str, int | None]:
+    if os.path.exists(spec):
+        return spec, None
+    name, _, option = spec.partition(":size=")
+    if not option:
+        if ":" in spec and not os.path.exists(spec):
+            option_name = spec.rpartition(":")[2].partition("=")[0]
+            raise RunError(f"data {spec!r}: unknown option {option_name!r}: {did_you_mean(option_name, ['size'])}")
+        return spec, None
+    if not option.isdecimal() or not 8 <= int(option) <= 1024:
+        raise RunError(f"data {spec!r}: size={option!r}; allowed are whole numbers from 8 to 1024")
+    return name, int(option)
+
+
+def _find(name: str, data_dir: Path | None) -> Path | None:
+    """Where the images lie; None: on the hub, as `owner/name`."""
+    names = _FOLDERS.get(name, (name,))
+    places = [data_dir / folder for folder in names] if data_dir else []
+    for place in [*places, Path(name).expanduser()]:
+        if place.exists():
+            return place
+    if re.fullmatch(r"[\w-]+/[\w.-]+", name):
+        return None
+    where = f" under {data_dir}" if data_dir else " (POINTSMAN_DATA is not set)"
+    raise RunError(f"no images called {name!r}{where}: {did_you_mean(name, IMAGE_SETS)}, or a path")
+
+
+def _check_parts(parts: Mapping[str, LabelledImages], layout: Layout, where: str, note: str) -> None:
+    """Every part has images, and every class has training images, where there is a training part."""
+    for split, part in parts.items():
+        if not len(part):
+            raise RunError(f"{where}: the {split} part has no images{note}")
+    if "train" not in parts:
+        return
+    known = set(parts["train"].labels)
+    for part in parts.values():
+        for name, label in zip(part.names, part.labels, strict=True):
+            if label not in known:
+                raise RunError(f"{name}: the class {layout.classes[label]!r} has no training images{note}")
+
+
+def _assign(layout: Layout) -> tuple[dict[str, LabelledImages], str]:
+    """The parts as they are used, and what to say about it."""
+    parts, notes = dict(layout.parts), []
+    if "train" in parts and "test" not in parts and "valid" in parts:
+        parts["test"] = parts.pop("valid")
+        notes.append("its validation part is the test")
+    if "train" in parts and "valid" not in parts:
+        train = parts["train"]
+        rows = range(len(train))
+        if layout.kind in ("sheets", "CIFAR's binary form"):
+            held = set(rows[-max(1, len(train) // 10) :])
+            notes.append("valid: the last tenth of training")
+        else:
+            order = sorted(rows, key=lambda row: hashlib.sha256(Path(train.names[row]).name.encode()).digest())
+            held = set(order[: max(1, len(train) // 20)])
+            notes.append("valid: 5 % of training by a hash of the name")
+        parts["train"] = _subset(train, [row for row in rows if row not in held])
+        parts["valid"] = _subset(train, sorted(held))
+    ordered = {split: parts[split] for split in SPLITS if split in parts}
+    return ordered, "".join(f"; {note}" for note in notes)
+
+
+def _subset(part: LabelledImages, rows: Sequence[int]) -> LabelledImages:
+    return LabelledImages(
+        [part.names[row] for row in rows], [part.labels[row] for row in rows], lambda row: part.load(rows[row])
+    )
+
+
+def _key(layout: Layout, size: int | None) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {layout.kind} {size}".encode())
+    for file in layout.files:
+        status = file.stat()
+        digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def fit(pixels: Pixels, size: int) -> Pixels:
+    """[height, width, 3] -> [size, size, 3]: the shorter side resized (bicubic), then the centre."""
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    scale = size / min(height, width)
+    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
+    image = Image.fromarray(pixels)
+    if (wide, high) != (width, height):
+        image = image.resize((wide, high), Image.Resampling.BICUBIC)
+    left, top = (wide - size) // 2, (high - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pixels:
+    pixels = part.load(row)
+    if size is not None:
+        return fit(pixels, size)
+    if pixels.shape[:2] != (side, side):
+        shape = f"{pixels.shape[1]} x {pixels.shape[0]}"
+        raise RunError(f"{part.names[row]}: {shape} where {side} x {side} is expected: add :size={side} to the data")
+    return pixels
+
+
+def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) -> dict[str, tuple[ImagePart, int]]:
+    first = next(iter(parts.values()))
+    side = size or first.load(0).shape[0]
+    with disk_errors(folder, "the images were not cached"), scratch_folder(folder.parent) as scratch:
+        meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
+        for split, part in parts.items():
+            shape = (len(part), side, side, 3)
+            images = np.lib.format.open_memmap(scratch / f"{split}.npy", mode="w+", dtype=np.uint8, shape=shape)
+            for row in range(len(part)):
+                images[row] = _decoded(part, row, size, side)
+            images.flush()
+            labels = np.asarray(part.labels, dtype=np.int64)
+            np.save(scratch / f"{split}-labels.npy", labels)
+            meta["parts"][split] = _checksum(images, labels)
+        (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        move_into_place(scratch, folder, lambda: _open(folder) is not None)
+    opened = _open(folder)
+    if opened is None:
+        raise RunError(f"{folder}: the cache of decoded images was damaged while it was written")
+    return opened
+
+
+def _open(folder: Path) -> dict[str, tuple[ImagePart, int]] | None:
+    """The cached parts with their checksums; None if there are none, or any byte differs from what was written."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        parts = {}
+        for split, checksum in meta["parts"].items():
+            images = np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
+            labels = np.load(folder / f"{split}-labels.npy", allow_pickle=False)
+            if _checksum(images, labels) != checksum:
+                return None
+            parts[split] = (ImagePart(images, labels), int(checksum))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return parts
+
+
+def _checksum(images: Pixels, labels: NDArray[np.int64]) -> int:
+    checksum = zlib.crc32(labels.tobytes())
+    for start in range(0, len(images), 1024):
+        checksum = zlib.crc32(np.ascontiguousarray(images[start : start + 1024]).data, checksum)
+    return checksum
+
+
+@dataclass(frozen=True)
+class ClassNames:
+    """The classes that a run on images has learned.
+
+    Attributes:
+        names: in the order of the labels.
+    """
+
+    names: tuple[str, ...]
+    level = "class"
+
+    @property
+    def size(self) -> int:
+        """C, the number of classes."""
+        return len(self.names)
+
+    @property
+    def digest(self) -> str:
+        """Equal if and only if all names are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """The names of these labels."""
+        return ", ".join(self.names[label] for label in labels)
+
+    def to_json(self) -> str:
+        """The content of vocabulary.json."""
+        return json.dumps({"level": self.level, "names": list(self.names)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ClassNames:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        values = json.loads(text)
+        names = values.get("names") if isinstance(values, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("not a list of class names")
+        return cls(tuple(names))

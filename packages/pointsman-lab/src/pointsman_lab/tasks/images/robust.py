@@ -1,0 +1,231 @@
+"""Robustness of saved image classifiers, alone or a whole comparison: records beside each run's evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import read_whole_json, write_whole
+from pointsman.ops.kernels import using
+from pointsman_lab.evaluation.passes import EvaluationContext, eval_top_k
+from pointsman_lab.finetuning.run import identity
+from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.runs.comparison import required_plan, saved_runs
+from pointsman_lab.runs.paths import run_path, slug
+from pointsman_lab.tasks.images.attacks import ATTACKS, under_gradient_attack
+from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
+from pointsman_lab.tasks.images.shifts import Frame, on_hard_images, on_outliers, on_renditions, under_corruptions
+from pointsman_lab.tasks.images.sources import Corrupted, check_corruptions, chosen_rows, rows_of
+from pointsman_lab.tasks.images.task import open_images
+from pointsman_lab.training.run import Run, load_run
+
+FORMAT = 1
+KINDS = {
+    "c": "corruptions (ImageNet-C)",
+    "a": "hard photographs of some classes (ImageNet-A)",
+    "r": "renditions of some classes (ImageNet-R)",
+    "o": "outliers (ImageNet-O)",
+    "hard": "test images that another run gets wrong",
+    "pgd": "projected gradient descent",
+    "fgsm": "one step along the gradient's sign",
+}
+NEED_PATH = ("a", "r", "hard")
+SOME = 1000
+"""How many images the slow kinds (c, pgd, fgsm) read unless told otherwise, evenly spaced."""
+
+OUTLIERS = {"cifar10-10k": "tiny-imagenet-50"}
+"""The outliers of a set of images unless a path is given."""
+
+KNOWN_TO_CIFAR = (
+    "n02002724", "n02085620", "n02106662", "n02124075", "n02423022", "n03447447", "n03670208", "n04465501",
+)  # fmt: skip
+"""Classes of Tiny-ImageNet that CIFAR-10 has, too (birds, dogs, cats, deer, trucks): no outliers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a run.
+
+    Attributes:
+        kind: one of `KINDS`. path: published files, a folder of images, or the reference run; None: the default.
+        split: of the clean images.
+        top_k: values of k; None: the largest k of the run's training.
+        tokens: how many tokens of images are read at most; None: all; "run": 1,000 images of the slow kinds, else all.
+    """
+
+    kind: str
+    path: str | None = None
+    split: str = "test"
+    top_k: tuple[int, ...] | None = None
+    tokens: int | str | None = "run"
+
+    @classmethod
+    def parse(cls, text: str, **others: Any) -> Asked:
+        """`KIND[:PATH]`.
+
+        Raises:
+            RunError: an unknown kind, with the nearest one; a kind that needs a path, without it.
+        """
+        kind, _, path = text.partition(":")
+        if kind not in KINDS:
+            raise RunError(f"--robust {text}: unknown kind {kind!r}: {did_you_mean(kind, KINDS)}")
+        if kind in ATTACKS and path:
+            raise RunError(f"--robust {text}: {kind} takes no path")
+        if kind in NEED_PATH and not path:
+            told = "a run directory" if kind == "hard" else "a folder of classes"
+            raise RunError(f"--robust {kind}: it needs {told}: --robust {kind}:PATH")
+        return cls(kind, path or None, **others)
+
+    @property
+    def file(self) -> str:
+        """Name of the record in the run directory: of a path its last part, of a run's the last two."""
+        parts = Path(os.path.abspath(self.path)).parts[-2 if self.kind == "hard" else -1 :] if self.path else ()
+        where = "".join(f"-{slug(part)}" for part in parts)
+        split = "" if self.split == "test" else f"-{self.split}"
+        return f"robust-{self.kind}{where}{split}.json"
+
+
+def robustness(run: Run, asked: Asked, *, progress: Progress | None = None, stop: Stop | None = None) -> dict[str, Any]:
+    """The record of one run: what `robustness.images` and `image_attacks` give, with "kind", "checkpoint", "protocol".
+
+    Raises:
+        RunError: a run on text, data that are missing or do not fit, k out of range.
+    """
+    config = run.config
+    if config.model.reads_tokens:
+        raise RunError(f"{run.path} learned text: --robust is for runs on images, --attack for text")
+    images = open_images(config.data)
+    clean = images.split(asked.split)
+    budget = _budget(asked, run)
+    top_k = asked.top_k or (config.top_k_schedule.high,)
+    frame = Frame(config.eval_batch_size, EvaluationContext(run.autocast(), progress, stop))
+    read = min(budget, len(clean)) if budget else len(clean)
+    protocol = {"data": images.description, "split": asked.split, "images": read, "top_k": list(top_k)}
+    with using(run.kernels):
+        if asked.kind == "c":
+            check_corruptions(images.side)
+            rows = chosen_rows(clean, budget)
+            source = Corrupted(images, asked.split, rows, Path(asked.path) if asked.path else None)
+            protocol["corruptions"] = source.description
+            found = under_corruptions(
+                run.model, source.clean, source, top_k=top_k, routing_k=config.top_k_schedule.high, frame=frame
+            )
+            found["imagenet_c"] = bool(asked.path) and len(images.classes) == 1000
+        elif asked.kind in ATTACKS:
+            attack = ATTACKS[asked.kind]
+            found = {"results": [
+                under_gradient_attack(
+                    run.model, clean, attack, top_k=k, batch_size=config.eval_batch_size, budget=budget,
+                    progress=progress, stop=stop,
+                )
+                for k in eval_top_k(run.model, top_k)
+            ]}  # fmt: skip
+        else:
+            some = rows_of(clean, chosen_rows(clean, budget))
+            found = _shifted(run, asked, images, some, top_k, frame)
+    return {"format": FORMAT, "kind": asked.kind, "checkpoint": f"step-{run.step}", "protocol": protocol, **found}
+
+
+def _shifted(
+    run: Run, asked: Asked, images: ImageSet, clean: ImagePart, top_k: Sequence[int], frame: Frame
+) -> dict[str, Any]:
+    """Kinds a, r, o and hard."""
+    if asked.kind == "hard":
+        reference = load_run(str(asked.path), device=str(next(run.model.parameters()).device))
+        if reference.config.data != run.config.data:
+            raise RunError(f"{asked.path} learned other images ({reference.config.data}) than {run.path}")
+        k = reference.config.top_k_schedule.high
+        return on_hard_images(run.model, clean, reference.model, reference_k=k, top_k=top_k, frame=frame)
+    shifted = _others(run, asked, images)
+    if asked.kind in ("a", "r"):
+        return on_renditions(
+            run.model, clean, shifted.relabelled(images.classes).split("test"), top_k=top_k, frame=frame
+        )
+    outliers, classes = shifted.split("test"), None
+    share = len(clean) / len(images.split(asked.split))  # as many of the outliers: the base rate stays
+    known = [images.classes.index(name) for name in shifted.classes if name in images.classes]
+    if len(known) == len(shifted.classes):  # ImageNet-O: folders of the classes that its images are mistaken for
+        classes = sorted(known)
+        inside = np.flatnonzero(np.isin(clean.labels, classes))
+        clean = ImagePart(clean.images[inside], clean.labels[inside])
+    elif asked.path is None:
+        strange = [label for label, name in enumerate(shifted.classes) if name not in KNOWN_TO_CIFAR]
+        inside = np.flatnonzero(np.isin(outliers.labels, strange))
+        outliers = ImagePart(outliers.images[inside], outliers.labels[inside])
+    outliers = rows_of(outliers, chosen_rows(outliers, max(1, round(share * len(outliers)))))
+    found = on_outliers(run.model, clean, outliers, classes=classes, top_k=top_k, frame=frame)
+    return {**found, "outlier_data": shifted.description}
+
+
+def _others(run: Run, asked: Asked, images: ImageSet) -> ImageSet:
+    """The images of kinds a, r and o."""
+    path = asked.path or OUTLIERS.get(run.config.data)
+    if path is None:
+        raise RunError(f"--robust o: no outliers are known for {run.config.data}: --robust o:PATH")
+    return open_images(path if ":size=" in path else f"{path}:size={images.side}")
+
+
+def _fingerprints(run: Run, asked: Asked) -> dict[str, str]:
+    """Hashes of what a record is made from: the run's weights, its images, and what PATH names."""
+    if run.config.model.reads_tokens:
+        return {}  # `robustness` refuses it
+    images = open_images(run.config.data)
+    found = {"weights": identity(run)["sha256"], "images": images.fingerprint}
+    if asked.kind == "hard":
+        found["path"] = identity(load_run(str(asked.path)))["sha256"]
+    elif asked.kind in ("a", "r", "o"):
+        found["path"] = _others(run, asked, images).fingerprint
+    elif asked.path:  # published files may be too many to read: down to the folders of classes
+        root = Path(asked.path)
+        named = (place for pattern in ("*", "*/*", "*/*/*") for place in sorted(root.glob(pattern)))
+        places = [place for place in named if place.exists()]  # no broken link
+        about = [(str(place.relative_to(root)), (told := place.stat()).st_size, told.st_mtime_ns) for place in places]
+        found["path"] = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    return found
+
+
+def _budget(asked: Asked, run: Run) -> int | None:
+    if isinstance(asked.tokens, int):
+        return max(1, asked.tokens // int(run.model.config.tokens))
+    return SOME if asked.tokens == "run" and asked.kind in ("c", *ATTACKS) else None
+
+
+def comparison_robustness(
+    out: Path, asked: Asked, *, device: str = "cpu", progress: Progress | None = None, stop: Stop | None = None
+) -> None:
+    """Writes the record of every run of a comparison that has a checkpoint; those that are there stay.
+
+    Raises:
+        RunError: no comparison, no run with a checkpoint, or what `robustness` raises.
+    """
+    progress = progress or Quiet()
+    paths = [run_path(out, router, seed) for router, seed in saved_runs(out, required_plan(out), progress.note)]
+    for place, path in enumerate(paths, 1):
+        progress.note(f"{place}/{len(paths)} {path.relative_to(out)}")
+        save_robustness(load_run(path, device=device, note=progress.note), asked, progress=progress, stop=stop)
+
+
+def save_robustness(
+    run: Run, asked: Asked, *, out: Path | None = None, progress: Progress | None = None, stop: Stop | None = None
+) -> tuple[dict[str, Any], Path]:
+    """`robustness`, written into `out` or the run directory, unless the same is there; the record and its file.
+
+    The same: asked in the same words, of the same weights and images, with a PATH that holds what it held.
+    """
+    file = (out or run.path) / asked.file
+    words = {"path": asked.path, "split": asked.split, "top_k": list(asked.top_k or ()), "tokens": asked.tokens}
+    wanted = {**words, "checkpoint": f"step-{run.step}", "from": _fingerprints(run, asked)}
+    before = read_whole_json(file)
+    if before is not None and before.get("asked") == wanted:
+        return before, file
+    record = {**robustness(run, asked, progress=progress, stop=stop), "asked": wanted}
+    write_whole(file, json.dumps(record, indent=2) + "\n")
+    return record, file

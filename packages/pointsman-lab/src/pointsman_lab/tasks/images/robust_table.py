@@ -1,0 +1,294 @@
+"""Image classifiers under shift: one table for each kind of shifted images, over seeds, with corruption errors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pointsman._grid import NONE, Grid
+from pointsman._values import finite, mean_of
+from pointsman_lab.report.forms import Forms, joined
+from pointsman_lab.report.tables import Cell, told_apart
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.record import RunRecord, read_object
+from pointsman_lab.tasks.images.scores import ALEXNET, corruption_error, relative_corruption_error
+
+Record = Mapping[str, Any]
+Figure = Callable[[Record, int], float | None]
+Runs = Mapping[tuple[str, int], Record]
+
+TITLES = {
+    "c": "Corrupted images", "a": "Hard photographs (ImageNet-A)", "r": "Renditions (ImageNet-R)", "o": "Outliers",
+    "hard": "Images that another model gets wrong", "pgd": "Projected gradient descent", "fgsm": "One gradient step",
+}  # fmt: skip
+NOTES = {
+    "c": "Mean over 15 corruptions at 5 severities. mCE: errors divided by those of the first row with the same seed "
+    "(ImageNet-C's own files: of AlexNet), mean over corruptions; relative mCE: the same of the rise over the clean "
+    "error. Moved: share of patches whose first expert, or whose set of experts, differs between the clean and the "
+    "corrupted image at the k of training, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
+    "a": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
+    "r": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
+    "o": "Score: minus the largest probability; outliers are the positives. An AUPR of the base rate is chance.",
+    "hard": "The reference has accuracy 0 on these images by construction; a model with independent mistakes would "
+    "have its accuracy on all images.",
+    "pgd": "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
+    "fgsm": "Shared experts: intersection over union of the experts chosen before and after, mean over patches.",
+}
+LOWER = ("drop", "gap", "mCE", "relative mCE", "FPR95", "first expert moved", "set moved", "RMS", "ECE")
+
+
+@dataclass(frozen=True)
+class RobustTable(Forms):
+    """Routers x figures under one kind of shift.
+
+    Attributes:
+        name: of its files and of the records: `robust-c`.
+        kind: a key of `TITLES`.
+        grids: one for each k, the first of the records' first.
+        by_corruption: accuracy of every router at each corruption; only of kind c.
+        severities: router -> corruption ("" = mean) -> severity (0 = clean) -> accuracy over seeds; only of kind c.
+        top_k: the k of the first grid.
+        protocol: one line.
+    """
+
+    name: str
+    kind: str
+    grids: Sequence[Grid]
+    by_corruption: Grid | None
+    severities: Mapping[str, Mapping[str, Mapping[int, Cell]]]
+    top_k: int
+    protocol: str
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.kind]
+
+    @property
+    def file(self) -> str:
+        return self.name
+
+    @property
+    def every(self) -> list[Grid]:
+        return [*self.grids, *([self.by_corruption] if self.by_corruption else [])]
+
+    def text(self) -> str:
+        return joined(self.title, *(f"{one.caption}\n{one.text()}" for one in self.every), self.note)
+
+    def markdown(self) -> str:
+        return joined(f"## {self.title}", *(f"{one.caption}\n\n{one.markdown()}" for one in self.every), self.note)
+
+    def csv(self) -> str:
+        names = list(dict.fromkeys(name for one in self.grids for name in one.header[1:]))
+        rows = []
+        for one in self.grids:
+            for router, *figures in one.rows:
+                own = dict(zip(one.header[1:], figures, strict=True))
+                rows.append([one.header[0].removeprefix("k="), router, *(own.get(name, NONE) for name in names)])
+        return Grid(["k", "router", *names], rows).csv()
+
+    def latex(self) -> str:
+        return "\n".join(one.latex() for one in self.every)
+
+    @property
+    def note(self) -> str:
+        return f"{NOTES[self.kind]} {self.protocol}"
+
+
+def robust_tables(comparison: Comparison) -> list[RobustTable]:
+    """A table for each kind of shifted images of which the comparison's runs have records."""
+    found: dict[str, dict[tuple[str, int], Record]] = {}
+    for router in comparison.routers:
+        for run in comparison.of(router):
+            for file in sorted(run.path.glob("robust-*.json")):
+                if record := shifted_images(run, file.stem):
+                    found.setdefault(file.stem, {})[router, run.seed] = record
+    return [_table(comparison, name, runs) for name, runs in sorted(found.items())]
+
+
+def shifted_images(run: RunRecord, name: str) -> Record:
+    """A run's record NAME.json, with "every_k" = its figures hold at every k; {} without a figure."""
+    record = read_object(run.path / f"{name}.json")
+    if not record.get("results") or record.get("kind") not in TITLES:
+        return {}
+    from pointsman.routers.frame.registry import has_one_k  # torch, which few tables need
+
+    return {**record, "every_k": has_one_k(run.router)}
+
+
+def _table(comparison: Comparison, name: str, runs: Runs) -> RobustTable:
+    first = next(iter(runs.values()))
+    kind = str(first["kind"])
+    routers = [router for router in comparison.routers if any(own == router for own, _ in runs)]
+    asked = [k for record in runs.values() for k in record["protocol"]["top_k"]]
+    values = sorted(set(asked), key=lambda k: (k != asked[0], k))  # a model without routers has one k: its figures
+    grids = [_grid(kind, runs, routers, k) for k in values]
+    severities = {r: _severities(runs, r, values[0]) for r in routers} if kind == "c" else {}
+    words = "; ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in first["protocol"].items())
+    if kind == "o":
+        words += f"; outliers: {first['outlier_data']}; base rate {100 * first['base_rate']:.1f} %"
+    return RobustTable(
+        name, kind, grids, _by_corruption(severities, values[0]) if kind == "c" else None, severities, values[0], words
+    )
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _at(record: Record, k: int, part: str = "results") -> list[Mapping[str, Any]]:
+    """The rows at this k; those of a model that has one k at every k."""
+    return [row for row in record.get(part) or [] if record["every_k"] or row["top_k"] == k]
+
+
+def _field(name: str, part: str = "results") -> Figure:
+    return lambda record, k: next((finite(row.get(name)) for row in _at(record, k, part)), None)
+
+
+def _calibration(name: str) -> Figure:
+    return lambda record, k: next((row["calibration"][name] for row in _at(record, k, "clean")), None)
+
+
+def _layers(name: str, part: str) -> Figure:
+    """A figure of the routing, mean over layers, and over the conditions of the record."""
+
+    def mean(record: Record, k: int) -> float | None:
+        rows = (record.get(part) or ()) if part == "routing" else _at(record, k, part)  # routing: at the k of training
+        return mean_of(layer.get(name) for row in rows for layer in row.get("layers", {}).values())
+
+    return mean
+
+
+def _mean(record: Record, k: int) -> float | None:
+    return mean_of(row["value"] for row in _at(record, k))
+
+
+def errors(record: Record, k: int) -> dict[str, list[float]]:
+    """Corruption -> error at each severity."""
+    found: dict[str, list[float]] = {}
+    for row in _at(record, k):
+        found.setdefault(row["corruption"], []).append(1 - row["value"])
+    return found
+
+
+def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
+    columns = _columns(kind)
+    reference = {seed: record for (router, seed), record in runs.items() if router == routers[0]}
+    cells: dict[str, list[Cell]] = {}
+    for router in routers:
+        own = {seed: record for (name, seed), record in runs.items() if name == router}
+        line = [Cell({s: v for s, r in own.items() if (v := figure(r, k)) is not None}) for figure in columns.values()]
+        if kind == "c":
+            line[3:3] = [_relative(own, k, reference, rise=rise) for rise in (False, True)]
+        cells[router] = line
+    names = list(columns)
+    if kind == "c":
+        names[3:3] = ["mCE", "relative mCE"]
+    rows = [[router, *(_shown(name, cell) for name, cell in zip(names, line, strict=True))]
+            for router, line in cells.items()]  # fmt: skip
+    best = {
+        (routers.index(router), place + 1)
+        for place, name in enumerate(names)
+        if name not in ("first expert moved", "set moved", "shared experts", "clean")
+        for router in told_apart({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
+    }
+    caption = (
+        f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: told apart from every "
+        "other row"
+    )
+    return Grid([f"k={k}", *names], rows, best, caption).without_empty_columns()
+
+
+def _columns(kind: str) -> dict[str, Figure]:
+    if kind == "c":
+        clean = _field("value", "clean")
+        return {
+            "clean": clean, "corrupted": _mean, "drop": _difference(clean, _mean),
+            "first expert moved": _layers("top1", "routing"), "set moved": _layers("sets", "routing"),
+            "RMS": _calibration("rms"), "ECE": _calibration("ece"), "AURRA": _calibration("aurra"),
+        }  # fmt: skip
+    if kind == "o":
+        return {"AUPR": _field("aupr"), "AUROC": _field("auroc"), "FPR95": _field("fpr95")}
+    if kind in ("pgd", "fgsm"):
+        clean, attacked = _field("clean"), _field("attacked")
+        return {
+            "clean": clean, "attacked": attacked, "drop": _difference(clean, attacked),
+            "shared experts": _layers("iou", "results"), "first expert moved": _layers("top1", "results"),
+        }  # fmt: skip
+    return {"clean": _field("clean"), "accuracy": _field("value"), "gap": _field("gap")}
+
+
+def figure_of(record: Record, column: str, k: int) -> float | None:
+    """A column of the tables, but for mCE, of one run's `shifted_images` at this k; None where there is none."""
+    figure = _columns(str(record["kind"])).get(column)
+    return None if figure is None else figure(record, k)
+
+
+def _difference(one: Figure, two: Figure) -> Figure:
+    def figure(record: Record, k: int) -> float | None:
+        first, second = one(record, k), two(record, k)
+        return None if first is None or second is None else first - second
+
+    return figure
+
+
+def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record], *, rise: bool) -> Cell:
+    """mCE, or relative mCE, against the first row of the same seed; of ImageNet-C's 1,000 classes against AlexNet."""
+    values: dict[int, float] = {}
+    for seed, record in own.items():
+        other, errs = reference.get(seed), errors(record, k)
+        clean = _field("value", "clean")
+        if other is None:
+            continue
+        theirs, start, begin = errors(other, k), clean(record, k), clean(other, k)
+        if errs.keys() != theirs.keys() or start is None or begin is None:
+            continue
+        if rise:
+            value = relative_corruption_error(errs, 1 - start, theirs, 1 - begin)
+        elif record.get("imagenet_c"):
+            value = corruption_error(errs, {name: [error] for name, error in ALEXNET.items()})
+        else:
+            value = corruption_error(errs, theirs) if all(any(own) for own in theirs.values()) else None
+        if value is not None:
+            values[seed] = value
+    return Cell(values)
+
+
+def _shown(name: str, cell: Cell) -> str:
+    decimals = 3 if name in ("first expert moved", "set moved", "shared experts") else 2
+    return cell.text(decimals, 1.0 if decimals == 3 else 100.0)
+
+
+def _severities(runs: Runs, router: str, k: int) -> dict[str, dict[int, Cell]]:
+    """Corruption ("" = mean over all) -> severity (0 = clean) -> accuracy over seeds."""
+    found: dict[str, dict[int, dict[int, list[float]]]] = {}
+    for (name, seed), record in runs.items():
+        if name != router:
+            continue
+        names = dict.fromkeys(row["corruption"] for row in record["results"])
+        for row in _at(record, k):
+            for where in ("", row["corruption"]):
+                found.setdefault(where, {}).setdefault(row["severity"], {}).setdefault(seed, []).append(row["value"])
+        for where in ("", *names):
+            clean = _field("value", "clean")(record, k)
+            if clean is not None:
+                found.setdefault(where, {}).setdefault(0, {})[seed] = [clean]
+    return {
+        where: {s: Cell({seed: statistics.fmean(v) for seed, v in of.items()}) for s, of in sorted(by.items())}
+        for where, by in found.items()
+    }
+
+
+def _by_corruption(severities: Mapping[str, Mapping[str, Mapping[int, Cell]]], k: int) -> Grid:
+    """Routers x corruptions, accuracy, mean over the five severities."""
+    names = list(dict.fromkeys(name for of in severities.values() for name in of if name))
+    rows = []
+    for router, of in severities.items():
+        line = [router]
+        for name in names:
+            means = [cell.mean for severity, cell in of.get(name, {}).items() if severity and cell.mean is not None]
+            line.append(f"{100 * statistics.fmean(means):.1f}" if means else NONE)
+        rows.append(line)
+    header = [f"k={k}", *(name.replace("_", " ") for name in names)]
+    return Grid(header, rows, caption="Accuracy (%) by corruption, mean over five severities and seeds")

@@ -1,0 +1,242 @@
+"""How an image classifier takes shifted images: corruptions, other renditions, outliers, hard images.
+
+Shapes: N images, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman.control import record_routing, set_top_k
+from pointsman.diagnostics.base import map_routing
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.observe import evaluating
+from pointsman.routing import Routing
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
+from pointsman_lab.progress import check_stop
+from pointsman_lab.tasks.images.augment import evaluation_batches
+from pointsman_lab.tasks.images.corruptions import CORRUPTIONS
+from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.scores import auroc, average_precision, calibration, false_positive_rate
+from pointsman_lab.tasks.images.sources import SEVERITIES
+from pointsman_lab.tasks.images.vit import VisionTransformer
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How images are read, `batch_size` side by side."""
+
+    batch_size: int
+    how: EvaluationContext = PLAIN
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a classifier made of images.
+
+    Attributes:
+        logits: [N, C]. labels: [N].
+        routings: layer -> one routing a batch; empty unless asked for.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    routings: Mapping[str, list[Routing]] = field(default_factory=dict)
+
+    def restricted(self, classes: Sequence[int] | None) -> Tensor:
+        """The logits with those of other classes at -inf; None: of all classes."""
+        if classes is None:
+            return self.logits
+        kept = torch.full((self.logits.shape[1],), -torch.inf, dtype=self.logits.dtype)
+        kept[list(classes)] = 0
+        return self.logits + kept
+
+    def right(self, classes: Sequence[int] | None = None) -> NDArray[np.bool_]:
+        """[N], whether the class was found, among these classes."""
+        found: NDArray[np.bool_] = (self.restricted(classes).argmax(-1) == self.labels).numpy()
+        return found
+
+    def accuracy(self, classes: Sequence[int] | None = None) -> float:
+        return float(self.right(classes).mean())
+
+    def confidence(self, classes: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """[N], the largest probability, among these classes."""
+        most: NDArray[np.float64] = torch.softmax(self.restricted(classes), -1).amax(-1).numpy()
+        return most
+
+
+@torch.no_grad()
+def look(model: VisionTransformer, part: ImagePart, k: int | None, frame: Frame, *, routing: bool = False) -> Seen:
+    """Classifies all images at this k (None: the model has no routers)."""
+    if not len(part):
+        raise RunError("there are no images to classify")
+    device = next(model.parameters()).device
+    logits, labels = [], []
+    routings: dict[str, list[Routing]] = {}
+
+    def take(name: str, found: Routing, context: object) -> None:
+        routings.setdefault(name, []).append(map_routing(found, Tensor.cpu))
+
+    watch = record_routing(model, take) if routing and k else nullcontext()
+    with evaluating(model, 0), set_top_k(model, k) if k else nullcontext(), watch:
+        for images, own in evaluation_batches(part, frame.batch_size):
+            check_stop(frame.how.stop)
+            with frame.how.precision or nullcontext():
+                logits.append(model(images.to(device)).double().cpu())
+            labels.append(own)
+    return Seen(torch.cat(logits), torch.cat(labels), routings)
+
+
+def fluctuation(one: Seen, two: Seen) -> dict[str, Any]:
+    """Routing fluctuation of each layer between two pictures of the same things: layer -> {"top1", "sets", …}."""
+    found = {}
+    for name, before in one.routings.items():
+        change = Fluctuation()
+        for first, second in zip(before, two.routings[name], strict=True):
+            change.update(first, second)
+        found[name] = {key: value for key, value in change.result().items() if key != "by_expert"}
+    return found
+
+
+def under_corruptions(
+    model: VisionTransformer,
+    clean: ImagePart,
+    corrupted: Callable[[str, int], ImagePart],
+    *,
+    top_k: Sequence[int],
+    routing_k: int,
+    frame: Frame,
+) -> dict[str, Any]:
+    """Accuracy on clean and corrupted images at every k, and routing fluctuation between them at `routing_k`.
+
+    Args:
+        corrupted: (corruption, severity) -> the images of `clean`, corrupted.
+
+    Returns:
+        {"clean": [{"top_k", "value", "calibration"}], "results": [{"corruption", "severity", "top_k", "value"}],
+        "routing": [{"corruption", "severity", "top_k", "layers"}]}; no fluctuation where the labels of the corrupted
+        images are in another order.
+    """
+    values = eval_top_k(model, top_k)
+    routing_k = min(routing_k, model.config.num_experts)
+    before = {k: look(model, clean, k, frame, routing=k == routing_k) for k in values}
+    if None not in values and routing_k not in values:
+        before[routing_k] = look(model, clean, routing_k, frame, routing=True)
+    results, routing = [], []
+    if frame.how.progress:
+        frame.how.progress.phase("corruptions", len(CORRUPTIONS) * len(SEVERITIES))
+    for number, (name, severity) in enumerate((c, s) for c in CORRUPTIONS for s in SEVERITIES):
+        part = corrupted(name, severity)
+        where = {"corruption": name, "severity": severity}
+        aligned = np.array_equal(part.labels, clean.labels)
+        for k in before:
+            if k not in values and not aligned:
+                continue
+            after = look(model, part, k, frame, routing=k == routing_k and aligned)
+            if k in values:
+                results.append({**where, **_k(model, k), "value": after.accuracy()})
+            if k == routing_k and aligned:
+                routing.append({**where, **_k(model, k), "layers": fluctuation(before[k], after)})
+        if frame.how.progress:
+            frame.how.progress.advance(number + 1, {})
+    return {"clean": [_clean(model, k, before[k]) for k in values], "results": results, "routing": routing}
+
+
+def _k(model: VisionTransformer, k: int | None) -> dict[str, int]:
+    return {"top_k": k or model.config.num_experts}
+
+
+def _clean(model: VisionTransformer, k: int | None, seen: Seen) -> dict[str, Any]:
+    return {**_k(model, k), "value": seen.accuracy(), "calibration": calibration(seen.confidence(), seen.right())}
+
+
+def on_renditions(
+    model: VisionTransformer, clean: ImagePart, part: ImagePart, *, top_k: Sequence[int], frame: Frame
+) -> dict[str, Any]:
+    """Accuracy on other pictures of some classes (ImageNet-A, -R), with logits restricted to these classes.
+
+    Returns:
+        {"classes", "images", "results": [{"top_k", "value", "clean", "gap", "calibration"}]}: `clean` is the accuracy
+        on the clean images of the same classes, restricted to them, too.
+    """
+    classes = sorted(set(part.labels.tolist()))
+    inside = np.flatnonzero(np.isin(clean.labels, classes))
+    if not len(inside):
+        raise RunError("the clean part has no images of these classes")
+    same = ImagePart(clean.images[inside], clean.labels[inside])
+    results = []
+    for k in eval_top_k(model, top_k):
+        seen, plain = look(model, part, k, frame), look(model, same, k, frame)
+        shifted, straight = seen.accuracy(classes), plain.accuracy(classes)
+        results.append({
+            **_k(model, k), "value": shifted, "clean": straight, "gap": straight - shifted,
+            "calibration": calibration(seen.confidence(classes), seen.right(classes)),
+        })  # fmt: skip
+    return {"classes": len(classes), "images": len(part), "clean_images": len(same), "results": results}
+
+
+def on_outliers(
+    model: VisionTransformer,
+    inliers: ImagePart,
+    outliers: ImagePart,
+    *,
+    classes: Sequence[int] | None,
+    top_k: Sequence[int],
+    frame: Frame,
+) -> dict[str, Any]:
+    """How well the largest probability tells outliers from images of known classes (ImageNet-O).
+
+    The score of an image is minus its largest probability, among `classes` if given; outliers are the positives.
+
+    Returns:
+        {"inliers", "outliers", "base_rate", "results": [{"top_k", "aupr", "auroc", "fpr95"}]}: an AUPR of the base rate
+        is chance.
+    """
+    results = []
+    positive = np.arange(len(inliers) + len(outliers)) >= len(inliers)
+    for k in eval_top_k(model, top_k):
+        scores = np.concatenate([-look(model, part, k, frame).confidence(classes) for part in (inliers, outliers)])
+        results.append({
+            **_k(model, k), "aupr": average_precision(scores, positive), "auroc": auroc(scores, positive),
+            "fpr95": false_positive_rate(scores, positive),
+        })  # fmt: skip
+    base = len(outliers) / len(positive)
+    return {"inliers": len(inliers), "outliers": len(outliers), "base_rate": base, "results": results}
+
+
+def on_hard_images(
+    model: VisionTransformer,
+    part: ImagePart,
+    reference: VisionTransformer,
+    *,
+    reference_k: int,
+    top_k: Sequence[int],
+    frame: Frame,
+) -> dict[str, Any]:
+    """Accuracy on the images that another model gets wrong, as ImageNet-A was filtered.
+
+    The reference's accuracy on them is 0 by construction; a model with independent mistakes of the same rate would have
+    its accuracy on all images (`clean`), and one with the same mistakes 0.
+
+    Returns:
+        {"images", "of", "reference_k", "results": [{"top_k", "value", "clean", "gap"}]}.
+    """
+    k = eval_top_k(reference, (reference_k,))[0]
+    wrong = np.flatnonzero(~look(reference, part, k, frame).right())
+    if not len(wrong):
+        raise RunError("the reference model gets no image wrong: there are no hard ones")
+    known, results = _k(reference, k)["top_k"], []
+    for k in eval_top_k(model, top_k):
+        right = look(model, part, k, frame).right()
+        hard, every = float(right[wrong].mean()), float(right.mean())
+        results.append({**_k(model, k), "value": hard, "clean": every, "gap": every - hard})
+    return {"images": len(wrong), "of": len(part), "reference_k": known, "results": results}

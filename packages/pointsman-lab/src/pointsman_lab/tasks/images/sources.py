@@ -1,0 +1,108 @@
+"""Where shifted images come from: published files, or our own corruptions, computed once and cached.
+
+Shapes: N images of side S.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from pointsman._errors import RunError
+from pointsman._files import replacing, user_cache_folder
+from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
+from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
+from pointsman_lab.tasks.images.layouts import Pixels
+from pointsman_lab.tasks.images.task import open_images
+
+VERSION = 2  # of the corruptions: a change of a picture needs a new one
+SEVERITIES = range(1, 6)
+
+
+def chosen_rows(part: ImagePart, budget: int | None) -> list[int]:
+    """Numbers of at most `budget` images, evenly spaced; None: of all."""
+    if budget is None or budget >= len(part):
+        return list(range(len(part)))
+    return sorted(set(np.linspace(0, len(part) - 1, budget).astype(int).tolist()))
+
+
+def rows_of(part: ImagePart, rows: list[int]) -> ImagePart:
+    """These images of a part."""
+    return part if len(rows) == len(part) else ImagePart(part.images[rows], part.labels[rows])
+
+
+class Corrupted:
+    """Images of a part under a corruption: files of the published sets where given, else our own.
+
+    Published: `PATH/CORRUPTION.npy` with `labels.npy`, severities one after another (CIFAR-10-C), or
+    `PATH/CORRUPTION/SEVERITY/CLASS/*` (ImageNet-C).
+
+    Args:
+        images: the clean set. split, rows: the part of it, and the numbers of its images.
+        path: folder of published files; None: our own corruptions.
+
+    Attributes:
+        description: for the protocol line.
+    """
+
+    def __init__(self, images: ImageSet, split: str, rows: list[int], path: Path | None) -> None:
+        self.images, self.split, self.rows, self.path = images, split, rows, path
+        self.clean = rows_of(images.split(split), rows)
+        self.description = f"files of {path.name}" if path else "C-style: this library's own corruptions"
+        if path is not None and not path.is_dir():
+            raise RunError(f"{path}: no folder of corrupted images (CORRUPTION.npy, or CORRUPTION/SEVERITY/CLASS/*)")
+
+    def __call__(self, corruption: str, severity: int) -> ImagePart:
+        """The images of `rows` under this corruption."""
+        if self.path is None:
+            return ImagePart(self._own(corruption, severity), self.clean.labels)
+        whole = self._published(self.path, corruption, severity)
+        if len(whole) != len(self.images.split(self.split)):
+            told = f"{len(whole):,} images where {self.split} has {len(self.images.split(self.split)):,}"
+            raise RunError(f"{self.path}: {corruption} at severity {severity}: {told}")
+        return rows_of(whole, self.rows)
+
+    def _published(self, path: Path, corruption: str, severity: int) -> ImagePart:
+        arrays = path / f"{corruption}.npy"
+        if arrays.is_file():
+            found = self._opened(arrays)
+            count = len(found) // len(SEVERITIES)
+            rows = list(range((severity - 1) * count, severity * count))
+            return rows_of(found, rows)
+        folder = path / corruption / str(severity)
+        if not folder.is_dir():
+            raise RunError(f"{path}: it has neither {corruption}.npy nor {corruption}/{severity}")
+        return self._opened(folder)
+
+    def _opened(self, path: Path) -> ImagePart:
+        images = open_images(f"{path}:size={self.images.side}")
+        return images.relabelled(self.images.classes).split("test")
+
+    def _own(self, corruption: str, severity: int) -> Pixels:
+        key = [VERSION, self.images.fingerprint, self.split, corruption, severity, self.rows]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        file = user_cache_folder() / "corrupted" / f"{name}.npy"
+        try:
+            kept: Pixels = np.load(file, mmap_mode="r", allow_pickle=False)
+            if kept.shape == self.clean.images.shape and kept.dtype == np.uint8:
+                return kept
+        except (OSError, ValueError):
+            pass  # missing or damaged: computed anew
+        made = np.concatenate(
+            [corrupt(self.clean.images[at : at + 1], corruption, severity, row) for at, row in enumerate(self.rows)]
+        )
+        with replacing(file) as aside, aside.open("wb") as opened:
+            np.save(opened, made)
+        return made
+
+
+def check_corruptions(side: int) -> None:
+    """Refuses images of a side for which no corruption is defined.
+
+    Raises:
+        RunError: in one line.
+    """
+    corrupt(np.zeros((0, side, side, 3), dtype=np.uint8), next(iter(CORRUPTIONS)), 1)

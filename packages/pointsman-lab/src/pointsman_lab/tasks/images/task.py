@@ -1,0 +1,204 @@
+"""Image classification: a vision transformer learns the classes of images, judged by accuracy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.diagnostics.diagnose import Batch
+from pointsman_lab.data.download import DataProgress
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.models.config import build_model
+from pointsman_lab.runs.checkpoints import CheckpointError
+from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, evaluation_batches
+from pointsman_lab.tasks.images.evaluation import evaluate_images, image_nats
+from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
+from pointsman_lab.tasks.images.vit import VisionTransformerConfig, resized
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.objectives import Loss, Objective, Outcome, objective_of
+from pointsman_lab.training.precision import autocast
+from pointsman_lab.training.task import Batches, Observed, Task
+
+
+def open_images(spec: str) -> ImageSet:
+    """`load_images` with the folder that POINTSMAN_DATA names."""
+    folder = os.environ.get("POINTSMAN_DATA")
+    return load_images(spec, data_dir=Path(folder) if folder else None)
+
+
+class ImageClassification(Task):
+    """Learns the classes of a set of images.
+
+    Args:
+        images: the set.
+        vocabulary: the classes of a trained run, whose labels the images get; None: their own.
+        weights: of a trained model to start from, whose images may be of another size; the classes' weights start
+            anew where the classes differ in number. None: fresh weights.
+    """
+
+    vocabulary: ClassNames
+
+    def __init__(
+        self, images: ImageSet, vocabulary: ClassNames | None = None, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.images = images if vocabulary is None else images.relabelled(vocabulary.names)
+        self.vocabulary = ClassNames(self.images.classes)
+        self.weights = weights
+        self.name = images.name
+        self.fingerprint = images.fingerprint
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: ClassNames | None = None
+    ) -> ImageClassification:
+        """The task of `config.data`."""
+        return cls(open_images(config.data), vocabulary)
+
+    def prepared(self, config: RunConfig) -> RunConfig:
+        model = replace(_shape(config), image_size=self.images.side, num_classes=self.vocabulary.size)
+        return replace(config, model=model)
+
+    def check(self, config: RunConfig) -> None:
+        prepared = self.prepared(config)
+        try:
+            self.tokens(prepared)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+        self.batches(prepared, torch.device("cpu")).batch(0)
+        self.images.split(config.eval_split)
+
+    def tokens(self, config: RunConfig) -> int:
+        """Tokens an image."""
+        return _shape(config).tokens
+
+    def build_model(self, config: RunConfig) -> Any:
+        model = build_model(config.model)
+        if self.weights is None:
+            return model
+        weights = resized(self.weights, _shape(config))
+        own = model.state_dict()
+        head = [name for name in own if name.startswith("head.classify.") and own[name].shape != weights[name].shape]
+        try:
+            model.load_state_dict({**weights, **{name: own[name] for name in head}})
+        except RuntimeError as error:
+            raise CheckpointError(f"the trained weights do not fit: {str(error).splitlines()[-1].strip()}") from None
+        return model
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        stream = ImageStream(
+            self.images.split("train"),
+            config.batch_size,
+            self.vocabulary.size,
+            Augmentation.parse(config.own["augment"]),
+            config.seed,
+        )
+        return ImageBatches(stream, self.tokens(config), device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        kind = _shape(config).loss
+        if kind == "sigmoid" and config.label_smoothing:
+            raise RunError(f"label_smoothing={config.label_smoothing}: model.loss=sigmoid has none; set 0")
+        objective = objective_of(model, image_loss(kind), image_logits, label_smoothing=config.label_smoothing)
+        if kind == "sigmoid" and objective.name != "plain":
+            raise RunError("model.loss=sigmoid: the consistency of two passes (thor) is of model.loss=softmax")
+        return objective
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return "valid" if "valid" in self.images.splits else None
+
+    def reported_split(self, config: RunConfig) -> str:
+        return config.eval_split
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        return evaluate_images(
+            model,
+            self.images.split(split),
+            split=split,
+            top_k=top_k,
+            batch_size=config.eval_batch_size,
+            budget=self.budget(config, config.eval_tokens if context.final else config.valid_tokens),
+            how=context,
+        )
+
+    def budget(self, config: RunConfig, tokens: int | None) -> int | None:
+        """How many images have so many tokens; at least one."""
+        return None if tokens is None else max(1, tokens // self.tokens(config))
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        return {
+            "split": config.eval_split,
+            "images": self.budget(config, config.eval_tokens),
+            "batch_size": config.eval_batch_size,
+            "augment": config.own["augment"],
+            "checkpoint_rule": "the last step",
+        }
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """Whole images, evenly spaced; the ids of an image's tokens are its class."""
+        part, each = self.images.split(split), self.tokens(config)
+        count = len(part) if tokens is None else min(self.budget(config, tokens) or 1, len(part))
+        kind, classes = _shape(config).loss, self.vocabulary.size
+
+        def batches() -> Iterator[Batch]:
+            for images, labels in evaluation_batches(part, config.eval_batch_size, count):
+                ids = labels[:, None].expand(-1, each)
+                yield Batch(images.to(device), labels.to(device), token_ids=ids.to(device))
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits = model(batch.inputs)
+            return image_nats(logits.float(), F.one_hot(batch.targets, classes).float(), kind).sum()
+
+        protocol = {"data": self.images.description, "split": split, "images": count, "tokens": count * each}
+        return Observed(batches(), -(-count // config.eval_batch_size), lambda: read, protocol)
+
+    def description(self) -> dict[str, Any]:
+        return {"data": self.images.description}
+
+
+class ImageBatches:
+    """The batches of an `ImageStream` on a device; `tokens` an image."""
+
+    def __init__(self, stream: ImageStream, tokens: int, device: torch.device) -> None:
+        self.stream, self.device = stream, device
+        self.tokens_per_step = float(stream.batch_size * tokens)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """images [B, 3, S, S] in [-1, 1], and labels [B, C] as probabilities."""
+        images, labels = self.stream.batch(step)
+        return images.to(self.device), labels.to(self.device)
+
+    def is_epoch_start(self, step: int) -> bool:
+        """No memory goes from image to image."""
+        return False
+
+
+def image_loss(kind: str) -> Loss:
+    """Mean of `image_nats`."""
+
+    def loss(model: Any, inputs: Tensor, labels: Tensor, memory: object, length: int) -> Outcome:
+        nats = image_nats(model(inputs).float(), labels, kind).mean()
+        return Outcome(nats, nats.detach(), None)
+
+    return loss
+
+
+def image_logits(model: Any, inputs: Tensor, memory: object, length: int) -> tuple[Tensor, None]:
+    """[B, C]."""
+    return model(inputs), None
+
+
+def _shape(config: RunConfig) -> VisionTransformerConfig:
+    assert isinstance(config.model, VisionTransformerConfig)
+    return config.model

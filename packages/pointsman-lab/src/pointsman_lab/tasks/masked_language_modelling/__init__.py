@@ -1,0 +1,45 @@
+"""Masked language modelling on multilingual text, judged by perplexity: X-MoE's pre-training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman_lab.registry import Setting, TaskEntry
+from pointsman_lab.tasks.masked_language_modelling.presets import PRESETS
+
+SETTINGS = {
+    "pieces": Setting(8192, "how many pieces of words are learned from the text", least=1),
+    "language_exponent": Setting(0.7, "a language with share q is drawn with probability ~ q^exponent", most=1),
+    "mask_rate": Setting(0.15, "the share of the places that are predicted", most=1),
+    "mask_token_share": Setting(0.8, "of these, the share that becomes <mask>", most=1),
+    "random_share": Setting(0.1, "of these, the share that becomes a random piece", most=1),
+}
+
+
+class MaskedLanguageModelling(TaskEntry):
+    name = "masked_language_modelling"
+    families = ("encoder",)
+    levels = ("piece",)
+    presets = PRESETS
+    settings = SETTINGS
+
+    def config(self, family: str) -> Any:
+        from pointsman_lab.models.encoder import EncoderConfig
+
+        return EncoderConfig
+
+    def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
+        from pointsman_lab.training.masked_language_modelling import MaskedLanguageModelling as Task
+
+        return Task.open(config, progress, vocabulary)
+
+    def vocabulary(self, text: str) -> Any:
+        from pointsman_lab.data.multilingual.pieces import Pieces
+
+        return Pieces.from_json(text)
+
+    def data_of(self, run: Any) -> str:
+        return str(run.config["data"]).rpartition("/")[2].partition(":")[0]
+
+
+TASK = MaskedLanguageModelling()

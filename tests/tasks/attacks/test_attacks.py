@@ -1,0 +1,213 @@
+"""Text attacks: exact rates, deterministic, clean vocabulary; and evaluation with and without attacked targets."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from pointsman._errors import RunError
+from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman_lab.tasks.attacks.attacked import (
+    attack_examples,
+    attack_part,
+    change_under_attack,
+    evaluate_attack,
+    evaluate_task_attack,
+)
+from pointsman_lab.tasks.attacks.attacks import RATES, Attack, attack_texts
+from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, MarkedText, evaluate
+
+TEXT = (
+    " ".join(f"{'word' * (i % 3 + 1)}{chr(97 + i % 26)}\n" if i % 9 == 0 else f"Some{i}" for i in range(500)) + "  end"
+)
+BYTES = Vocabulary.of_bytes(TEXT.encode() + b"Axyz")
+WORDS = Vocabulary("word", [*sorted(set(TEXT.split()) - {"Some1"}), "<eos>", "<unk>"])
+VOCABULARIES = {
+    "byte": BYTES,
+    "char": Vocabulary.of_characters(TEXT + "A"),
+    "word": WORDS,
+}
+
+
+def rows_of(vocabulary: Vocabulary) -> list[IdArray]:
+    return [vocabulary.encode_compact(part)[0] for part in (TEXT[:1000], TEXT[1000:])]
+
+
+@pytest.mark.parametrize("kind", ["word", "char"])
+@pytest.mark.parametrize("level", VOCABULARIES)
+def test_the_rate_is_exact_and_the_choice_deterministic(level: str, kind: str) -> None:
+    vocabulary = VOCABULARIES[level]
+    rows = rows_of(vocabulary)
+    before = vocabulary.to_json()
+    for rate in (0.0, *RATES, 0.333, 1.0):
+        attack = Attack(kind, rate, seed=5)  # type: ignore[arg-type]
+        one, other = attack_texts(rows, vocabulary, attack), attack_texts(rows, vocabulary, attack)
+        assert one.chosen == round(rate * one.candidates)
+        for row, again, mark, source, clean in zip(one.rows, other.rows, one.marks, one.sources, rows, strict=True):
+            assert np.array_equal(row, again)
+            assert row.dtype == clean.dtype
+            assert int(row.max()) < vocabulary.size
+            assert np.array_equal(row[~mark], clean[source[~mark]])
+            assert (source[mark] == -1).all()
+            assert (np.diff(source[~mark]) > 0).all()
+        if rate == 0:
+            assert all(np.array_equal(row, clean) for row, clean in zip(one.rows, rows, strict=True))
+    different = attack_texts(rows, vocabulary, Attack(kind, 0.1, seed=6))  # type: ignore[arg-type]
+    same = attack_texts(rows, vocabulary, Attack(kind, 0.1, seed=5))  # type: ignore[arg-type]
+    assert any(not np.array_equal(a, b) for a, b in zip(same.sources, different.sources, strict=True))
+    assert vocabulary.to_json() == before
+
+
+def test_words_in_bytes_are_swapped_as_in_the_text() -> None:
+    rows = rows_of(BYTES)
+    attacked = attack_texts(rows, BYTES, Attack("word", 0.2))
+    swapped = 0
+    for clean, row in zip(rows, attacked.rows, strict=True):
+        text, changed = BYTES.decode(clean), BYTES.decode(row)
+        assert re.split(r"\S+", text) == re.split(r"\S+", changed)  # white space stays
+        pairs = list(zip(text.split(), changed.split(), strict=True))
+        assert {new for old, new in pairs if old != new} == {"AAA"}
+        swapped += sum(old != new for old, new in pairs)
+    assert swapped == attacked.chosen
+    assert attacked.candidates == sum(len(BYTES.decode(row).split()) for row in rows)
+
+
+def test_at_word_level_an_unknown_AAA_is_unk_and_eos_is_no_word() -> None:  # noqa: N802
+    rows = rows_of(WORDS)
+    attacked = attack_texts(rows, WORDS, Attack("word", 1.0))
+    for clean, row in zip(rows, attacked.rows, strict=True):
+        assert set(row[clean != WORDS.end_of_line_id].tolist()) == {WORDS.unknown_id}
+        assert (row[clean == WORDS.end_of_line_id] == WORDS.end_of_line_id).all()
+    known = Vocabulary("word", ["AAA", *WORDS.symbols])  # type: ignore[list-item]
+    attacked = attack_texts([known.encode_compact("Some0 Some2")[0]], known, Attack("word", 0.5))
+    assert attacked.rows[0].tolist().count(0) == 1
+
+
+@pytest.mark.parametrize("level", ["byte", "char"])
+def test_character_noise_changes_letters_one_by_one(level: str) -> None:
+    vocabulary = VOCABULARIES[level]
+    rows = rows_of(vocabulary)
+    low, high = (attack_texts(rows, vocabulary, Attack("char", rate)) for rate in (0.05, 0.5))
+    for clean, few, many, marks in zip(rows, low.rows, high.rows, low.marks, strict=True):
+        assert len(few) == len(many) == len(clean)
+        assert np.array_equal(few != clean, marks)
+        assert np.array_equal(few[marks], many[marks])  # a higher rate keeps what a lower one put
+        changed = vocabulary.decode(few[marks])
+        assert changed.isascii()
+        assert changed.isalpha()
+        assert vocabulary.decode(clean[marks]).isalpha()
+
+
+def test_noise_in_words_makes_other_words() -> None:
+    known = Vocabulary("word", ["ab", "cd", "<eos>", "<unk>"])
+    attacked = attack_texts([known.encode_compact("ab cd ab\n")[0]], known, Attack("char", 1.0))
+    assert attacked.candidates == 6
+    assert attacked.rows[0].tolist()[-1] == 2
+    assert attacked.marks[0].tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("word", 1.5), "attack rate 1.5: allowed are numbers from 0 to 1"),
+        (("word", -0.1), "allowed are numbers from 0 to 1"),
+        (("word", float("nan")), "allowed are numbers from 0 to 1"),
+        (("wrod", 0.1), "did you mean 'word'"),
+        (("word", 0.1, 0, "A A"), "one word without white space"),
+    ],
+)
+def test_bad_attacks(values: tuple[str, float], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        Attack(*values)  # type: ignore[arg-type]
+
+
+def test_noise_needs_letters() -> None:
+    with pytest.raises(RunError, match="at least two lower-case letters"):
+        attack_texts([np.zeros(3, dtype=np.uint8)], Vocabulary.of_bytes(b"A1"), Attack("char", 1.0))
+
+
+def model_of(router: str = "smoe") -> TransformerXL:
+    config = TransformerXLConfig(
+        vocab_size=BYTES.size, router=router, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=8, num_experts=4
+    )
+    return TransformerXL(config)
+
+
+TOKENS = BYTES.encode_compact(TEXT)[0]
+
+
+@pytest.mark.parametrize("budget", [None, 600])
+def test_rate_zero_is_the_clean_evaluation(budget: int | None) -> None:
+    model, protocol = model_of(), EvalProtocol(4, 32, 32, budget)
+    clean = evaluate(model, TOKENS, "byte", split="test", top_k=[1, 4], protocol=protocol)
+    attack = Attack("word", 0.0)
+    _, attacked = attack_part(TOKENS, BYTES, protocol, attack)
+    none = evaluate_attack(model, attacked, "byte", attack, split="test", top_k=[1, 4], protocol=protocol)
+    for one, other in zip(clean, none, strict=True):
+        assert other["nats"] == pytest.approx(one["nats"], rel=1e-6)
+        assert other["tokens"] == other["unmarked"]["tokens"] == one["tokens"]
+        assert other["attack"].pop("candidates") > 50
+        assert other["attack"] == {"kind": "word", "rate": 0.0, "seed": 0, "word": "AAA", "chosen": 0}
+
+
+def test_all_targets_are_the_marked_and_the_unmarked_ones() -> None:
+    model, protocol = model_of(), EvalProtocol(4, 32, 32)
+    _, attacked = attack_part(TOKENS, BYTES, protocol, Attack("word", 0.3))
+    asked = {"split": "test", "top_k": [2], "protocol": protocol}
+    [one] = evaluate(model, MarkedText(attacked.rows, attacked.marks), "byte", **asked)  # type: ignore[arg-type]
+    [other] = evaluate(model, MarkedText(attacked.rows, [~mark for mark in attacked.marks]), "byte", **asked)  # type: ignore[arg-type]
+    assert one["tokens"] == sum(len(row) - 1 for row in attacked.rows)
+    assert one["unmarked"]["tokens"] == sum(int((~mark[1:]).sum()) for mark in attacked.marks)
+    assert one["tokens"] == one["unmarked"]["tokens"] + other["unmarked"]["tokens"]
+    together = (
+        one["unmarked"]["nats"] * one["unmarked"]["tokens"] + other["unmarked"]["nats"] * other["unmarked"]["tokens"]
+    )
+    assert together == pytest.approx(one["nats"] * one["tokens"], rel=1e-9)
+
+
+def test_the_unmarked_figure_is_that_of_the_losses_at_clean_targets() -> None:
+    model, protocol = model_of().eval(), EvalProtocol(1, 10_000, 0)
+    row = TOKENS[:300]
+    _, attacked = attack_part(row, BYTES, EvalProtocol(1, 299, 0), Attack("char", 0.5))
+    [found] = evaluate(
+        model, MarkedText(attacked.rows, attacked.marks), "byte", split="test", top_k=[2], protocol=protocol
+    )
+    ids = torch.from_numpy(attacked.rows[0].astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0].double()
+    losses = -torch.log_softmax(logits, -1)[torch.arange(299), ids[0, 1:]]
+    kept = torch.from_numpy(~attacked.marks[0][1:])
+    assert found["unmarked"]["nats"] == pytest.approx(float(losses[kept].mean()), rel=1e-5)
+    assert found["nats"] == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+def test_texts_of_a_task_are_attacked_but_not_their_end_marks() -> None:
+    examples = Examples(("Some1 Some2 Some3", "end"), (0, 1))
+    encoded, clean, attacked = attack_examples(examples, BYTES, 12, Attack("word", 1.0))
+    assert [BYTES.decode(row) for row in encoded.rows] == ["AAA AAA AAA\n", "AAA\n"]
+    assert (len(clean), attacked.chosen, encoded.truncated) == (2, 4, 0)
+    model = Classifier(model_of().config, 2)
+    [result] = evaluate_task_attack(
+        model, encoded, attacked, Attack("word", 1.0), split="test", top_k=[2], batch_size=2
+    )
+    assert (result["metric"], result["examples"], result["attack"]["chosen"]) == ("accuracy", 2, 4)
+
+
+def test_routing_moves_under_attack_and_not_without() -> None:
+    model, protocol = model_of(), EvalProtocol(4, 32, 32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # at their initial size the context hardly matters
+            parameter.mul_(10)
+    for rate, moves in ((0.0, False), (0.5, True)):
+        clean, attacked = attack_part(TOKENS, BYTES, protocol, Attack("word", rate))
+        change = change_under_attack(model, clean, attacked, top_k=2)
+        assert set(change["layers"]) == {"layers.0.moe", "layers.1.moe"}
+        for layer in change["layers"].values():
+            assert (layer["top1"] > 0) == moves
+            kept = [source[:512][(source[:512] >= 0) & (source[:512] < 512)] for source in attacked.sources]
+            assert layer["tokens"] == sum(map(len, kept))
+    assert change_under_attack(model_of("dense"), clean, attacked, top_k=2)["layers"] == {}

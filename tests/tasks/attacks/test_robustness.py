@@ -1,0 +1,241 @@
+"""Runs, fine-tuned runs and comparisons under attack, from the command line; and TextAttack's recipes."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
+from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman_lab.finetuning.run import task_data
+from pointsman_lab.progress import Quiet
+from pointsman_lab.recipes import preset
+from pointsman_lab.tasks.attacks.text_attack import recipe_attack
+from pointsman_lab.training.compare import Plan, compare
+
+
+class Silent:
+    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
+        return
+
+    def ended(self, router: str, seed: int) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("robust")
+    (folder / "text.txt").write_text("the film was good, the play was bad. \n" * 800)
+    config = preset("tiny", data=str(folder / "text.txt"), steps=4).with_overrides(
+        {"model.dim": 16, "model.num_layers": 2, "model.num_experts": 4, "model.hidden_dim": 16, "model.num_heads": 2,
+         "model.head_dim": 8, "batch_size": 4, "eval_tokens": 512, "eval_batch_size": 4, "validate_every": 0}
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        compare(Plan(config, ("smoe", "dense"), (0,)), folder / "runs", progress=Quiet(), watcher=Silent())
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def finetuned(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    rows = ["text,label", *(f"the film was {'good,1' if i % 2 else 'bad,0'}" for i in range(40))]
+    for part in ("train", "valid", "test"):
+        kept = rows[:31] if part == "valid" else rows
+        (folder / f"{part}.csv").write_text("\n".join(kept) + "\n")
+    out = folder / "run"
+    finetune(comparison / "runs/smoe/seed-0", Finetuning(str(folder), steps=2, settings={"batch_size": 8}), out=out)
+    return out
+
+
+def test_a_language_model_under_a_sweep(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = comparison / "runs/smoe/seed-0"
+    clean = json.loads((run / "evaluation.json").read_text())["results"]
+    arguments = ["evaluate", str(run), "--attack", "word", "--attack-rate", "0.025,0.1", "--out", str(tmp_path)]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    [file] = tmp_path.glob("attacks-word-*-test.json")
+    record = json.loads(file.read_text())
+    assert len(record["results"]) == 3 * len(clean)
+    for one, other in zip(clean, record["results"][: len(clean)], strict=True):
+        assert other["nats"] == pytest.approx(one["nats"], rel=1e-6)  # the clean row is the run's own evaluation
+    attacked = record["results"][len(clean) :]
+    assert [row["attack"]["rate"] for row in attacked] == [0.025] * len(clean) + [0.1] * len(clean)
+    for row in attacked:
+        assert row["attack"]["chosen"] == round(row["attack"]["rate"] * row["attack"]["candidates"])
+        assert row["unmarked"]["tokens"] < row["tokens"]
+    assert [change["attack"]["rate"] for change in record["routing"]] == [0.025, 0.1]
+    shown = capsys.readouterr().out
+    assert "word 0.1, attacked targets left out" in shown
+    before = file.read_text()
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert file.read_text() == before  # deterministic
+    assert main([*arguments, "--device", "cpu", "--attack-seed", "1"]) == 0
+    assert file.read_text() != before
+
+
+def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", str(comparison), "--attack", "char", "--attack-rate", "0.05", "--top-k", "1,4"]
+    assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("clean", "5 % of the letters change, all targets count", "attacked targets left out", "Paired"):
+        assert words in shown
+    assert {path.suffix for path in tmp_path.glob("attack-char-*-test.*")} == {".txt", ".csv", ".md", ".tex"}
+    [table] = tmp_path.glob("*.csv")
+    lines = table.read_text().splitlines()
+    assert len(lines) == 1 + 3 * 2
+    assert lines[0].startswith("condition,router,metric")
+    records = list(comparison.glob("runs/*/seed-0/attacks-char-*-test.json"))
+    assert len(records) == 2
+    times = [path.stat().st_mtime_ns for path in records]
+    assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert [path.stat().st_mtime_ns for path in records] == times  # done already
+    settings = comparison / "runs/smoe/seed-0/config.json"
+    before = settings.read_text()
+    settings.write_text(before.replace('"eval_tokens": 512', '"eval_tokens": 256'))
+    try:
+        assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
+    finally:
+        settings.write_text(before)
+    again = {
+        path.parent.parent.name for path, time in zip(records, times, strict=True) if path.stat().st_mtime_ns != time
+    }
+    assert again == {"smoe"}  # whose protocol is another one now
+    assert main(["evaluate", str(comparison), "--attack", "textfooler"]) == 2
+    assert "for a comparison allowed are word and char" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fine_tunings_of_a_comparison_under_attack(
+    comparison: Path, finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(comparison, own)
+    task = json.loads((finetuned / "finetune.json").read_text())["task"]
+    settings = Finetuning(task, steps=2, settings={"batch_size": 8})
+    for seed in (0, 1000):
+        finetune(own / "runs/smoe/seed-0", settings, seed=seed)
+    arguments = ["evaluate", str(own), "--device", "cpu", "--attack", "char", "--attack-rate", "0.5"]
+    assert main([*arguments, "--task", settings.variant]) == 0
+    shown = capsys.readouterr().out
+    assert "50 % of the letters change, all targets count" in shown
+    assert "Routing under attack" in shown
+    assert "Consistency: correlation of the loads at k = 2 between fine-tunings" in shown
+    assert "2/2" in shown
+    assert (own / f"attack-char-{settings.variant}.csv").is_file()
+    assert main([*arguments, "--task", settings.variant, "--split", "valid"]) == 0
+    table = (own / f"attack-char-valid-{settings.variant}.txt").read_text()
+    assert "split: valid" in table
+    assert main([*arguments, "--task", "sst3"]) == 2
+    assert f"allowed: {settings.variant}" in capsys.readouterr().err
+    assert main(["evaluate", str(finetuned), "--attack", "char", "--task", "sst2"]) == 2
+    assert "is not a comparison" in capsys.readouterr().err
+
+
+def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["evaluate", str(finetuned), "--attack", "word", "--attack-rate", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    record = json.loads((tmp_path / "attacks-word.json").read_text())
+    attacked = [row for row in record["results"] if row.get("attack")]
+    assert {row["value"] for row in attacked} == {0.5}  # all texts are the same: AAA AAA AAA AAA
+    assert attacked[0]["attack"]["chosen"] == attacked[0]["attack"]["candidates"] == 160
+    asked = ["evaluate", str(finetuned), "--out", str(tmp_path), "--device", "cpu", "--top-k", "1"]
+    for words, name in (([], "evaluation-task"), (["--attack", "char"], "attacks-char")):
+        assert main([*asked, *words, "--split", "valid"]) == 0
+        record = json.loads((tmp_path / f"{name}-valid.json").read_text())
+        assert {(row["split"], row["examples"]) for row in record["results"]} == {("valid", 30)}
+        assert record["protocol"]["split"] == "valid"
+    assert main([*asked, "--split", "test"]) == 0
+    assert (tmp_path / "evaluation-task.json").is_file()
+    assert main(["evaluate", str(finetuned), "--data", "stdlib"]) == 2
+    assert "is always evaluated on its task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--attack", "word", "--attack-rate", "1.5"], "allowed are numbers from 0 to 1"),
+        (["--attack", "word", "--attack-rate", "x"], "allowed are numbers from 0 to 1"),
+        (["--attack", "wrod"], "did you mean 'word'"),
+        (["--attack", "word", "--top-k", "9"], "allowed are whole numbers from 1 to 4"),
+    ],
+)
+def test_mistakes(comparison: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(comparison / "runs/smoe/seed-0"), "--device", "cpu", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pointsman")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_without_textattack_the_message_says_what_to_install(
+    finetuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "textattack", None)
+    assert main(["evaluate", str(finetuned), "--attack", "textfooler", "--device", "cpu"]) == 2
+    assert "pip install 'pointsman[attack]'" in capsys.readouterr().err
+
+
+def stand_in() -> ModuleType:
+    """A package with TextAttack's calls, whose one recipe succeeds where the model says class 1."""
+
+    class ModelWrapper:
+        pass
+
+    class TextFoolerJin2019:
+        @staticmethod
+        def build(model: Any) -> Any:
+            assert isinstance(model, ModelWrapper)
+            return model
+
+    class Result:
+        num_queries = 3
+
+    kinds = {name: type(name, (Result,), {}) for name in ("Failed", "Skipped", "Successful")}
+    for name, kind in kinds.items():
+        kind.__name__ = f"{name}AttackResult"
+
+    class Attacker:
+        def __init__(self, attack: Any, dataset: Any, arguments: Any) -> None:
+            self.attack, self.dataset = attack, dataset
+
+        def attack_dataset(self) -> list[Any]:
+            scores = self.attack([text for text, _ in self.dataset] + ["  "])[:-1]
+            found = scores.argmax(-1).tolist()
+            return [
+                kinds["Skipped" if guess != label else "Successful" if label == 1 else "Failed"]()
+                for guess, (_, label) in zip(found, self.dataset, strict=True)
+            ]
+
+    package = ModuleType("textattack")
+    package.attack_recipes = SimpleNamespace(TextFoolerJin2019=TextFoolerJin2019)  # type: ignore[attr-defined]
+    package.AttackArgs = dict  # type: ignore[attr-defined]
+    package.Attacker = Attacker  # type: ignore[attr-defined]
+    package.datasets = SimpleNamespace(Dataset=list)  # type: ignore[attr-defined]
+    wrappers = ModuleType("textattack.models.wrappers")
+    wrappers.ModelWrapper = ModelWrapper  # type: ignore[attr-defined]
+    sys.modules["textattack"] = package
+    sys.modules["textattack.models"] = ModuleType("textattack.models")
+    sys.modules["textattack.models.wrappers"] = wrappers
+    return package
+
+
+def test_a_recipe_gets_a_model_and_its_outcome_is_counted(finetuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("textattack", "textattack.models", "textattack.models.wrappers"):
+        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
+    stand_in()
+    saved = load_finetuned(finetuned)
+    examples = task_data(saved).splits["test"]
+    results = recipe_attack(
+        saved.model, examples, saved.vocabulary, "textfooler", top_k=[1, 4], max_length=64, count=10
+    )
+    assert [row["top_k"] for row in results] == [1, 4]
+    for row in results:
+        assert row["recipe"] == "TextFoolerJin2019"
+        assert (row["examples"], row["queries"]) == (10, 30)
+        assert 0 <= row["value"] <= row["clean"] <= 1
+    with pytest.raises(RunError, match=r"or a TextAttack recipe: .*TextFoolerJin2019"):
+        recipe_attack(saved.model, examples, saved.vocabulary, "nothing", top_k=[1], max_length=64)

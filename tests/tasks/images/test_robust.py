@@ -1,0 +1,355 @@
+"""Robustness of image classifiers: figures against scikit-learn, attacks, sources of images, records, tables."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pointsman._errors import RunError
+from pointsman.control import record_routing
+from pointsman.diagnostics.base import first_choice
+from pointsman.layer import MoE
+from pointsman_lab.cli.main import main
+from pointsman_lab.progress import Quiet
+from pointsman_lab.report import write_report
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.tasks.images import scores
+from pointsman_lab.tasks.images.attacks import ATTACKS, attacked, under_gradient_attack
+from pointsman_lab.tasks.images.augment import to_tensor
+from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
+from pointsman_lab.tasks.images.image_set import ImagePart
+from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
+from pointsman_lab.tasks.images.robust_table import robust_tables
+from pointsman_lab.tasks.images.sections import pictures
+from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
+from pointsman_lab.tasks.images.sources import Corrupted, chosen_rows
+from pointsman_lab.tasks.images.task import open_images
+from pointsman_lab.tasks.images.vit import VisionTransformer, VisionTransformerConfig
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import load_run
+
+Image = pytest.importorskip("PIL.Image")
+FRAME = Frame(16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_detection_is_that_of_scikit_learn(seed: int) -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = np.random.default_rng(seed)
+    positive = draw.random(60) < 0.3
+    values = np.round(draw.normal(size=60) + positive, 1 if seed % 2 else 9)  # with ties, and without
+    assert scores.average_precision(values, positive) == pytest.approx(
+        metrics.average_precision_score(positive, values)
+    )
+    assert scores.auroc(values, positive) == pytest.approx(metrics.roc_auc_score(positive, values))
+    false, found, _ = metrics.roc_curve(positive, values, drop_intermediate=False)
+    assert scores.false_positive_rate(values, positive) == pytest.approx(false[np.argmax(found >= 0.95)])
+
+
+def test_calibration_by_hand() -> None:
+    confidence = np.array([0.9, 0.8, 0.7, 0.6])
+    right = np.array([True, True, False, True])
+    # bins of two by rising confidence: (0.65, 0.5), (0.85, 1)
+    assert scores.rms_calibration_error(confidence, right, 2) == pytest.approx(np.sqrt((0.15**2 + 0.15**2) / 2))
+    assert scores.rms_calibration_error(confidence, right, 3) == pytest.approx(
+        np.sqrt((3 * (2 / 3 - 0.7) ** 2 + 0.1**2) / 4)  # the last, smaller bin counts
+    )
+    assert scores.expected_calibration_error(confidence, right, 2) == pytest.approx(abs(0.75 - 0.75))
+    assert scores.expected_calibration_error(confidence, right, 15) == pytest.approx((0.1 + 0.2 + 0.7 + 0.4) / 4)
+    assert scores.response_rate_accuracy(confidence, right) == pytest.approx((1 + 1 + 2 / 3 + 3 / 4) / 4)
+
+
+def test_corruption_errors_by_hand() -> None:
+    own, other = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.4], "snow": [0.5, 1.0]}
+    assert scores.corruption_error(own, other) == pytest.approx((0.6 / 0.8 + 1.0 / 1.5) / 2)
+    assert scores.relative_corruption_error(own, 0.1, other, 0.2) == pytest.approx((0.4 / 0.4 + 0.8 / 1.1) / 2)
+    assert scores.relative_corruption_error(own, 0.1, other, 0.4) is None
+    assert set(scores.ALEXNET) == set(CORRUPTIONS)
+    with pytest.raises(ValueError, match="corruptions differ"):
+        scores.corruption_error(own, {"fog": [1.0]})
+
+
+def model(router: str = "smoe:balance=1") -> VisionTransformer:
+    built = VisionTransformer(
+        VisionTransformerConfig(
+            image_size=8, patch=4, num_classes=3, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=16,
+            num_experts=4, router=router, moe_layers="last:1", pooling="mean", init_std=0.3,
+        )
+    )  # fmt: skip
+    torch.nn.init.normal_(built.head.classify.weight)
+    return built
+
+
+def part(count: int = 40, side: int = 8) -> ImagePart:
+    draw = np.random.default_rng(0)
+    return ImagePart(draw.integers(0, 256, (count, side, side, 3), dtype=np.uint8), draw.integers(0, 3, count))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_follow_the_gradient_of_the_classes_alone(name: str) -> None:
+    attack, net = ATTACKS[name], model().eval()
+    images = torch.rand(6, 3, 8, 8) * 2 - 1
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    with torch.no_grad():
+        before = torch.nn.functional.cross_entropy(net(images), labels)
+        moved = attacked(net, images, labels, attack)
+        assert torch.nn.functional.cross_entropy(net(moved), labels) > before
+    assert float((moved - images).abs().max()) <= attack.size + 1e-6
+    assert float(moved.abs().max()) <= 1
+    net.train()
+    found = under_gradient_attack(net, part(), attack, top_k=2, batch_size=16)
+    assert net.training
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
+    assert all(float(module.loss_scale) == 1 for module in net.modules() if isinstance(module, MoE))
+    assert found["attacked"] <= found["clean"]
+    assert found["images"] == 40
+    assert 0 < found["layers"]["layers.1.moe"]["iou"] <= 1
+    assert under_gradient_attack(model("plain"), part(), attack, top_k=None, batch_size=16)["layers"] == {}
+
+
+def test_fluctuation_is_between_the_clean_and_the_corrupted_image() -> None:
+    net, clean = model(), part()
+    same = under_corruptions(net, clean, lambda *_: clean, top_k=(1, 4), routing_k=2, frame=FRAME)
+    assert len(same["results"]) == 2 * 75
+    assert len(same["routing"]) == 75
+    assert all(row["layers"]["layers.1.moe"]["top1"] == 0 for row in same["routing"])
+    assert same["results"][0]["value"] == same["clean"][0]["value"]
+    other = ImagePart(255 - clean.images, clean.labels)
+    moved = under_corruptions(net, clean, lambda *_: other, top_k=(2,), routing_k=2, frame=FRAME)
+    assert moved["routing"][0]["layers"]["layers.1.moe"]["top1"] > 0
+    mixed = ImagePart(clean.images, clean.labels[::-1].copy())
+    assert not under_corruptions(net, clean, lambda *_: mixed, top_k=(2,), routing_k=2, frame=FRAME)["routing"]
+
+
+def test_outliers_have_low_confidence() -> None:
+    net, inliers = model(), part()
+    found = on_outliers(net, inliers, part(10), classes=None, top_k=(2,), frame=FRAME)
+    assert found["base_rate"] == 10 / 50
+    same = on_outliers(net, inliers, inliers, classes=[0, 1], top_k=(2,), frame=FRAME)["results"][0]
+    assert same["auroc"] == pytest.approx(0.5)
+
+
+@pytest.fixture(scope="session")
+def sheets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten classes of 32 x 32 pixels, as CIFAR's sheets."""
+    root, draw = tmp_path_factory.mktemp("sheets") / "ten", np.random.default_rng(0)
+    root.mkdir()
+    for name, labels, count in (
+        ("data_batch_1.png", "train_labels_batch_1.json", 60),
+        ("test_batch.png", "test_labels.json", 20),
+    ):
+        rows = draw.integers(0, 256, (count, 1024, 3), dtype=np.uint8)
+        Image.fromarray(rows).save(root / name)
+        (root / labels).write_text(json.dumps([index % 10 for index in range(count)]))
+    return root
+
+
+def test_own_corruptions_are_made_once_and_depend_on_the_number_of_the_image(sheets: Path) -> None:
+    images = open_images(str(sheets))
+    clean = images.split("test")
+    some, every = (Corrupted(images, "test", rows, None) for rows in (chosen_rows(clean, 4), chosen_rows(clean, None)))
+    assert some.rows == [0, 6, 12, 19]
+    one, two = some("fog", 3), every("fog", 3)
+    assert np.array_equal(one.images, two.images[some.rows])
+    assert np.array_equal(two.images, corrupt(clean.images, "fog", 3))
+    assert np.array_equal(some("fog", 3).images, one.images)
+    assert np.array_equal(one.labels, clean.labels[some.rows])
+
+
+def test_published_files_are_preferred(sheets: Path, tmp_path: Path) -> None:
+    images = open_images(str(sheets))
+    clean = images.split("test")
+    arrays = np.concatenate([corrupt(clean.images, "contrast", severity) for severity in range(1, 6)])
+    np.save(tmp_path / "contrast.npy", arrays)
+    np.save(tmp_path / "labels.npy", np.tile(clean.labels, 5))
+    source = Corrupted(images, "test", [3, 5], tmp_path)
+    assert np.array_equal(source("contrast", 4).images, arrays[60:80][[3, 5]])
+    for place, label in enumerate(clean.labels):
+        folder = tmp_path / "fog" / "2" / images.classes[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(clean.images[place]).save(folder / f"{place:03}.png")
+    found = source("fog", 2)
+    assert len(found) == 2
+    with pytest.raises(RunError, match=r"neither snow\.npy nor snow/1"):
+        source("snow", 1)
+    strange = open_images(str(tmp_path / "fog" / "2"))
+    assert len(strange.relabelled(images.classes).split("test")) == 20
+
+
+@pytest.fixture(scope="session")
+def comparison(sheets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = VisionTransformerConfig(
+        num_layers=1, dim=16, num_heads=2, head_dim=8, hidden_dim=16, num_experts=4, patch=8, moe_layers="last:1",
+        pooling="mean", router="smoe",
+    )  # fmt: skip
+    base = RunConfig(model=shape, data=str(sheets), steps=2, batch_size=8, train_top_k="2", checkpoint_every=2)
+
+    class Watcher:
+        def begins(self, *_: object) -> None: ...
+
+        def ended(self, *_: object) -> None: ...
+
+    out = tmp_path_factory.mktemp("compared") / "out"
+    compare(Plan(base, ("plain", "smoe+similarity"), (0,)), out, progress=Quiet(), watcher=Watcher())
+    return out
+
+
+def run_of(out: Path, router: str = "smoe+similarity") -> Path:
+    return next(path.parent for path in out.rglob("config.json") if router in str(path))
+
+
+@pytest.mark.parametrize("kind", ["pgd", "fgsm", "hard", "r", "o"])
+def test_every_kind_has_a_record_and_a_table(
+    kind: str, comparison: Path, sheets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ""
+    if kind == "hard":
+        path = f":{run_of(comparison, 'plain')}"
+    if kind in ("r", "o"):
+        images = open_images(str(sheets))
+        for place in range(6):  # two of the ten classes
+            name = images.classes[place % 2] if kind == "r" else f"strange-{place % 2}"
+            folder = tmp_path / "shifted" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
+        path = f":{tmp_path / 'shifted'}"
+    words = ["evaluate", str(comparison), "--robust", f"{kind}{path}", "--top-k", "2", "--eval-tokens", "160"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "smoe+similarity" in printed
+    assert "plain" in printed
+    record = next(run_of(comparison).glob(f"robust-{kind}*.json"))
+    values: dict[str, Any] = json.loads(record.read_text())
+    assert values["checkpoint"] == "step-2"
+    if kind == "o":  # a half of the outliers, too
+        assert (values["inliers"], values["outliers"], values["base_rate"]) == (10, 3, 3 / 13)
+    before = record.stat().st_mtime_ns
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert record.stat().st_mtime_ns == before
+    assert (tmp_path / "out" / f"{record.stem}.csv").is_file()
+    capsys.readouterr()
+    assert main(["evaluate", str(run_of(comparison)), *words[2:], "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / record.name).is_file()
+    printed = capsys.readouterr().out
+    assert printed.startswith("k")
+    assert kind != "o" or "base rate" in printed.splitlines()[0]
+
+
+def test_records_of_two_paths_are_two_and_follow_what_they_are_made_from(comparison: Path, tmp_path: Path) -> None:
+    names = [Asked.parse(f"hard:{tmp_path}/{router}/seed-1").file for router in ("plain", "vmoe")]
+    assert names == ["robust-hard-plain-seed-1.json", "robust-hard-vmoe-seed-1.json"]
+    assert [Asked.parse(kind).file for kind in ("c", "o")] == ["robust-c.json", "robust-o.json"]
+    reference = tmp_path / "reference"
+    shutil.copytree(run_of(comparison, "plain"), reference)
+    run, asked = load_run(run_of(comparison)), Asked.parse(f"hard:{reference}")
+    _, file = save_robustness(run, asked)
+    assert json.loads(file.read_text())["reference_k"] == 4  # plain has no choice
+    file.write_text(file.read_text().replace('"kind": "hard"', '"kind": "kept"'))
+    assert save_robustness(run, asked)[0]["kind"] == "kept"
+    shutil.rmtree(reference)
+    shutil.copytree(run_of(comparison), reference)  # other weights at the same step
+    again, _ = save_robustness(run, asked)
+    assert (again["kind"], again["reference_k"]) == ("hard", 2)
+    assert again["results"][0]["value"] == 0  # its own mistakes, at the same k
+    file.unlink()
+
+
+def test_other_classes_are_left_out_of_the_logits() -> None:
+    seen = Seen(torch.tensor([[3.0, 2.0, 1.0], [0.0, 2.0, 1.0]], dtype=torch.float64), torch.tensor([1, 2]))
+    assert (seen.accuracy(), seen.accuracy([1, 2]), seen.accuracy([2])) == (0.0, 0.5, 0.5)
+    assert seen.confidence([1, 2]) == pytest.approx([1 / (1 + np.exp(-1.0))] * 2)
+
+
+def test_outliers_in_folders_of_known_classes_are_scored_among_these(comparison: Path, tmp_path: Path) -> None:
+    """As ImageNet-O has it: the folder is the class that an outlier is mistaken for."""
+    run = load_run(run_of(comparison))
+    images = open_images(run.config.data)
+    for place in range(6):
+        folder = tmp_path / "strange" / images.classes[place % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(255 - images.split("test").images[place]).save(folder / f"{place}.png")
+    found = robustness(run, Asked.parse(f"o:{tmp_path / 'strange'}"))
+    assert (found["inliers"], found["outliers"], found["base_rate"]) == (4, 6, 0.6)
+
+
+def test_a_record_tells_how_many_images_were_read(comparison: Path) -> None:
+    run = load_run(run_of(comparison))
+    for tokens, read in (("run", 20), (None, 20), (160, 10)):
+        found = robustness(run, Asked.parse("fgsm", tokens=tokens))
+        assert found["protocol"]["images"] == found["results"][0]["images"] == read
+
+
+def test_corruptions_of_a_comparison(
+    comparison: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pointsman_lab.tasks.images.sources.corrupt", lambda images, *_: images)
+    assert main(["evaluate", str(comparison), "--robust", "c", "--eval-tokens", "160"]) == 0
+    printed = capsys.readouterr().out
+    assert "relative mCE" in printed
+    assert "Corrupted images: accuracy against severity" in (comparison / "report.html").read_text()
+    [table] = [one for one in robust_tables(read_comparison(comparison)) if one.kind == "c"]
+    clean = table.severities["plain"]["fog"][0].mean
+    assert clean == pytest.approx(table.severities["plain"][""][5].mean)  # nothing was corrupted
+    assert {f"robust-c.{ending}" for ending in ("txt", "csv", "md", "tex")} <= {p.name for p in comparison.iterdir()}
+
+
+def test_the_page_shows_the_expert_of_every_patch(comparison: Path, tmp_path: Path) -> None:
+    page = write_report(comparison, samples="pca").read_text()
+    assert 'id="pictures"' in page
+    found = json.loads((run_of(comparison) / "pictures.json").read_text())
+    assert (found["grid"], found["trained_k"], found["sampled"]) == (4, 2, 20)
+    assert len(found["images"]) == 20
+    run = load_run(run_of(comparison))
+    images = open_images(run.config.data).split("test")
+    first = np.frombuffer(base64.b64decode(found["first"]), dtype="<u2")
+    first = first.reshape(len(found["top_k"]), len(found["layers"]), 20, 16)
+    with torch.no_grad(), record_routing(run.model) as records:
+        run.model(to_tensor(np.array(images.images)))
+    expected = first_choice(records["layers.0.moe"]).reshape(20, 16)
+    assert np.array_equal(first[found["top_k"].index(2), 0], expected.numpy())
+    counts = found["best"]["layers.0.moe"]["counts"]
+    assert len(counts) == 4
+    assert sum(counts) >= 12
+    [section] = pictures(read_comparison(comparison))["routers"]
+    assert section["name"] == "smoe+similarity"
+    assert sum(section["loads"]["2"]["layers.0.moe"]) == pytest.approx(1)
+    assert found["images"][0] in page
+    assert found["images"][0] not in write_report(comparison, tmp_path, quotes=False).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("d", "unknown kind 'd'"), ("hart:x", "did you mean 'hard'"), ("a", "--robust a:PATH"),
+        ("hard", "a run directory"), ("pgd:x", "takes no path"),
+    ],
+)  # fmt: skip
+def test_bad_kinds_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(RunError, match=message) as error:
+        Asked.parse(text)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_paths_are_one_line(comparison: Path, sheets: Path, tmp_path: Path) -> None:
+    run = load_run(run_of(comparison))
+
+    def ask(text: str) -> Callable[[], object]:
+        return lambda: robustness(run, Asked.parse(text))
+
+    for text, message in (
+        ("o", "no outliers are known for"),
+        (f"c:{tmp_path / 'none'}", "no folder of corrupted images"),
+        ("r:nowhere", "no images called 'nowhere'"),
+        (f"hard:{tmp_path}", "is no run directory"),
+    ):
+        with pytest.raises(RunError, match=message):
+            ask(text)()
