@@ -18,7 +18,7 @@ from pointsman.parallel import shard
 from pointsman.parallel.layout import Layout
 from pointsman.ranks import Ranks
 from pointsman_lab.cli.main import main
-from pointsman_lab.models.families import build_model, preset_config
+from pointsman_lab.models.config import build_model
 from pointsman_lab.planning import (
     STATE,
     Shape,
@@ -31,6 +31,7 @@ from pointsman_lab.planning import (
     shapes,
     state_bytes,
 )
+from pointsman_lab.registry import preset_config
 
 
 def test_parameters_are_the_published_ones():

@@ -562,8 +562,8 @@ def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
 
 def translated(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     """A run of translation in float64: every rank evaluates all sentences."""
-    from pointsman_lab.models.translation import TranslationConfig
-    from pointsman_lab.training.translation import Translation
+    from pointsman_lab.tasks.translation.model import TranslationConfig
+    from pointsman_lab.tasks.translation.task import Translation
 
     class Exact(Translation):
         def build_model(self, config: RunConfig) -> Any:

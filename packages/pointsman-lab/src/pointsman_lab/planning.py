@@ -34,7 +34,6 @@ from pointsman.layer import MoE
 from pointsman.parallel.layout import Layout
 from pointsman_lab.models.config import ModelConfig, build_model
 from pointsman_lab.models.cost import parameter_table
-from pointsman_lab.models.translation import TranslationConfig
 
 STATE, FLOAT, HALF = 16, 4, 2
 """Bytes: of a parameter that trains with Adam, of a weight or gradient that is gathered, of a number exchanged."""
@@ -132,7 +131,7 @@ class Shape:
         Raises:
             ValueError: the model has no sparse layer, or encoder and decoder.
         """
-        if isinstance(config, TranslationConfig):
+        if config.stacks > 1:
             raise ValueError(f"{name}: a plan is for one stack of layers, not for an encoder with a decoder")
         with torch.device("meta"):
             model = build_model(config)

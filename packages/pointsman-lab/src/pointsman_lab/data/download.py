@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -28,24 +28,6 @@ WIKITEXT_TOKENS = {
     "wikitext-2": {"train": 2_088_628, "valid": 217_646, "test": 245_569},
     "wikitext-103": {"train": 103_227_021, "valid": 217_646, "test": 245_569},
 }
-MULTI30K_PAGE = (
-    "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"
-)
-MULTI30K = {
-    "train.en": (1_801_238, "053a34ece7c904dbc8c7361799afbe4c"),
-    "train.de": (2_110_398, "d3b4bc1671cfb805267f97f16884beba"),
-    "train.fr": (2_111_303, "849ec62eac03bcc3335f8bac00a4045a"),
-    "train.cs": (1_755_283, "ea345fc3015296d49f06bc26912cc982"),
-    "val.en": (63_297, "2234730e7925354b766681b029b347ec"),
-    "val.de": (75_981, "9f139b15d9d11936dea7af2904e57d8c"),
-    "val.fr": (73_924, "5c6267b6b147feb0fd6a826d01b7a53a"),
-    "val.cs": (60_213, "dcb79728c6b05448519f888f2e49bef6"),
-    "test_2016_flickr.en": (62_076, "2022a6c31e2418047a0511333d55ed42"),
-    "test_2016_flickr.de": (70_649, "cde61d7401b116652ee84099c7858ca3"),
-    "test_2016_flickr.fr": (72_261, "091159ae517b43efa0faaa650c49923b"),
-    "test_2016_flickr.cs": (62_364, "91d70d413b7711e46d57fbdd15e656d3"),
-}
-"""File of Multi30k's task 1 -> bytes and MD5 of its text; published with the ending .gz."""
 _HUB_SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 _TIMEOUT_SECONDS = 30
 NOT_HERE = "is not under the data folder (POINTSMAN_DATA)"
@@ -71,35 +53,11 @@ def download(name: str, folder: Path, progress: DataProgress | None = None) -> N
 
 def _from_page(name: str, target: Path, progress: DataProgress | None) -> None:
     size, md5 = sum(CORPORA[name].sizes), CORPORA[name].md5
-    _from_address(name, PAGES[name], target / f"{name}.zip", size, md5, progress)
+    from_address(name, PAGES[name], target / f"{name}.zip", size, md5, progress)
 
 
-def download_multi30k(folder: Path, languages: Collection[str], progress: DataProgress | None = None) -> None:
-    """Puts what `folder` lacks of Multi30k into it: training, validation and the test of 2016, in some languages.
-
-    Languages that Multi30k does not have, and tests of a language that has one there, are left alone.
-
-    Raises:
-        RunError: as of `download`.
-    """
-    missing = [
-        name for name in MULTI30K
-        if (language := name.rpartition(".")[2]) in languages
-        and not any(folder.glob(f"{'test*' if name.startswith('test') else name.partition('.')[0]}.{language}*"))
-    ]  # fmt: skip
-    if not missing:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"multi30k cannot be downloaded: {folder} cannot be created: {error.strerror}") from None
-    for name in missing:
-        size, md5 = MULTI30K[name]
-        _from_address("multi30k", f"{MULTI30K_PAGE}/{name}.gz", folder / f"{name}.gz", size, md5, progress)
-
-
-def _from_address(name: str, address: str, path: Path, size: int, md5: str, progress: DataProgress | None) -> None:
-    """Downloads one file, whose text has this size and MD5."""
+def from_address(name: str, address: str, path: Path, size: int, md5: str, progress: DataProgress | None) -> None:
+    """Downloads one file of `name`, whose text has this size and MD5."""
 
     def write(aside: Path) -> None:
         with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, aside.open("wb") as file:

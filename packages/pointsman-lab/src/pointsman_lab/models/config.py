@@ -47,6 +47,7 @@ class ModelConfig:
     family: ClassVar[str]
     causal: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
+    stacks: ClassVar[int] = 1
     of_the_data: ClassVar[Mapping[str, str]] = MappingProxyType({"vocab_size": "it is the vocabulary of the data"})
     """Settings that follow from the data -> why."""
 

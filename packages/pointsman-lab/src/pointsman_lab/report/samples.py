@@ -27,7 +27,6 @@ from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.translation import Translator
 from pointsman_lab.registry import OLDEST, trains
 from pointsman_lab.report.embedding import available, embed
 from pointsman_lab.report.inside import readable
@@ -137,7 +136,7 @@ def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_l
     Of an encoder-decoder the encoder alone runs.
     """
     device = next(model.parameters()).device
-    side = model.encoder if isinstance(model, Translator) else model
+    side = getattr(model, "encoder", model)
     memory_length = memory_length if side.config.causal else 0
     routings: dict[str, list[Routing]] = {}
     hiddens: dict[str, list[Tensor]] = {}

@@ -36,12 +36,12 @@ class Translation(TaskEntry):
     settings = SETTINGS
 
     def config(self, family: str) -> Any:
-        from pointsman_lab.models.translation import TranslationConfig
+        from pointsman_lab.tasks.translation.model import TranslationConfig
 
         return TranslationConfig
 
     def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.training.translation import Translation as Task
+        from pointsman_lab.tasks.translation.task import Translation as Task
 
         return Task.open(config, progress, vocabulary)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pointsman._errors import needing
 from pointsman_lab.data.multilingual.pieces import END, START, Pieces
-from pointsman_lab.data.parallel import Pairs, ids_of
 from pointsman_lab.data.task_streams import PADDING
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.translation import Translator
+from pointsman_lab.tasks.translation.data import Pairs, ids_of
+from pointsman_lab.tasks.translation.model import Translator
 
 LONGER, MORE = 1.2, 10  # a translation has at most 1.2 S + 10 tokens
 LENGTH_PENALTY = 1.0

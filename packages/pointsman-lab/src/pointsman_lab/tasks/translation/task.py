@@ -15,14 +15,14 @@ from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.multilingual.pieces import START, Pieces
-from pointsman_lab.data.parallel import ParallelText, ids_of, open_parallel
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.evaluation.translation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.models.translation import TranslationConfig, Translator
+from pointsman_lab.tasks.translation.data import ParallelText, ids_of, open_parallel
+from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
+from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, objective_of, smoothed
 from pointsman_lab.training.precision import autocast

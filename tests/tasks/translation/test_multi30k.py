@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("sentencepiece")
 
 from pointsman._errors import RunError
-from pointsman_lab.data import download
-from pointsman_lab.data.parallel import load_parallel
+from pointsman_lab.tasks.translation import data as download
+from pointsman_lab.tasks.translation.data import load_parallel
 
 STEMS = ("train", "val", "test_2016_flickr")
 TEXTS = {f"{stem}.{language}": f"{stem} {language}\n".encode() for stem in STEMS for language in ("en", "de", "fr")}

@@ -43,6 +43,7 @@ class TranslationConfig(ModelConfig):
     """
 
     family: ClassVar[str] = "encoder-decoder"
+    stacks: ClassVar[int] = 2
     causal: ClassVar[bool] = False
 
     vocab_size: int

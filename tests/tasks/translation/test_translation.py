@@ -18,9 +18,9 @@ pytest.importorskip("sacrebleu")
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.multilingual.pieces import END, START
-from pointsman_lab.data.parallel import ids_of, load_parallel
-from pointsman_lab.evaluation.translation import padded, search
-from pointsman_lab.models.translation import TranslationConfig, Translator
+from pointsman_lab.tasks.translation.data import ids_of, load_parallel
+from pointsman_lab.tasks.translation.evaluation import padded, search
+from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.tasks import pretraining_task
