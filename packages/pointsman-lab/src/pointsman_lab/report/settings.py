@@ -36,7 +36,8 @@ def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[s
     from pointsman_lab.registry import OLDEST
     from pointsman_lab.training.config import derived, flat
 
-    fixed = derived(str(config.get("model", {}).get("family") or OLDEST))
+    own = config.get("model", {}).get("family")
+    fixed = derived(str(own or OLDEST)) | derived(str(expected.get("model.family") or OLDEST))
 
     return {
         key: value
