@@ -258,7 +258,7 @@ def test_shared_hypernetwork_is_saved_once() -> None:
     ("spec", "words"),
     [
         ("xmoe:gate=sigmoid", "works with 'smoe', 'loss-free', 'sparsemixer'"),
-        ("smoe:balance=0.1", "router_aux_loss_coef"),
+        ("smoe:balance=0.1", "pointsman.hf.balance"),
         ("smoe:bias=true", "option 'bias' of 'smoe:bias=true': MixtralTopKRouter has no bias"),
         ("smoe:kind=copy", "no virtual experts without nulls"),
         ("thor", "defined by its selection"),

@@ -212,6 +212,10 @@ def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
             than those of the model.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+    if not layers and _has_huggingface_parts(model):
+        from pointsman.hf.balance import take
+
+        return sum(take(model), loss) if torch.is_grad_enabled() else loss
     if not layers:
         raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
     for name, layer in layers:

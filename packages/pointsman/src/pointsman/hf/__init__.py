@@ -7,6 +7,7 @@ except ImportError as error:  # pragma: no cover
 
 from pointsman.hf import experts as _experts
 from pointsman.hf.audit import AuditResult, audit
+from pointsman.hf.balance import balance
 from pointsman.hf.steps import StepEnd
 from pointsman.hf.surgery import attention as _attention
 from pointsman.hf.surgery import replace as _replace
@@ -18,4 +19,4 @@ _attention.register()
 _experts.register()
 _replace.install()
 
-__all__ = ["AuditResult", "StepEnd", "audit", "materialize", "replace_routers", "upcycle"]
+__all__ = ["AuditResult", "StepEnd", "audit", "balance", "materialize", "replace_routers", "upcycle"]

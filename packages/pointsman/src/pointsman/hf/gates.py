@@ -63,12 +63,7 @@ class Gate:
 
     def routed(self, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the gate's output."""
-        if self.layout is not None:
-            return self.layout.read(output, first_k(self.module, self.block, self.form), self.form.power)
-        logits, weights, experts = (
-            output[place].flatten(0, -2) for place in (self.form.logits, self.form.weights, self.form.indices)
-        )
-        return logits, weights, experts
+        return read_output(self.form, self.module, self.block, output)
 
     def arguments(self, tokens: int) -> list[Tensor]:
         """What its forward takes after the hidden states; token ids 0, 1, …, if it chooses by them."""
@@ -81,6 +76,15 @@ def first_k(module: nn.Module, block: nn.Module, form: Form) -> int:
     if layout is not None and layout.fixed_k is not None:
         return layout.fixed_k
     return next((k for one in (module, block) if isinstance(k := getattr(one, "top_k", None), int)), 1)
+
+
+def read_output(form: Form, module: nn.Module, block: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [tokens, E], weights [tokens, k] and experts [tokens, k] from the output of a gate of this form."""
+    layout = LAYOUTS.get(form.layout)
+    if layout is not None:
+        return layout.read(output, first_k(module, block, form), form.power)
+    logits, weights, experts = (output[place].flatten(0, -2) for place in (form.logits, form.weights, form.indices))
+    return logits, weights, experts
 
 
 def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:

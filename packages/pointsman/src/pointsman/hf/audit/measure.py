@@ -10,11 +10,11 @@ from torch import nn
 
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
-from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.run import AuditRun
 from pointsman.hf.gates import no_gate
+from pointsman.hf.listen import GateListener
 from pointsman.hf.text import Conversation, text_batches
 
 Progress = Callable[[int, int | None], None]

@@ -8,9 +8,9 @@ from torch import nn
 
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics
-from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.counterpart import counterparts, shared_experts, why_without
 from pointsman.hf.gates import survey
+from pointsman.hf.listen import GateListener
 from pointsman.hf.top_k import gate_top_k, max_top_k
 
 MAX_BYTES = 1 << 30

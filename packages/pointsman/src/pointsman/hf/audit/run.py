@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Fluctuation
 from pointsman.diagnostics.base import map_routing, number
-from pointsman.hf.audit.listen import GateListener
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.text_loss import TextLoss
+from pointsman.hf.listen import GateListener
 from pointsman.hf.text import KINDS, TextBatch, refuse_unknown_tokens
 from pointsman.routing import Routing
 

@@ -26,7 +26,7 @@ CLASS_OPTIONS = {
     "capacity_order": "the model class never drops tokens",
     "capacity_scope": "the model class never drops tokens",
     "capacity_unit": "the model class never drops tokens",
-    "balance": "use the model's own output_router_logits=True and router_aux_loss_coef",
+    "balance": "use pointsman.hf.balance(model, coefficient)",
     "balance_scope": "use the model's own losses",
     "balance_on": "use the model's own losses",
     "z_loss": "use the model's own losses",

@@ -1,0 +1,288 @@
+"""balance: the balance loss of a Hugging Face MoE per layer, counted once, or a bias that is moved instead.
+
+Forward hooks on the gates keep what each one returned; a hook on the model adds the loss to the loss that its forward
+returns. So whatever a loop does to the main loss (accumulation, a loss scaler, the mean over ranks), it does to both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PreTrainedModel
+
+from pointsman._errors import did_you_mean
+from pointsman.hf.balancing import Balancing, Place, Seat
+from pointsman.hf.bias import BIAS_RATE, Bias, biases_for, count, settle
+from pointsman.hf.gates import candidates, no_gate, survey
+
+logger = logging.getLogger("pointsman.hf")
+OWN = ("router_aux_loss_coef", "aux_loss_coef")
+"""What the classes call the coefficient of their own loss."""
+ASKED = "output_router_logits"
+IGNORED = -100
+_balanced: WeakSet[nn.Module] = WeakSet()
+_watching: list[Any] = []
+
+
+class _Keeps:
+    """On a gate: what it returned, where the model's forward runs. A second forward of checkpointing is not one."""
+
+    def __call__(self, gate: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seat = gate.pointsman_seat
+        if seat.open:
+            seat.seen.append((output, (args[0] if args else kwargs["hidden_states"]).shape[:-1]))
+
+
+class _Opens:
+    """Before the model's forward."""
+
+    def __call__(self, home: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if getattr(home, "_is_replica", False):
+            raise ValueError("hf.balance: nn.DataParallel copies the gates; use DistributedDataParallel")
+        settings: Balancing = home.pointsman_balancing
+        training = home.training and torch.is_grad_enabled()
+        asked = bool(kwargs.get(ASKED))
+        for place in settings.places:
+            for _, seat in place.seats(home):
+                seat.seen, seat.open = [], training or (asked and settings.how == "loss")
+        config = home.config.get_text_config() if hasattr(home.config, "get_text_config") else home.config
+        if hasattr(home, "router_z_loss_coef") or not (
+            (training and asked) or (getattr(config, ASKED, False) and not asked)
+        ):
+            return None
+        return args, {**kwargs, ASKED: False}  # what the class would add for it is ours now
+
+
+class _Closes:
+    """After the model's forward: adds the loss to the one that it returns, or counts what was chosen."""
+
+    def __call__(self, home: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        settings: Balancing = home.pointsman_balancing
+        seats = [seat for place in settings.places for _, seat in place.seats(home)]
+        if not any(seat.open for seat in seats):
+            return None
+        training = home.training and torch.is_grad_enabled()
+        mask = kwargs.get("attention_mask")
+        if mask is None and settings.mask_at is not None and len(args) > settings.mask_at:
+            mask = args[settings.mask_at]
+        try:
+            found = list(settings.routings(home, mask, kwargs.get("decoder_attention_mask")))
+        finally:
+            for seat in seats:
+                seat.seen, seat.open = [], False
+        if not found:
+            raise ValueError(f"hf.balance: no gate of {type(home).__name__} ran in its forward")
+        if settings.how == "bias":
+            if training:
+                count(home, settings.biases, [(place.path, experts) for place, _, _, experts, _ in found])
+            return None
+        value = settings.loss(found)
+        if not training:
+            return _with(output, aux_loss=value)
+        if not value.requires_grad:
+            raise ValueError(
+                "hf.balance: no gradient reaches the gates: reentrant activation checkpointing (pass use_reentrant="
+                "False), or the gates and all below them are frozen"
+            )
+        if not torch.compiler.is_compiling():
+            home.__dict__["pointsman_reached"] = bool(home.__dict__["pointsman_reached"])
+            value.register_hook(_Reaches(home.__dict__))  # type: ignore[no-untyped-call]
+        loss = output[0] if isinstance(output, tuple) and "labels" in kwargs else getattr(output, "loss", None)
+        weighted = settings.coefficient * value
+        if loss is None:
+            home.__dict__["pointsman_pending"] = [*home.__dict__.get("pointsman_pending", []), weighted]
+            return _with(output, aux_loss=value)
+        weighted = weighted * _share(kwargs, settings.shifts)
+        return _with(output, aux_loss=value, loss=loss + weighted.to(loss.device, loss.dtype))
+
+
+class _Reaches:
+    """Notes that backward came to the loss."""
+
+    def __init__(self, notes: dict[str, Any]) -> None:
+        self.notes = notes
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.notes["pointsman_reached"] = True
+
+
+def _with(output: Any, **values: Tensor) -> Any:
+    """The output with these fields, of those that its class has."""
+    if isinstance(output, tuple):
+        return (values["loss"], *output[1:]) if "loss" in values else output
+    for name, value in values.items():
+        if hasattr(output, name):
+            output[name] = value
+    return output
+
+
+def _share(kwargs: dict[str, Any], shifts: bool) -> Any:
+    """What a mean over this micro-batch counts in a loss divided by `num_items_in_batch`; 1 where that is not given."""
+    items, labels = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    if items is None:
+        return 1
+    if labels is None:
+        labels = kwargs["labels"][..., 1:] if shifts else kwargs["labels"]
+    return (labels != IGNORED).sum() / items
+
+
+def balance(
+    model: nn.Module,
+    coefficient: float | None = None,
+    how: Literal["loss", "bias"] = "loss",
+    like: Literal["transformers"] | None = None,
+) -> nn.Module:
+    """Balances the experts of a Hugging Face MoE in training, in place of the class's own loss, in any loop.
+
+        model = AutoModelForCausalLM.from_pretrained(name)
+        pointsman.hf.balance(model)
+        Trainer(model, …).train()
+
+    "loss": L = coefficient * mean over layers of E sum_i f_i P_i (Switch Transformer, Eq. 4): f_i is the share of a
+    layer's assignments that expert i has, P_i its mean probability; 1.0 at perfect balance for every k. It is added to
+    the loss that the model returns, where `num_items_in_batch` is given as the micro-batch's share of it: a step has
+    the mean of its micro-batches' losses whatever the accumulation and the number of ranks. Without labels the model
+    returns no loss: `pointsman.add_losses(loss, model)` adds it then, TRL's trainers add `aux_loss` themselves.
+
+    "bias": no loss. After each optimizer step b += coefficient * sign(mean n - n) (Wang et al. 2024, arXiv 2408.15664),
+    n the tokens of each expert in the step, over all ranks. The class's correction bias is moved; a class without one
+    gets `loss-free` routers, which its checkpoint then names.
+
+    Padding, known from a 2-D `attention_mask`, is not counted; activation checkpointing, compilation and autocast
+    change nothing. Only training forwards with gradients count. The class's own loss is turned off. A second call
+    replaces the first. Nothing is added to the checkpoint; its configuration has the coefficient.
+
+    Args:
+        coefficient: of the loss, default 0.01; how far the bias moves, default 0.001.
+        like: "transformers": the value that `load_balancing_loss_func` gives, over all layers at once and k times as
+            large, for a coefficient that was tuned to it. Four layers that each use one other expert have a loss of 1.
+
+    Raises:
+        ValueError: no gate, a setting out of range, a class without a bias for which there is no router; in training, a
+            step whose loss reached no gradient.
+    """
+    if how not in ("loss", "bias"):
+        raise ValueError(f"hf.balance: how={how!r}: {did_you_mean(str(how), ('loss', 'bias'))}")
+    if like not in (None, "transformers") or (like and how == "bias"):
+        raise ValueError(f"hf.balance: like={like!r}: allowed is 'transformers', with how='loss'")
+    number = (0.01 if how == "loss" else BIAS_RATE) if coefficient is None else coefficient
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+        raise ValueError(f"hf.balance: coefficient={coefficient!r}: allowed are numbers above 0")
+    homes = _homes(model)
+    if not homes:
+        raise ValueError(f"hf.balance: {no_gate(model)}")
+    for home in homes:
+        said = _prepare(home, float(number), how, like)
+        logger.warning("balance: %s: %s", type(home).__name__, said)
+    return model
+
+
+def _homes(model: nn.Module) -> list[Any]:
+    """The outermost transformers models in a model that have gates."""
+    found: list[Any] = []
+    for module in model.modules():
+        inner = any(module is one for home in found for one in home.modules())
+        if isinstance(module, PreTrainedModel) and not inner and next(candidates(module), None) is not None:
+            found.append(module)
+    return found
+
+
+def _prepare(home: Any, coefficient: float, how: Any, like: Any) -> str:
+    gates, reasons = survey(home)
+    known = {gate.name: gate for gate in gates}
+    biases: tuple[Bias, ...] = ()
+    if how == "bias":
+        if reasons:
+            raise ValueError(f"hf.balance: how='bias': {reasons[0]}")
+        biases = biases_for(home, gates, coefficient)
+        gates, _ = survey(home)
+        known = {gate.name: gate for gate in gates}
+    decoder = bool(getattr(home.config, "is_encoder_decoder", False))
+    places = tuple(
+        Place(name, known[name].form if name in known else None, decoder and "decoder" in name.split("."))
+        for name, _, _ in candidates(home)
+        if name not in known or not known[name].form.table
+    )
+    if not places:
+        raise ValueError(f"hf.balance: every gate of {type(home).__name__} chooses by token id, from a table")
+    parameters = list(inspect.signature(home.forward).parameters)
+    mask_at = parameters.index("attention_mask") if "attention_mask" in parameters else None
+    shifts = not decoder and getattr(home, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration", None)
+    off = _turn_off(home, coefficient if how == "loss" else 0.0)
+    for place in places:
+        gate: Any = home.get_submodule(place.path)
+        if "pointsman_seat" not in gate.__dict__:
+            gate.pointsman_seat = Seat()
+            gate.register_forward_hook(_Keeps(), with_kwargs=True)
+    if "pointsman_balancing" not in home.__dict__:
+        home.register_forward_pre_hook(_Opens(), with_kwargs=True)
+        home.register_forward_hook(_Closes(), with_kwargs=True)
+    home.pointsman_pending, home.pointsman_reached = [], None
+    home.pointsman_balancing = Balancing(coefficient, how, like, places, mask_at, shifts, biases)
+    if not _watching:
+        _watching.append(register_optimizer_step_post_hook(_after_step))
+    _balanced.add(home)
+    if how == "bias":
+        moved = "their correction bias" if not any(one.added for one in biases) else "the bias of loss-free routers"
+        return f"{len(places)} gates, {moved} moves by {coefficient:g} after each optimizer step; {off}"
+    meant = "as transformers does, over all layers at once" if like else "per layer"
+    return f"{len(places)} gates, the balance loss {meant}, times {coefficient:g}, is added to its loss; {off}"
+
+
+def _turn_off(home: Any, coefficient: float) -> str:
+    """Takes the class's own loss out; its configuration keeps the coefficient, which TRL reads."""
+    was = getattr(home.config, ASKED, False)
+    config = home.config.get_text_config() if hasattr(home.config, "get_text_config") else home.config
+    for module in home.modules():
+        for name in OWN if isinstance(module, PreTrainedModel) else ():
+            if name in module.__dict__:
+                setattr(module, name, 0.0)
+    for one in {id(one): one for one in (home.config, config)}.values():
+        if not hasattr(home, "router_z_loss_coef"):
+            setattr(one, ASKED, False)
+        for name in OWN:
+            if name == OWN[0] or hasattr(one, name):
+                setattr(one, name, coefficient)
+    return "the class's own loss was on and is off" if was else "the class's own loss is off"
+
+
+def take(model: nn.Module) -> list[Tensor]:
+    """The weighted losses of the forwards that returned no loss, once: for `pointsman.add_losses`.
+
+    Raises:
+        ValueError: the model is not balanced by a loss.
+    """
+    homes = [module for module in model.modules() if "pointsman_balancing" in module.__dict__]
+    if not homes:
+        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it; of transformers, call hf.balance")
+    found = [value for home in homes for value in home.__dict__["pointsman_pending"]]
+    for home in homes:
+        home.__dict__["pointsman_pending"] = []
+    return found
+
+
+def moved(model: nn.Module) -> None:
+    """After an optimizer step of a model: moves the biases; ValueError if its losses reached no gradient."""
+    for home in [one for one in model.modules() if "pointsman_balancing" in one.__dict__]:
+        settings: Balancing = home.__dict__["pointsman_balancing"]
+        settle(home, settings.biases)
+        reached, home.__dict__["pointsman_reached"] = home.__dict__["pointsman_reached"], None
+        if reached is False:
+            raise ValueError(
+                "hf.balance: a step was made to which its loss gave no gradient: the loop makes a loss of its own; "
+                "write loss = pointsman.add_losses(loss, model) after the forward, which then gets no labels, or add "
+                f"{settings.coefficient:g} * outputs.aux_loss; for TRL's trainers, call hf.balance before making one"
+            )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for home in list(_balanced):
+        if any(id(parameter) in own for parameter in home.parameters()):
+            moved(home)

@@ -1,0 +1,380 @@
+"""hf.balance: the loss per layer and counted once, whatever the loop does; the bias moved once a step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import pointsman
+from pointsman import hf
+from tests.library.hf import zoo
+
+IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "transformers")
+
+
+def mixtral(layers: int = 2, k: int = 2, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": k}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, use_cache=False, **changes)).train()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(30)  # a choice that is not balanced
+    return model
+
+
+def gates(model: Any) -> list[Any]:
+    return [layer.mlp.gate for layer in model.model.layers]
+
+
+def gate_gradients(model: Any) -> Tensor:
+    return torch.cat([gate.weight.grad.flatten() for gate in gates(model)])
+
+
+def by_hand(model: Any, ids: Tensor, mask: Tensor | None = None) -> float:
+    """In float64, from each gate's own output: the mean over layers of E sum_i f_i P_i over real tokens."""
+    seen: list[Any] = []
+    handles = [gate.register_forward_hook(lambda m, i, out: seen.append(out)) for gate in gates(model)]
+    with torch.no_grad():
+        model(ids, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    real = [True] * ids.numel() if mask is None else mask.flatten().bool().tolist()
+    total = 0.0
+    for logits, _, experts in seen:
+        logits, count, mean = logits.double(), [0.0] * 4, [0.0] * 4
+        for token, counts in enumerate(real):
+            if counts:
+                for expert in experts[token].tolist():
+                    count[expert] += 1
+                for expert, p in enumerate(torch.softmax(logits[token], -1).tolist()):
+                    mean[expert] += p / sum(real)
+        total += 4 * sum(c / sum(count) * p for c, p in zip(count, mean, strict=True))
+    return total / len(seen)
+
+
+def added(model: Any, ids: Tensor, mask: Tensor | None = None, coefficient: float = 1.0) -> float:
+    """What balance adds to the loss that the model returns."""
+    plain = model(ids, attention_mask=mask, labels=ids).loss
+    hf.balance(model, coefficient)
+    return float((model(ids, attention_mask=mask, labels=ids).loss - plain).detach()) / coefficient
+
+
+def test_the_loss_is_that_of_each_layer_without_padding() -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = mask[2, :7] = 0
+    for given in (None, mask):
+        model = mixtral()
+        assert added(model, IDS, given) == pytest.approx(by_hand(model, IDS, given), abs=2e-6)
+    assert by_hand(model, IDS, mask) != pytest.approx(by_hand(model, IDS), abs=1e-3)
+
+
+def collapsed() -> Any:
+    """Four layers that each send every token to one expert, another one each."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "vocab_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, **experts, use_cache=False)).train()
+    with torch.no_grad():
+        for place, layer in enumerate(model.model.layers):
+            layer.mlp.router.weight.zero_()
+            layer.mlp.router.bias.zero_()[place] = 20.0
+    return model
+
+
+def test_a_collapsed_model_has_loss_4_where_transformers_says_1() -> None:
+    assert added(collapsed(), IDS) == pytest.approx(4, abs=1e-5)
+    stock = collapsed()
+    outputs = stock(IDS, output_router_logits=True)
+    assert float(outputs.aux_loss.detach()) == pytest.approx(1, abs=1e-5)
+    hf.balance(stock, 1.0, like="transformers")
+    assert float(stock(IDS, labels=IDS).aux_loss.detach()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_perfect_balance_is_1_for_every_k(k: int) -> None:
+    for like, value in ((None, 1.0), ("transformers", float(k))):
+        model = mixtral(k=k)
+        for gate in gates(model):
+            torch.nn.init.zeros_(gate.weight)
+        hf.balance(model, like=like)
+        assert float(model(IDS, labels=IDS).aux_loss.detach()) == pytest.approx(value, abs=1e-6)
+
+
+def test_like_transformers_is_their_value() -> None:
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    model = mixtral()
+    outputs = model(IDS, attention_mask=mask, output_router_logits=True)
+    wanted = load_balancing_loss_func(outputs.router_logits, 4, 2, mask)
+    hf.balance(model, like="transformers")
+    found = model(IDS, attention_mask=mask, labels=IDS).aux_loss
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_own_loss_is_off_and_counted_once() -> None:
+    model = mixtral(output_router_logits=True, router_aux_loss_coef=5.0)
+    plain = mixtral()(IDS, labels=IDS).loss
+    hf.balance(model, 0.5)
+    hf.balance(model, 0.1)  # the second call replaces the first
+    wanted = plain + 0.1 * by_hand(model, IDS)
+    for asked in ({}, {"output_router_logits": True}):
+        torch.testing.assert_close(model(IDS, labels=IDS, **asked).loss, wanted, rtol=1e-5, atol=1e-5)
+    model.config.output_router_logits = True  # as TRL's SFTTrainer does
+    torch.testing.assert_close(model(IDS, labels=IDS).loss, wanted, rtol=1e-5, atol=1e-5)
+    model.eval()
+    torch.testing.assert_close(model(IDS, labels=IDS).loss, plain, rtol=1e-5, atol=1e-5)
+    asked_for = model(IDS, labels=IDS, output_router_logits=True)
+    torch.testing.assert_close(asked_for.loss, plain, rtol=1e-5, atol=1e-5)
+    assert float(asked_for.aux_loss.detach()) == pytest.approx(by_hand(model, IDS), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
+def test_checkpointing_compilation_and_a_copy_change_nothing() -> None:
+    plain = hf.balance(mixtral(), 1.0)
+    plain(IDS, labels=IDS).loss.backward()
+    wanted = gate_gradients(plain)
+    again = hf.balance(mixtral(), 1.0)
+    again.activation_checkpointing_enable()
+    compiled = hf.balance(mixtral(), 1.0)
+    copied = copy.deepcopy(hf.balance(mixtral(), 1.0))
+    for model, call in ((again, again), (compiled, torch.compile(compiled, backend="aot_eager")), (copied, copied)):
+        call(IDS, labels=IDS).loss.backward()
+        torch.testing.assert_close(gate_gradients(model), wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_autocast_computes_it_in_float32() -> None:
+    model = hf.balance(mixtral(), 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = model(IDS, labels=IDS).aux_loss
+    assert value.dtype == torch.float32
+    assert float(value.detach()) == pytest.approx(by_hand(model, IDS), abs=3e-2)
+
+
+def router_step(make: Any, micro: int, coefficient: float) -> Tensor:
+    """The step of the gates in a loop with accumulation over `micro` micro-batches, on 8 equal rows, in float64."""
+    model = make().double()
+    model.set_experts_implementation("eager")
+    if coefficient:
+        hf.balance(model, coefficient)
+    before = [gate.weight.detach().clone() for gate in gates(model)]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    for rows in IDS[:1].expand(8, -1).chunk(micro):
+        (model(rows, labels=rows).loss / micro).backward()
+    optimizer.step()
+    return torch.cat([(gate.weight.detach() - old).flatten() for gate, old in zip(gates(model), before, strict=True)])
+
+
+def test_accumulation_changes_nothing() -> None:
+    once, *others = (router_step(mixtral, micro, 1.0) - router_step(mixtral, micro, 0.0) for micro in (1, 4, 8))
+    assert once.norm() > 0.01
+    for other in others:
+        torch.testing.assert_close(other, once, rtol=1e-6, atol=1e-9)
+
+
+def test_micro_batches_count_by_their_tokens_where_the_trainer_says_how_many_there_are() -> None:
+    """Trainer hands num_items_in_batch over and does not divide by the accumulation."""
+    model = hf.balance(mixtral(), 1.0)
+    labels = IDS.clone()
+    labels[0, 4:] = -100
+    parts = [(IDS[:1], labels[:1]), (IDS[1:], labels[1:])]
+    items = sum(int((part[:, 1:] != -100).sum()) for _, part in parts)
+    plain = mixtral()
+    total, wanted = 0.0, 0.0
+    for ids, part in parts:
+        total += float(model(ids, labels=part, num_items_in_batch=items).loss.detach())
+        own = plain(ids, labels=part, num_items_in_batch=items).loss
+        wanted += float(own.detach()) + by_hand(model, ids) * int((part[:, 1:] != -100).sum()) / items
+    assert total == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_loss_of_your_own_takes_it_by_add_losses_or_is_refused() -> None:
+    wanted = hf.balance(mixtral(), 1.0)
+    wanted(IDS, labels=IDS).loss.backward()
+    model = hf.balance(mixtral(), 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    logits = model(IDS).logits
+    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    pointsman.add_losses(own, model).backward()
+    optimizer.step()
+    torch.testing.assert_close(gate_gradients(model), gate_gradients(wanted), rtol=1e-4, atol=1e-7)
+    model(IDS).logits.sum().backward()
+    with pytest.raises(ValueError, match="its loss gave no gradient"):
+        optimizer.step()
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="no gate next to experts"):
+        hf.balance(zoo.tiny_model("llama"))
+    with pytest.raises(ValueError, match="'bias'"):
+        hf.balance(mixtral(), how="bais")
+    with pytest.raises(ValueError, match="numbers above 0"):
+        hf.balance(mixtral(), -1.0)
+    with pytest.raises(ValueError, match="like='megatron'"):
+        hf.balance(mixtral(), like="megatron")
+    with pytest.raises(ValueError, match="no correction bias"):
+        hf.balance(zoo.tiny_model("gemma4"), how="bias")
+    with pytest.raises(ValueError, match="has no MoE layer in it; of transformers"):
+        pointsman.add_losses(torch.zeros(()), mixtral())
+
+
+def deepseek() -> Any:
+    return zoo.tiny_model("deepseek_v3").train()
+
+
+def test_the_bias_moves_once_a_step_by_what_all_micro_batches_chose() -> None:
+    model = hf.balance(deepseek(), how="bias")
+    plain = deepseek()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    biases = [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers]
+    counts = [torch.zeros(8) for _ in biases]
+
+    def counting(place: int) -> Any:
+        def hook(gate: Any, args: Any, output: Any) -> None:
+            if gate.training:
+                counts[place] += torch.bincount(output[-1].flatten(), minlength=8)
+
+        return hook
+
+    hooks = [layer.mlp.gate.register_forward_hook(counting(place)) for place, layer in enumerate(model.model.layers)]
+    before = [bias.clone() for bias in biases]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        assert all(torch.equal(bias, old) for bias, old in zip(biases, before, strict=True))
+    with torch.no_grad():
+        for _ in range(3):
+            model.eval()(IDS)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    optimizer.step()
+    for bias, old, count in zip(biases, before, counts, strict=True):
+        torch.testing.assert_close(bias, old + 1e-3 * torch.sign(count.mean() - count))
+    kept = [bias.clone() for bias in biases]
+    optimizer.step()  # no training forward since
+    assert all(torch.equal(bias, old) for bias, old in zip(biases, kept, strict=True))
+
+
+@pytest.mark.parametrize("how", ["loss", "bias"])
+def test_it_saves_and_loads_with_the_model(how: Any, tmp_path: Path) -> None:
+    model = hf.balance(mixtral(), how=how)
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits)
+    keys = {key for key in model.state_dict() if "pointsman" in key}
+    assert bool(keys) == (how == "bias")  # Mixtral has no bias of its own: loss-free routers have
+
+
+def test_it_says_in_one_line_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pointsman.hf"):
+        hf.balance(mixtral(output_router_logits=True))
+    said = (
+        "2 gates, the balance loss per layer, times 0.01, is added to its loss; the class's own loss was on and is off"
+    )
+    assert caplog.messages == [f"balance: MixtralForCausalLM: {said}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.moe_modules())
+def test_every_class_that_the_audit_knows(name: str) -> None:
+    """Each gate gets the gradient of its own loss: that of E sum_i f_i P_i from what it returned."""
+    if name in ("doge", "vitpose_backbone", "glm5_next"):
+        pytest.skip("no gate; or the class itself does not train in this version")
+    model = hf.balance(zoo.tiny_model(name).train(), 1.0)
+    inputs = {"input_ids": IDS}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = IDS
+    with torch.enable_grad():
+        outputs = model(**inputs)
+    value = pointsman.add_losses(torch.zeros(()), model)
+    assert 0.99 < float(value.detach()) < 2
+    value.backward()
+    ran = [place for place in model.pointsman_balancing.places if any(
+        p.grad is not None and bool(p.grad.any()) for p in model.get_submodule(place.path).parameters()
+    )]  # fmt: skip
+    assert len(ran) >= len(model.pointsman_balancing.places) // (2 if name == "ernie4_5_vl_moe" else 1)
+    del outputs
+
+
+def test_deepseek_has_nothing_new_in_its_configuration_but_the_coefficient(tmp_path: Path) -> None:
+    model = hf.balance(deepseek())
+    new = {key for key in model.config.to_dict() if key not in DeepseekV3Config().to_dict()}
+    assert new <= {"router_aux_loss_coef", "output_router_logits"}
+
+
+def steps_of_trainer(folder: Path, whose: str, ranks: int) -> dict[str, Tensor]:
+    """What `trainer_step.py` finds on this many processes over gloo."""
+    root, out = Path(__file__).parents[3], folder / f"{whose}-{ranks}.pt"
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    shared = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(root)]), "OMP_NUM_THREADS": "1"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("trainer_step.py")), str(out), whose]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**shared, **world, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})},
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for process in started:
+            _, told = process.communicate(timeout=280)
+            assert process.returncode == 0, told[-2000:]
+    finally:
+        for process in started:
+            process.kill()
+    found: dict[str, Tensor] = torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.slow
+def test_trainer_takes_the_same_step_at_every_accumulation_and_number_of_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    ours = {**steps_of_trainer(tmp_path, "ours", 1), **steps_of_trainer(tmp_path, "ours", 2)}
+    first, *others = ours.values()
+    assert first.norm() > 1e-3
+    for step in others:
+        torch.testing.assert_close(step, first, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_measurement_can_fail(tmp_path: Path) -> None:
+    """transformers' own loss is multiplied by the accumulation, where the trainer divides by the number of tokens."""
+    pytest.importorskip("accelerate")
+    stock = steps_of_trainer(tmp_path, "stock", 1)
+    once, four = (stock[f"1 ranks, accumulation {steps}, average True"].norm() for steps in (1, 4))
+    assert float(four / once) == pytest.approx(4, rel=1e-3)
