@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pointsman.experts import reference
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.routing import Pairs, Routing
+from pointsman.routing import Combine, Routing
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Problem:
         assert hidden is not None
         assert weights is not None
         routing = replace(self.routing, weights=weights)
-        if self.routing.flat is not None:
-            routing = replace(routing, flat=replace(self.routing.flat, weight=weights))
+        if (flat := self.routing.combine.flat) is not None:
+            routing = replace(routing, how=Combine(replace(flat, weight=weights)))
         parameters = ExpertParameters(*(leaf(tensor) for tensor in self.parameters))
         return Problem(hidden, weights, routing, parameters, self.activation)
 
@@ -111,7 +111,7 @@ def make_problem(
     if pairs:
         flat = routing.pairs
         weights = flat.weight.detach().requires_grad_()
-        routing = replace(routing, weights=weights, flat=Pairs(flat.token, flat.expert, weights, flat.offsets))
+        routing = replace(routing, weights=weights, how=Combine(replace(flat, weight=weights)))
     return Problem(leaf(tokens, dim), weights, routing, parameters, activation)
 
 

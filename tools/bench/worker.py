@@ -133,11 +133,7 @@ class Worker:
         with self._chosen():
             start = self._now()
             routing: Routing = router(hidden, context)
-            results = [routing.weights, *routing.losses.values()]
-            if routing.slots is not None:
-                results = [routing.slots.dispatch, routing.slots.combine]
-            if routing.means is not None:
-                results.append(routing.means.weights)
+            results = [routing.weights, *routing.combine.weights().values(), *routing.losses.values()]
             results = [result for result in results if result.requires_grad]
             if results:
                 torch.autograd.backward(results, [torch.ones_like(result) for result in results])

@@ -108,10 +108,10 @@ def test_padding_never_reaches_a_router(spec: str) -> None:
     with torch.no_grad(), record_routing(model) as records:
         together, _ = model.encode(tokens)
     for routing in records.values():
-        if routing.flat is None:
+        if routing.combine.flat is None:
             assert bool((routing.experts[(tokens < 0).reshape(-1)] == -1).all())
         else:
-            assert bool((tokens >= 0).reshape(-1)[routing.flat.token].all())
+            assert bool((tokens >= 0).reshape(-1)[routing.combine.flat.token].all())
     for row, text in enumerate(TEXTS):
         with torch.no_grad():
             alone, _ = model.encode(torch.tensor([text]))

@@ -23,7 +23,7 @@ from pointsman.experts import apply
 from pointsman.kernels import attention, experts, mixing
 from pointsman.kernels import router as router_kernel
 from pointsman.ops.kernels import Kernels, using
-from pointsman.routers.frame.select import TopK
+from pointsman.routers.frame.stages import TopK
 from pointsman.routers.mutual import posterior
 from pointsman_lab.data import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL

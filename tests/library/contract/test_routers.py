@@ -28,7 +28,7 @@ SPECS = [
     "smoe:capacity=1.0:capacity_order=priority",
     "vmoe:capacity=1.0:eval_capacity=0.5:capacity_order=rank:capacity_scope=batch",
     "smoe:noise=0.1",
-    "smoe:scale=2.5:balance=0.1:balance_scope=step:balance_on=scores",
+    "smoe:gate=sigmoid:scale=2.5:balance=0.1:balance_scope=step:balance_on=scores",
     "switch:jitter=0.1",
     "smoe:renormalize=false",
     "smoe:nulls=3",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pointsman.diagnostics import Entropy, Margin
-from pointsman.routing import Pairs, Routing
+from pointsman.routing import Combine, Pairs, Routing
 from tests.library.diagnostics.helpers import part, random_routing, routing_of, same
 
 
@@ -77,7 +77,7 @@ def test_there_is_no_margin_when_all_are_chosen_or_experts_choose():
             torch.zeros(2, 4),
             torch.rand(2, 4),
             torch.rand(2, 4),
-            flat=Pairs(*(torch.zeros(0, dtype=torch.int64),) * 4),
+            how=Combine(Pairs(*(torch.zeros(0, dtype=torch.int64),) * 4)),
         ),
     ):
         diagnostic = Margin()

@@ -16,8 +16,7 @@ from pointsman.routing import Routing
 
 
 def run(case: Any, dropout: float = 0.0) -> Tensor:
-    flat = case.routing.flat
-    token, expert = (None, case.routing.experts) if flat is None else (flat.token, flat.expert)
+    _, token, expert = case.routing.assignments
     return grouped_mm.apply(case.hidden, case.weights, token, expert, case.parameters, case.activation, dropout)
 
 

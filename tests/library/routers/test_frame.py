@@ -15,7 +15,7 @@ from pointsman.routers.frame.registry import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
-from pointsman.routing import Pairs
+from pointsman.routing import Combine, Pairs
 
 DIM, EXPERTS = 6, 4
 
@@ -54,7 +54,7 @@ class CountingSelector(Selector):
         token = torch.arange(0, tokens, 2)
         flat = Pairs(token, torch.ones_like(token), torch.ones(len(token)), torch.tensor([0, 0, *[len(token)] * 3]))
         counts = torch.bincount(experts[experts >= 0], minlength=EXPERTS)
-        return Selection(experts, (experts >= 0).float(), flat, {"counts": counts})
+        return Selection(experts, (experts >= 0).float(), Combine(flat), {"counts": counts})
 
     def step_end(self) -> None:
         if self.sums:
@@ -86,7 +86,7 @@ def test_stages_hand_on_extra_tensors_own_losses_and_flat_pairs() -> None:
     router = build_router("rich", dim=DIM, num_experts=EXPERTS)
     routing = router(torch.randn(2, 5, DIM))
     assert routing.experts.shape == (10, 2)
-    assert routing.pairs is routing.flat
+    assert routing.pairs is routing.combine.flat
     assert routing.pairs.token.tolist() == [0, 2, 4, 6, 8]
     torch.testing.assert_close(routing.losses["penalty"], 0.5 * router.score.weight.square().sum())
     assert set(routing.statistics) == {"score.forwards", "select.counts"}
@@ -172,11 +172,11 @@ def test_sums_of_many_processes_are_reduced_in_one_call() -> None:
 
 
 def test_materialize_leaves_losses_of_the_old_router_behind() -> None:
-    layer = MoE(DIM, 8, EXPERTS, router="frozen-temperature:scale=2:balance_scope=step")
+    layer = MoE(DIM, 8, EXPERTS, router="frozen-temperature:scale=2:balance=0.1:balance_scope=step")
     layer.router.losses = {"penalty": Loss(lambda given: given.logits.sum(), 1.0)}
     materialize(layer)
     assert not layer.router.losses
-    assert layer.router.spec == "smoe:scale=2:balance_scope=step"
+    assert layer.router.spec == "smoe:scale=2:balance=0.1:balance_scope=step"
 
 
 # --- balance over a micro-batch, a sequence and a step ------------------------------------------------------------

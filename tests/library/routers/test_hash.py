@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pointsman import RoutingContext, build_router
-from pointsman.routers.papers.clustering import kmeans
+from pointsman.routers.papers.hash import kmeans
 from pointsman.routing import Routing
 from tests.library.routers.oracle import DIM, Expected, compare, inputs, router_for, softmax
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pointsman import MoE, build_router, build_routers, freeze, materialize
-from pointsman.routers.papers.hypernetwork import FrozenLinear
+from pointsman.routers.papers.hyper import FrozenLinear
 from pointsman.routing import Routing
 from tests.library.routers.oracle import DIM, EXPERTS, Expected, compare, inputs, ranked, route, router_for, softmax
 

@@ -67,11 +67,10 @@ def test_worked_example() -> None:
     fit = torch.tensor([[[[1.0], [0.0]], [[0.0], [2.0]]]], dtype=torch.float64)
     scores = fit.logsumexp(-1)
     selection = SoftSlots()(Scores(scores, scores.softmax(-1), scores, {"fit": fit}), 2, RoutingContext())
-    assert selection.slots is not None
     dispatch = torch.tensor([[0.731059, 0.119203], [0.268941, 0.880797]], dtype=torch.float64)
     combine = torch.tensor([[0.731059, 0.268941], [0.119203, 0.880797]], dtype=torch.float64)
-    torch.testing.assert_close(selection.slots.dispatch[0, ..., 0], dispatch, rtol=0, atol=1e-6)
-    torch.testing.assert_close(selection.slots.combine[0, ..., 0], combine, rtol=0, atol=1e-6)
+    torch.testing.assert_close(selection.combine.dispatch[0, ..., 0], dispatch, rtol=0, atol=1e-6)
+    torch.testing.assert_close(selection.combine.combine[0, ..., 0], combine, rtol=0, atol=1e-6)
 
 
 def test_equal_slots_give_the_mean_of_the_experts_of_the_mean() -> None:

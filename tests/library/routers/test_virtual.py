@@ -109,7 +109,7 @@ def test_nothing_but_null_experts_is_zero() -> None:
 
 def test_no_virtual_experts_is_the_router_itself() -> None:
     for name in ("smoe", "loss-free"):
-        one, other = router_for(name), router_for(f"{name}:nulls=0:kind=copy")
+        one, other = router_for(name), router_for(f"{name}:nulls=0")
         hidden, mask = inputs()
         left, right = route(one, hidden, mask), route(other, hidden, mask)
         assert torch.equal(left.experts, right.experts)

@@ -18,7 +18,8 @@ MOST_WHOLE = 2**31 - 1
 MOST_NUMBER = 1e9
 MOST: Mapping[str, float] = {
     "dim": 2**20, "hidden_dim": 2**24, "head_dim": 2**16, "num_heads": 2**16, "num_layers": 2**14, "num_experts": 2**16,
-    "hyper_dim": 2**20, "embed_dim": 2**20, "routing_dim": 2**20,
+    "hyper_dim": 2**16, "embed_dim": 2**16, "routing_dim": 2**16,
+    "nulls": 2**12, "slots": 2**12, "selectors": 2**12, "width": 2**14, "bins": 2**20, "columns": 2**16,
     "batch_size": 2**20, "eval_batch_size": 2**20, "accumulation": 2**20, "keep_checkpoints": 2**20,
     "segment_length": 2**24, "memory_length": 2**24, "eval_segment_length": 2**24, "eval_memory_length": 2**24,
     "length": 2**24, "seeds": 10_000, "epochs": 1e6, "capacity": 1e6,

@@ -16,6 +16,9 @@ from pointsman.layer import MoE
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import COMMON, format_spec, parse_spec
 from pointsman.routers.frame.router import Router, check_top_k
+from pointsman.routers.frame.stage_values import Loss
+from pointsman.routers.frame.stages import Sigmoid
+from pointsman.routers.papers.noisy_topk import Noisy
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
 
@@ -272,7 +275,7 @@ def materialize(model: nn.Module) -> nn.Module:
         return to_own_gates(model)
     plain: list[tuple[Router, LinearScorer]] = []
     for name, router in named_routers(model):
-        if isinstance(router.score, LinearScorer):
+        if isinstance(router.score, LinearScorer) and not isinstance(router.score, Noisy):
             continue  # it is one already, with its noise in training
         with torch.no_grad():
             weights = router.score.plain_linear()
@@ -290,14 +293,21 @@ def materialize(model: nn.Module) -> nn.Module:
         scorer.requires_grad_(not router.frozen)
         plain.append((router, scorer))
     for router, scorer in plain:
-        router.score, router.losses = scorer, {}
-        router.spec = _plain_spec(router)
+        kept: dict[str, Loss] = {}
+        if parse_spec(router.spec).choice is not None and not isinstance(router.score, Noisy):  # losses of the choice
+            own = router.score
+            kept = {name: one for name, one in router.losses.items() if getattr(one.function, "__self__", 0) is not own}
+        router.spec = _plain_spec(router, scorer)
+        router.score, router.losses = scorer, kept
     return model
 
 
-def _plain_spec(router: Router) -> str:
+def _plain_spec(router: Router, scorer: LinearScorer) -> str:
     parsed = parse_spec(router.spec)
-    options = {name: value for name, value in parsed.options.items() if name in COMMON.options}
-    if getattr(router.score, "bias", None) is None:
-        options = {"bias": "false", **options}
-    return format_spec(parsed._replace(router="smoe", options=options), {})
+    common = {**parsed.options, **parsed.choice_options}
+    options = {name: value for name, value in common.items() if name in COMMON.options}
+    own = {"bias": "false"} if scorer.bias is None else {}
+    own |= {"gate": "sigmoid"} if isinstance(router.normalize, Sigmoid) else {}
+    if parsed.choice is None or isinstance(router.score, Noisy):
+        parsed = parsed._replace(router="smoe", options={**own, **options}, choice=None)
+    return format_spec(parsed._replace(router="smoe", options=own) if parsed.choice else parsed)

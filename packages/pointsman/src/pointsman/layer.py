@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.experts.combine import combine
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.responses import responses
 from pointsman.experts.shared import SharedExperts
@@ -147,11 +146,9 @@ class MoE(nn.Module):
             context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
         seen = hidden if hidden.dim() == 2 or torch.compiler.is_exporting() else rows.view(hidden.shape)
         routing: Routing = self.router(seen, context)
-        output, statistics = combine(self.experts, rows, routing)
+        output, statistics = routing.combine(self, rows, routing)
         if self.router.training and statistics:
             routing = replace(routing, statistics={**routing.statistics, **statistics})
-        if self.virtual is not None and routing.virtual_weights is not None:
-            output = output + self.virtual(rows, routing.virtual_weights)
         if self.shared is not None:
             output = output + self.shared(rows)
         if routing.losses or routing.statistics or self.last_losses:

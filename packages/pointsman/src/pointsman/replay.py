@@ -45,7 +45,7 @@ class replay_routing:  # noqa: N801 - used like a function
             if name not in routers:
                 raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, routers)}")
             if isinstance(recorded, Routing):
-                recorded = recorded.experts if recorded.chosen is None else recorded.chosen
+                recorded = recorded.chosen
             _check(name, routers[name], recorded)
             self._replayed.append((routers[name], recorded))
 

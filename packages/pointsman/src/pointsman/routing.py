@@ -6,8 +6,9 @@ Shapes: B sequences, T tokens a sequence, E experts, k chosen experts, H heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,29 +100,53 @@ class RoutingContext:
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Soft routing: each expert sees P weighted means of a sequence's tokens.
+class Combine:
+    """How a layer makes its output of a routing: here the weighted sum of the chosen experts' outputs.
+
+    The other kinds are in `pointsman.experts.combine`.
 
     Attributes:
-        dispatch: [B, T, E, P], the weight of each token in each slot.
-        combine: [B, T, E, P], the weight of each slot's output in each token's output.
+        flat: the pairs, where the experts chose them; None: they follow from the routing's experts and weights.
     """
 
-    dispatch: Tensor
-    combine: Tensor
+    flat: Pairs | None = None
+    by_token: ClassVar[bool] = True
+    """Whether a token's output depends on that token's weights alone."""
+    virtual: ClassVar[int] = 0
+    """V, how many of the last columns of probs and logits are experts without weights in the layer's experts."""
+    one_graph: ClassVar[bool] = True
+    """Whether a compiler can make one graph of it: no shape depends on which experts were chosen."""
+
+    def __call__(self, layer: Any, hidden: Tensor, routing: Routing) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The output [tokens, dim] of a layer's experts for hidden [tokens, dim], and statistics for the router.
+
+        Args:
+            layer: has `experts`, a function of (hidden, routing), and `virtual`, the virtual experts or None.
+        """
+        return layer.experts(hidden, routing), {}
+
+    def scaled(self, factor: float) -> Combine:
+        """The same with all weights that it holds times `factor`."""
+        return self if self.flat is None else replace(self, flat=replace(self.flat, weight=self.flat.weight * factor))
+
+    def chosen(self, experts: Tensor) -> Tensor:
+        """`experts` [N, k] of the routing, with E + v where virtual expert v was chosen."""
+        return experts
+
+    def weights(self) -> dict[str, Tensor]:
+        """The differentiable weights [tokens, ...] that enter the output besides `Routing.weights`."""
+        return {}
+
+    def weighted(self, weights: Mapping[str, Tensor]) -> Combine:
+        """The same with other `weights`."""
+        return replace(self, flat=None)
+
+    def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
+        """The same with `function` applied to each tensor of a row for each token."""
+        return replace(self, flat=None)
 
 
-@dataclass(frozen=True)
-class Means:
-    """Means of the experts' earlier outputs, which stand for the experts that a token did not choose.
-
-    Attributes:
-        weights: [B*T, E], 0 where the expert was chosen, and for padding.
-        values: [E, dim].
-    """
-
-    weights: Tensor
-    values: Tensor
+WEIGHTED_SUM = Combine()
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,7 @@ class Routing:
     """Which experts, with what weight.
 
     Attributes:
-        experts: [B*T, k] int64; -1 means none (padding, over capacity). Under expert choice [B*T, E].
+        experts: [B*T, k] int64; -1: none (padding, over capacity, a virtual expert). Where experts choose [B*T, E].
         weights: [B*T, k], the combine weights, at least float32; 0 where experts is -1.
         probs: [B*T, E], the distribution that selection saw, after mixing.
         logits: [B*T, E], before normalisation and mixing.
@@ -137,15 +162,8 @@ class Routing:
         carry: what the router needs of these tokens later, for `RoutingContext.past`.
         unmixed: [B*T, E], the distribution before mixing; `probs` itself without a mixer.
         statistics: what the router's stages sum over a step, by `stage.name`, detached.
-        flat: pairs that a router chose itself (expert choice); otherwise they follow from experts and weights.
-        virtual: V, how many of the last columns of probs and logits are virtual experts, which have no weights in the
-            layer's experts; a chosen one is -1 in `experts`.
-        virtual_weights: [B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any.
-        chosen: [B*T, k], `experts` with E + v in the place of virtual expert v; None without virtual experts.
         above: what the sparse layers above get as `RoutingContext.below`.
-        slots: of soft routing; experts and weights then only tell how much of each expert is in a token's output.
-        means: what is added for the experts that were not chosen.
-        weigh_input: whether a weight multiplies its expert's input, not the output.
+        how: how the layer makes its output of this; None: by the weighted sum. Read `combine`.
     """
 
     experts: Tensor
@@ -156,25 +174,45 @@ class Routing:
     carry: RouterState | None = None
     unmixed: Tensor | None = None
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    flat: Pairs | None = None
-    virtual: int = 0
-    virtual_weights: Tensor | None = None
-    chosen: Tensor | None = None
     above: RouterState | None = None
-    slots: Slots | None = None
-    means: Means | None = None
-    weigh_input: bool = False
+    how: Combine | None = None
+
+    @property
+    def combine(self) -> Combine:
+        """How the layer makes its output of this."""
+        return WEIGHTED_SUM if self.how is None else self.how
 
     @property
     def num_experts(self) -> int:
         """E, without virtual experts."""
-        return self.probs.shape[-1] - self.virtual
+        return self.probs.shape[-1] - self.combine.virtual
+
+    @property
+    def chosen(self) -> Tensor:
+        """[B*T, k]: `experts` with E + v in the place of virtual expert v."""
+        return self.combine.chosen(self.experts)
+
+    @property
+    def virtual_weights(self) -> Tensor | None:
+        """[B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any."""
+        return self.combine.weights().get("virtual")
+
+    @property
+    def by_experts(self) -> bool:
+        """Whether experts chose tokens, so that the width of `experts` says nothing."""
+        return self.combine.flat is not None
+
+    @property
+    def assignments(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Weight, token and expert of the assignments, for kernels: [P] each; without pairs [B*T, k], token None."""
+        flat = self.combine.flat
+        return (self.weights, None, self.experts) if flat is None else (flat.weight, flat.token, flat.expert)
 
     @property
     def pairs(self) -> Pairs:
         """The expert-sorted pairs; assignments to -1 are left out."""
-        if self.flat is not None:
-            return self.flat
+        if self.combine.flat is not None:
+            return self.combine.flat
         order, expert, offsets = self._sorted
         # the weight is taken anew each time: one that is kept belongs to the first use's graph, freed by its backward
         weight = self.weights.reshape(-1).index_select(0, order)
@@ -195,25 +233,18 @@ class Routing:
 
     def detach(self) -> Routing:
         """The same routing without autograd history."""
+        found: Routing = _detached(self)
+        return found
 
-        def state(tensors: RouterState | None) -> RouterState | None:
-            return None if tensors is None else {name: value.detach() for name, value in tensors.items()}
 
-        flat, slots, means = self.flat, self.slots, self.means
-        return replace(
-            self,
-            weights=self.weights.detach(),
-            probs=self.probs.detach(),
-            logits=self.logits.detach(),
-            losses={name: value.detach() for name, value in self.losses.items()},
-            carry=state(self.carry),
-            unmixed=None if self.unmixed is None else self.unmixed.detach(),
-            flat=None if flat is None else replace(flat, weight=flat.weight.detach()),
-            above=state(self.above),
-            slots=None if slots is None else Slots(slots.dispatch.detach(), slots.combine.detach()),
-            means=None if means is None else Means(means.weights.detach(), means.values.detach()),
-            virtual_weights=None if self.virtual_weights is None else self.virtual_weights.detach(),
-        )
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if isinstance(value, Mapping):
+        return {name: _detached(one) for name, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _detached(getattr(value, one.name)) for one in fields(value)})
+    return value
 
 
 def one_expert_each(expert: Tensor, num_experts: int, dtype: torch.dtype) -> Routing:

@@ -13,7 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.routing import Routing
+from pointsman.experts.combine import Virtual
+from pointsman.routing import Combine, Routing
 
 Given = Tensor | None
 
@@ -131,33 +132,24 @@ def map_routing(routing: Routing, function: Callable[[Tensor], Tensor]) -> Routi
     """`function` applied to each tensor of a row for each token: to select tokens or move to a device."""
     fields = (routing.experts, routing.weights, routing.probs, routing.logits)
     experts, weights, probs, logits = map(function, fields)
-    before, apart, every = (
-        None if tensor is None else function(tensor)
-        for tensor in (routing.unmixed, routing.virtual_weights, routing.chosen)
-    )
-    return Routing(
-        experts,
-        weights,
-        probs,
-        logits,
-        unmixed=before,
-        virtual=routing.virtual,
-        virtual_weights=apart,
-        chosen=every,
-        weigh_input=routing.weigh_input,
-    )
+    before = None if routing.unmixed is None else function(routing.unmixed)
+    return Routing(experts, weights, probs, logits, unmixed=before, how=routing.combine.rows(function))
 
 
 def join_routings(routings: Sequence[Routing]) -> Routing:
     """One routing of the tokens of all `routings`, in order."""
     fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
     experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
-    return Routing(experts, weights, probs, logits, unmixed=before, virtual=routings[0].virtual)
+    combine, first = Combine(), routings[0].num_experts
+    if shares := [one.virtual_weights for one in routings if one.virtual_weights is not None]:
+        every = torch.cat([one.chosen for one in routings])
+        combine = Virtual(first=first, every=every, shares=torch.cat(shares), inner=combine)
+    return Routing(experts, weights, probs, logits, unmixed=before, how=combine)
 
 
 def chosen(routing: Routing, mask: Tensor | None, *, virtual: bool = False) -> Tensor:
     """The chosen experts [tokens, k]; -1 for padding, and for virtual experts; if `virtual`, these are E + v."""
-    experts = routing.chosen if virtual and routing.chosen is not None else routing.experts
+    experts = routing.chosen if virtual else routing.experts
     return experts if mask is None else experts.masked_fill(~mask.to(experts.device)[:, None], -1)
 
 

@@ -72,7 +72,7 @@ class Margin(RoutingDiagnostic):
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         k, columns = routing.experts.shape[-1], routing.probs.shape[-1]
-        if columns < 2 or routing.flat is not None:
+        if columns < 2 or routing.by_experts:
             return
         best = routing.probs.detach().topk(min(k + 1, columns), dim=-1).values.double()
         if k < columns:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from pointsman.diagnostics.base import Diagnostic, Moments, chosen, map_routing, number, ratio
 from pointsman.diagnostics.observe import evaluating
-from pointsman.experts.combine import combine
 from pointsman.layer import MoE
 from pointsman.routers.frame.router import Router
-from pointsman.routing import Means, Routing, RoutingContext, Slots
+from pointsman.routing import Routing, RoutingContext
 
 TERMS = ("j1", "j2", "both")
 MATRICES = ("j1_norm", "j2_norm", "j1_rank", "j2_rank")
@@ -97,7 +96,7 @@ class JacobianTerms(Diagnostic):
             for term, values in zip(TERMS, terms, strict=True):
                 self.moments[term].add(values.norm(dim=-1), real)
             self._add(second=terms.mT @ terms)
-            if flat.shape[1] <= MAX_DIM and routing.slots is None:
+            if flat.shape[1] <= MAX_DIM and routing.combine.by_token:
                 self._sample(flat, into_router, routing, torch.nonzero(real)[:, 0])
         self.eps = max(self.eps, torch.finfo(hidden.dtype).eps)
 
@@ -119,7 +118,7 @@ class JacobianTerms(Diagnostic):
         sources = _weights(routing)
         weights = {name: one.detach()[token].repeat(dim, 1).requires_grad_() for name, one in sources.items()}
         repeated = map_routing(routing.detach(), lambda tensor: tensor[token].expand(dim, -1))
-        output = self._output(copies, _weighted(replace(repeated, means=routing.means), weights))
+        output = self._output(copies, _weighted(repeated, weights))
         each = torch.eye(dim, dtype=output.dtype, device=output.device)  # a row of J1 from each copy
         j1, *of_weights = torch.autograd.grad(
             output, (copies, *weights.values()), each, allow_unused=True, materialize_grads=True
@@ -136,9 +135,7 @@ class JacobianTerms(Diagnostic):
     def _output(self, hidden: Tensor, routing: Routing) -> Tensor:
         """The layer's output [tokens, dim] without shared experts."""
         assert self.layer is not None
-        output, _ = combine(self.layer.experts, hidden, routing)
-        if self.layer.virtual is not None and routing.virtual_weights is not None:
-            output = output + self.layer.virtual(hidden, routing.virtual_weights)
+        output: Tensor = routing.combine(self.layer, hidden, routing)[0]
         return output
 
     def result(self) -> dict[str, Any]:
@@ -189,27 +186,13 @@ def router_span(router: Router) -> Tensor | None:
 
 def _weights(routing: Routing) -> dict[str, Tensor]:
     """All weights that enter the output, by name: [tokens, …], of slots [B, T, E, P]."""
-    found = {"weights": routing.weights}
-    if routing.virtual_weights is not None:
-        found["virtual"] = routing.virtual_weights
-    if routing.means is not None:
-        found["means"] = routing.means.weights
-    if routing.slots is not None:
-        found |= {"dispatch": routing.slots.dispatch, "combine": routing.slots.combine}
-    return found
+    return {"weights": routing.weights, **routing.combine.weights()}
 
 
 def _weighted(routing: Routing, weights: Mapping[str, Tensor]) -> Routing:
     """The routing with these weights in the place of its own."""
-    means = routing.means
-    return replace(
-        routing.detach(),
-        weights=weights["weights"],
-        flat=None,
-        virtual_weights=weights.get("virtual"),
-        means=None if means is None else Means(weights["means"], means.values.detach()),
-        slots=None if routing.slots is None else Slots(weights["dispatch"], weights["combine"]),
-    )
+    own = routing.detach()
+    return replace(own, weights=weights["weights"], how=own.combine.weighted(weights))
 
 
 def _vjp(outputs: Sequence[Tensor], inputs: Tensor, vectors: Sequence[Tensor]) -> Tensor:

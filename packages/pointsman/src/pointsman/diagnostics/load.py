@@ -66,7 +66,7 @@ class Load(RoutingDiagnostic):
             assigned=counts(experts, routing.num_experts),
             weight=weight.index_add_(0, experts.reshape(-1) + 1, weights.reshape(-1))[1:],
             tokens=real.double(),
-            requested=real.double() * (0 if routing.flat is not None else experts.shape[-1]),
+            requested=real.double() * (0 if routing.by_experts else experts.shape[-1]),
             filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
         )
 

@@ -47,13 +47,9 @@ def apply_experts(
 
 
 def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activation: str, dropout: float) -> Tensor:
-    pairs = routing.flat
-    if pairs is None:
-        weight, token, expert = routing.weights, None, routing.experts
-        if expert.shape[0] != hidden.shape[0]:
-            raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
-    else:
-        weight, token, expert = pairs.weight, pairs.token, pairs.expert
+    weight, token, expert = routing.assignments
+    if token is None and expert.shape[0] != hidden.shape[0]:
+        raise ValueError(f"the routing is of {len(expert)} tokens, the hidden states are of {len(hidden)}")
     path = _path(hidden, parameters, expert)
     if path == "cuda":
         return on_gpu.apply(hidden, weight, token, expert, parameters, activation, dropout)

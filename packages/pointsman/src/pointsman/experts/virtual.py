@@ -1,4 +1,4 @@
-"""What virtual experts add to a layer's output (AdaMoE, MoE++: `pointsman.routers.frame.virtual`)."""
+"""What virtual experts add to a layer's output (AdaMoE, MoE++: `pointsman.routers.frame.steps`)."""
 
 from __future__ import annotations
 

@@ -51,12 +51,11 @@ class Exchange:
             routing: of these tokens, among all experts.
             dtype: that rows travel in, there and, as their gradients, back; None: that of `hidden`.
         """
-        pairs = routing.flat
-        if pairs is None:
-            return self._exchange(run, hidden, routing.experts, routing.weights, dtype)
-        rows = hidden.index_select(0, pairs.token)
-        each = self._exchange(run, rows, pairs.expert[:, None], pairs.weight[:, None], dtype)
-        return each.new_zeros(hidden.shape).index_add(0, pairs.token, each)
+        weight, token, expert = routing.assignments
+        if token is None:
+            return self._exchange(run, hidden, expert, weight, dtype)
+        each = self._exchange(run, hidden.index_select(0, token), expert[:, None], weight[:, None], dtype)
+        return each.new_zeros(hidden.shape).index_add(0, token, each)
 
     def _exchange(
         self, run: Run, hidden: Tensor, experts: Tensor, weights: Tensor, dtype: torch.dtype | None

@@ -241,7 +241,7 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
                 output = torch.compile(layer, backend=counting)(hidden, context)
             else:
                 output, routing = layer(hidden, context, return_routing=True)
-                whole = not routing.statistics and layer.router.mix is None and not routing.weigh_input
+                whole = not routing.statistics and layer.router.mix is None and routing.combine.one_graph
         output.square().mean().backward()
         step_end(layer)
         assert hidden.grad is not None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.select import TopK
-from pointsman.routers.frame.stages import Sigmoid, Softmax
+from pointsman.routers.frame.stages import Sigmoid, Softmax, TopK
 from pointsman.routers.papers.loss_free import BiasedTopK
 
 

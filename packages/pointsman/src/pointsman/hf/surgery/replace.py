@@ -156,7 +156,7 @@ def make_router(
     router.balance = router.z_loss = 0.0
     if has_own_rule(spec) and (layout is None or layout.write is not None):
         return router
-    router.limit = None
+    router.without_limit()
     router.normalize = Sigmoid() if form.kind == "sigmoid" else Softmax()
     router.select = ClassRule(form) if router.mix is None else MixedRule(form)
     mixer: Any = router.mix

@@ -197,7 +197,7 @@ def _jittered(gate: Any, layout: Layout | None, hidden: Tensor) -> tuple[Tensor,
 def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
     """The tuple that the class's gate would return for this routing."""
     experts, weights = routing.experts, routing.weights
-    if routing.chosen is not None and routing.virtual_weights is not None:  # the class has its own virtual experts
+    if routing.virtual_weights is not None:  # the class has its own virtual experts
         column = routing.chosen - routing.num_experts
         experts, apart = routing.chosen, routing.virtual_weights.gather(1, column.clamp_min(0))
         weights = torch.where(column >= 0, apart, weights)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from pointsman.hf.forms import Form
 from pointsman.hf.layouts import LAYOUTS
-from pointsman.routers.frame.registry import entry, parse_spec
+from pointsman.routers.frame.registry import entry, format_spec, parse_spec
 from pointsman.routers.frame.router import Router
-from pointsman.routers.frame.select import TopK
-from pointsman.routers.frame.stages import Scorer, Sigmoid, Softmax, Stage
+from pointsman.routers.frame.stages import Scorer, Sigmoid, Softmax, Stage, TopK
 from pointsman.routers.papers.hash import TableScorer
 from pointsman.routers.papers.hyper import HyperScorer
 from pointsman.routers.papers.smoe_dropout import FrozenLinearScorer
@@ -45,6 +44,8 @@ SHARE_FROM = 2**24
 def check_spec(spec: str, form: Form) -> None:
     """Raises ValueError for an option that the model class decides, or a rule of the router's own with a mixer."""
     parsed, layout = parse_spec(spec), LAYOUTS.get(form.layout)
+    if parsed.choice is not None:
+        raise ValueError(f"replace_routers: {spec!r}: the model class chooses the experts; leave @{parsed.choice} out")
     allowed = layout.allowed if layout is not None else ()
     own = ("hash",) if form.table else layout.rules if layout is not None else ()
     fixed = layout.options if layout is not None else ()
@@ -78,8 +79,7 @@ def shared_by_default(spec: str, dim: int, num_experts: int) -> str:
     hidden = int(parsed.options.get("hyper_dim", 256))
     if hidden * num_experts * (dim + 1) < SHARE_FROM:
         return spec
-    head, plus, tail = spec.partition("+")
-    return f"{head}:share=true{plus}{tail}"
+    return format_spec(parsed._replace(options={**parsed.options, "share": "true"}))
 
 
 class HyperDelta(HyperScorer):
@@ -162,7 +162,8 @@ def adapted(router: Router, weight: Tensor | None, bias: Tensor | None) -> Score
         return HyperDelta(score, weight, bias)
     if isinstance(score, TableScorer):
         if score.gate is not None and weight is not None:
-            score.gate.weight.data.copy_(weight)
+            linear: Any = score.gate
+            linear.weight.data.copy_(weight)
         return score
     if isinstance(score, (LinearScorer, FrozenLinearScorer)):
         with torch.no_grad():

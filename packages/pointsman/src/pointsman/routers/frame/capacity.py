@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman.routers.frame.select import ROUNDING
+from pointsman.routers.frame.stage_values import LossInput, Selection
 from pointsman.routers.frame.stages import Stage
 from pointsman.routing import RoutingContext
 
+ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
 Order = Literal["token", "rank", "priority"]
 Scope = Literal["sequence", "batch"]
 Unit = Literal["share", "tokens"]
@@ -49,6 +50,13 @@ class Capacity(Stage):
     def factor(self) -> float | None:
         """That of the present mode."""
         return self.factors[0 if self.training else 1]
+
+    def step(self, selection: Selection, given: LossInput) -> Selection:
+        """The selection without what is over capacity; a replayed one, which was limited before, stays."""
+        if self.factor is None or given.replayed:
+            return selection
+        kept = self(selection.experts, given.probs, given.num_experts, given.k, given.context, given.batch)
+        return selection.without(kept < 0)
 
     def forward(
         self, experts: Tensor, probs: Tensor, num_experts: int, k: int, context: RoutingContext, batch: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -28,7 +29,7 @@ def is_baseline(spec: str) -> bool:
 
 def has_one_k(spec: str) -> bool:
     """Whether k is always the number of experts: a baseline, or a router with `fixed_k`."""
-    parts = [part.partition("+")[0].partition(":")[0].strip() for part in spec.split("|")]
+    parts = [part.partition("+")[0].rpartition("@")[2].partition(":")[0].strip() for part in spec.split("|")]
     return is_baseline(spec) or any(name in ROUTERS and ROUTERS[name].fixed_k for name in parts)
 
 
@@ -62,7 +63,9 @@ class LayerSpec:
         shared: what the routers of one model share (a hypernetwork), by key.
         vocab_size: how many token ids there are; None where the model does not say (`need_vocab_size`).
         place: how many sparse layers are below it in the model.
-        renormalize: whether the k weights are divided by their sum: the option, or the router's default.
+        renormalize: whether the k weights are divided by their sum: the option, or the choice's default.
+        virtual: the kinds of the virtual experts that the choice's options `nulls` and `kind` ask for.
+        scores, choice: the names of both halves.
     """
 
     dim: int
@@ -72,6 +75,14 @@ class LayerSpec:
     vocab_size: int | None = None
     renormalize: bool = True
     place: int = 0
+    virtual: tuple[str, ...] = ()
+    scores: str = ""
+    choice: str = ""
+
+    @property
+    def columns(self) -> int:
+        """How many experts are scored: E and the virtual ones."""
+        return self.num_experts + len(self.virtual)
 
     def need_vocab_size(self, router: str) -> int:
         """The vocabulary's size; ValueError, in the router's name, where it is not known."""
@@ -82,7 +93,12 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered router or mixer; the fields are `register_router`'s arguments."""
+    """A registered router or mixer; the fields are `register_router`'s arguments.
+
+    Attributes:
+        build: the scores, `(layer, *, options) -> Stages`; a mixer, `(layer, *, options) -> Mixer`.
+        choose: the choice, `(layer, stages, *, options) -> Stages`; None: the k best.
+    """
 
     name: str
     build: Callable[..., Any]
@@ -92,28 +108,55 @@ class Entry:
     renormalize: Callable[[LayerSpec], bool] = lambda layer: True
     starts_at: Callable[[LayerSpec], int] | None = None
     fixed_k: bool = False
+    choose: Callable[..., Any] | None = None
+    needs: str = "positive"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
+    def of_scores(self) -> dict[str, inspect.Parameter]:
+        """The options of the scores (of the mixer) by name, with annotation and default."""
+        found = _options(self.build)
+        return {name: one.replace(default=self.defaults.get(name, one.default)) for name, one in found.items()}
+
+    @cached_property
+    def of_choice(self) -> dict[str, inspect.Parameter]:
+        """The options of the choice by name."""
+        return {} if self.choose is None else _options(self.choose)
+
+    @property
     def options(self) -> dict[str, inspect.Parameter]:
-        """Its own options by name, with annotation and default."""
-        hints = get_type_hints(self.build)
-        return {
-            name: parameter.replace(annotation=hints[name])
-            for name, parameter in inspect.signature(self.build).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        """Its own options by name, of both halves."""
+        return {**self.of_scores, **self.of_choice}
 
     @cached_property
     def allowed(self) -> dict[str, Allowed]:
         """The range of each option that has one."""
         return {
             name: one
-            for name, hint in get_type_hints(self.build, include_extras=True).items()
+            for function in (self.build, self.choose)
+            if function is not None
+            for name, hint in get_type_hints(function, include_extras=True).items()
             for part in (hint, *get_args(hint))
             if get_origin(part) is Annotated
             for one in part.__metadata__
             if isinstance(one, Allowed)
         }
+
+    @property
+    def halves(self) -> tuple[str, str]:
+        """What it is as scores and what as choice, a line each, without what they are of another router."""
+        scores = inspect.getdoc(self.build) or ""
+        choice = (inspect.getdoc(self.choose) or "") if self.choose else "the k best"
+        return scores.partition("\n")[0], choice.partition("\n")[0]
+
+
+def _options(build: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    hints = get_type_hints(build)
+    return {
+        name: parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(build).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 ROUTERS: dict[str, Entry] = {}
@@ -162,11 +205,11 @@ COMMON = Entry("all", _common, inspect.getdoc(_common) or "", "")
 def _add(table: dict[str, Entry], new: Entry) -> None:
     """Registers `new`; the same function of the same file may come again, as when a notebook's cell runs again."""
     for known in (ROUTERS.get(new.name), MIXERS.get(new.name)):
-        if known is not None and _place(known.build) != _place(new.build):
+        if known is not None and _place(known.choose or known.build) != _place(new.choose or new.build):
             raise ValueError(
                 f"the name {new.name!r} is taken: {known.build.__module__} registers it; choose another name"
             )
-    taken = sorted(set(inspect.signature(new.build).parameters) & set(COMMON.options)) if table is ROUTERS else []
+    taken = sorted(set(new.options) & set(COMMON.options)) if table is ROUTERS else []
     if taken:
         raise ValueError(f"router {new.name!r}: every router has an option {taken[0]!r}; choose another name for yours")
     table[new.name] = new
@@ -181,15 +224,25 @@ def register_router(
     name: str,
     *,
     paper: str,
+    scores: Callable[..., Stages] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    needs: str = "positive",
     balance: float = 0.0,
     renormalize: bool | Callable[[LayerSpec], bool] = True,
     starts_at: Callable[[LayerSpec], int] | None = None,
     fixed_k: bool = False,
 ) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
-    """Registers a function `(layer, *, options) -> Stages` under `name`.
+    """Registers a router under `name`: a function `(layer, *, options) -> Stages`, which gives the scores.
+
+    With `scores` the function is the choice, `(layer, stages, *, options) -> Stages`: it gets the stages of whatever
+    scores it is put on, and puts its own selector, losses and steps there. Its options `nulls` and `kind`, if it has
+    them, are virtual experts, which scores find in `layer.columns`.
 
     Args:
         paper: where the router comes from.
+        scores: the function that gives the scores under this name alone, for a router that is a choice.
+        defaults: its options whose defaults differ under this name.
+        needs: what the choice needs of scores, a word of `stages.NEEDS`; several alternatives stand with "|" between.
         balance: default weight of the balance loss.
         renormalize: whether weights are renormalised over the k, or a function of the `LayerSpec` that says so.
         starts_at: the router's first k as a function of the `LayerSpec`, whose `top_k` is the layer's; None: that.
@@ -199,12 +252,28 @@ def register_router(
         ValueError: another router or mixer has that name, or an option of the function is one of every router.
     """
 
-    def add(build: Callable[..., Stages]) -> Callable[..., Stages]:
+    def add(function: Callable[..., Stages]) -> Callable[..., Stages]:
         rule = renormalize if callable(renormalize) else lambda layer: bool(renormalize)
-        _add(ROUTERS, Entry(name, build, inspect.getdoc(build) or "", paper, balance, rule, starts_at, fixed_k))
-        return build
+        new = Entry(
+            name, scores or function, _summary(function, scores), paper, balance, rule, starts_at, fixed_k,
+            function if scores else None, needs, defaults or {},
+        )  # fmt: skip
+        _add(ROUTERS, new)
+        return function
 
     return add
+
+
+def _summary(function: Callable[..., Any], scores: Callable[..., Any] | None) -> str:
+    """The function's docstring, then the lines about options of the scores' that it does not name itself."""
+    own = inspect.getdoc(function) or ""
+    if scores is None:
+        return own
+    theirs = (inspect.getdoc(scores) or "").partition("\n\n")[2]
+    names = inspect.signature(function).parameters
+    kept = [part for part in re.split(r"\n(?=\w+: )", theirs) if part and part.partition(":")[0] not in names]
+    gap = "\n" if re.search(r"^\w+: ", own, re.MULTILINE) else "\n\n"
+    return own + (gap + "\n".join(kept) if kept else "")
 
 
 def register_mixer(name: str, *, paper: str) -> Callable[[Callable[..., Mixer]], Callable[..., Mixer]]:

@@ -14,9 +14,8 @@ from torch.nn import Parameter
 
 from pointsman.kernels import router as kernel
 from pointsman.ops.linear import transformed
-from pointsman.routers.frame.select import TopK
 from pointsman.routers.frame.stage_values import Selection
-from pointsman.routers.frame.stages import Normalizer, Scorer, Selector
+from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, TopK
 from pointsman.routing import RoutingContext
 
 

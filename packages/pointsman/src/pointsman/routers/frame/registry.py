@@ -1,20 +1,24 @@
 """The grammar of router specs, and building a router from a spec.
 
-    name[:option=value]*[+mixer[:option=value]*]        xmoe:gate=sigmoid:routing_dim=8+similarity:tau=0.1
+    scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]   xmoe:tau0=0.1@loss-free:nulls=1+uniform
 
-A named router is a function `(layer, *, option=default, …) -> Stages`; its signature is the schema that options are
-checked against, its docstring what `pointsman routers NAME` prints.
+`A@B` has the scorer and the gate of router A, and the selection, the losses, the virtual experts and the state of B; a
+bare name has both halves of its own. The signatures of the registered functions are the schema that options are checked
+against, their docstrings what `pointsman routers NAME` prints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole, convert, written
+from pointsman.routers.frame import steps
 from pointsman.routers.frame.balance import Balance
 from pointsman.routers.frame.capacity import Capacity
 from pointsman.routers.frame.entries import (
@@ -33,8 +37,8 @@ from pointsman.routers.frame.entries import (
     register_router,
 )
 from pointsman.routers.frame.router import Router, check_top_k
-from pointsman.routers.frame.select import TopK
-from pointsman.routers.frame.stages import Mixer, Selector, Softmax, Stages
+from pointsman.routers.frame.stage_values import Step
+from pointsman.routers.frame.stages import NEEDS, Mixer, Selector, Softmax, Stages, TopK
 
 __all__ = [
     "BASELINES",
@@ -46,6 +50,7 @@ __all__ = [
     "ParsedSpec",
     "build_router",
     "build_routers",
+    "canonical",
     "entry",
     "format_spec",
     "has_one_k",
@@ -60,12 +65,24 @@ __all__ = [
 
 
 class ParsedSpec(NamedTuple):
-    """A router spec taken apart; options are still strings."""
+    """A router spec taken apart; options are still strings.
+
+    Attributes:
+        router, options: the scores; of a bare name the whole router, with the options of both halves.
+        choice, choice_options: what follows "@"; None for a bare name.
+    """
 
     router: str
     options: dict[str, str]
-    mixer: str | None
-    mixer_options: dict[str, str]
+    mixer: str | None = None
+    mixer_options: dict[str, str] = {}  # noqa: RUF012 - never changed
+    choice: str | None = None
+    choice_options: dict[str, str] = {}  # noqa: RUF012
+
+    @property
+    def chooses(self) -> str:
+        """The name of the router that chooses."""
+        return self.choice or self.router
 
 
 def parse_spec(spec: str) -> ParsedSpec:
@@ -75,27 +92,33 @@ def parse_spec(spec: str) -> ParsedSpec:
     parts = spec.strip().split("+")
     if len(parts) > 2:
         raise ValueError(f"router spec {spec!r}: at most one mixer, as in 'smoe+similarity'")
-    name, options = _parse_part(parts[0], spec)
+    halves = parts[0].split("@")
+    if len(halves) > 2:
+        raise ValueError(f"router spec {spec!r}: at most one choice, as in 'xmoe@loss-free'")
+    name, options = _parse_part(halves[0], spec)
     mixer: str | None = None
     mixer_options: dict[str, str] = {}
     if name in MIXERS:
-        if len(parts) == 2:
-            raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put a router before '+'")
+        if len(parts) == 2 or len(halves) == 2:
+            raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put it behind '+'")
         name, options, mixer, mixer_options = "smoe", {}, name, options
     elif len(parts) == 2:
         mixer, mixer_options = _parse_part(parts[1], spec)
         if mixer not in MIXERS:
             raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
+    choice, choice_options = _parse_part(halves[1], spec) if len(halves) == 2 else (None, {})
     if name in BASELINES:
-        if options or mixer:
+        if options or mixer or choice:
             raise ValueError(f"router spec {spec!r}: {name!r} has no router and takes no options")
-        return ParsedSpec(name, {}, None, {})
-    if name not in ROUTERS:
-        raise ValueError(f"unknown router {name!r}: {did_you_mean(name, ROUTERS | MIXERS | BASELINES)}")
-    _convert(options, ROUTERS[name], spec, COMMON)
+        return ParsedSpec(name, {})
+    for one in (name, choice):
+        if one is not None and one not in ROUTERS:
+            raise ValueError(f"unknown router {one!r}: {did_you_mean(one, ROUTERS | MIXERS | BASELINES)}")
+    parsed = ParsedSpec(name, options, mixer, mixer_options, choice, choice_options)
+    _halves(parsed, spec)
     if mixer is not None:
-        _convert(mixer_options, MIXERS[mixer], spec)
-    return ParsedSpec(name, options, mixer, mixer_options)
+        _convert(mixer_options, MIXERS[mixer].options, MIXERS[mixer], spec)
+    return parsed
 
 
 def split_specs(spec: str | Sequence[str]) -> list[str]:
@@ -121,13 +144,32 @@ def _parse_part(text: str, spec: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def _convert(
-    options: dict[str, str] | dict[str, Any], entry: Entry, spec: str, extra: Entry | None = None
-) -> dict[str, Any]:
-    """Options checked against the signatures of `entry` (and `extra`), strings turned into their types."""
-    both = (entry,) if extra is None else (extra, entry)
-    schema = {key: option for one in both for key, option in one.options.items()}
-    ranges = {key: allowed for one in both for key, allowed in one.allowed.items()}
+def _halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Options of the scores, of the choice and of every router; strings are turned into their types."""
+    scores, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
+    if parsed.choice is None:
+        both = _convert(parsed.options, {**COMMON.options, **scores.options}, scores, spec)
+        # where both halves have an option of the same name, one that this name settles is the choice's
+        settled = scores.of_choice.keys() & scores.defaults.keys()
+        parts = (scores.of_scores.keys() - settled, scores.of_choice, COMMON.options)
+        own, chosen, common = ({name: both[name] for name in both if name in one} for one in parts)
+        return {**scores.defaults, **own}, chosen, common
+    after = {**COMMON.options, **choice.of_choice}
+    for name in parsed.options:
+        if name not in scores.of_scores and name in {**after, **scores.of_choice}:
+            raise ValueError(f"router spec {spec!r}: {name!r} is an option of the choice: write it after '@'")
+    for name in parsed.choice_options:
+        if name not in after and name in {**scores.of_scores, **choice.of_scores}:
+            raise ValueError(f"router spec {spec!r}: {name!r} is an option of the scores: write it before '@'")
+    own = _convert(parsed.options, scores.of_scores, scores, spec)
+    both = _convert(parsed.choice_options, after, choice, spec)
+    chosen, common = ({name: both[name] for name in both if name in one} for one in (choice.of_choice, COMMON.options))
+    return {**scores.defaults, **own}, chosen, common
+
+
+def _convert(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry, spec: str) -> dict[str, Any]:
+    """Options checked against the schema and the ranges of `entry`, strings turned into their types."""
+    ranges = {**COMMON.allowed, **entry.allowed}
     values: dict[str, Any] = {}
     for key, value in options.items():
         if key not in schema:
@@ -136,6 +178,63 @@ def _convert(
         if value is not None and key in ranges and not ranges[key].holds(value):
             raise ValueError(f"{entry.name}: option {key}={value}: allowed are {ranges[key].words}")
     return values
+
+
+def canonical(spec: str) -> str:
+    """The plainest spec of the same router: equal compositions have the same one (`smoe@smoe` is `smoe`).
+
+    Options at their defaults are left out. `A@B` is `B` where B alone has the scores of A, and `A` where A alone has
+    the choice of B.
+    """
+    parsed = parse_spec(spec)
+    if parsed.router in BASELINES:
+        return parsed.router
+    of_scores, of_choice, common = _halves(parsed, spec)
+    own, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
+    build = own.build
+    of_scores = {name: of_scores.get(name, one.default) for name, one in own.of_scores.items()}
+    changed = {
+        **{name: value for name, value in of_choice.items() if value != choice.of_choice[name].default},
+        **{name: value for name, value in common.items() if value != _default(choice, name)},
+    }
+    virtual = {"nulls", "kind"} & changed.keys()
+    alike = [one for one in ROUTERS.values() if _rules(one) == _rules(choice) and (_chosen(one) == _chosen(choice))]
+    names = {one.name for one in alike if not virtual or one.choose}
+    bare = [one for one in ROUTERS.values() if one.build is build and one.name in names]
+    first = min(bare or [one for one in ROUTERS.values() if one.build is build], key=_plainness)
+    second = None if bare else min((ROUTERS[name] for name in names), key=_plainness)
+    differing = {name: value for name, value in of_scores.items() if value != first.of_scores[name].default}
+    text = _part(first.name, differing if second else {**differing, **changed})
+    text += f"@{_part(second.name, changed)}" if second else ""
+    if parsed.mixer is None:
+        return text
+    defaults = MIXERS[parsed.mixer].of_scores
+    mixed = _convert(parsed.mixer_options, defaults, MIXERS[parsed.mixer], spec)
+    return f"{text}+{_part(parsed.mixer, {name: one for name, one in mixed.items() if one != defaults[name].default})}"
+
+
+def _default(entry: Entry, name: str) -> Any:
+    return entry.balance if name == "balance" else COMMON.options[name].default
+
+
+def _rules(entry: Entry) -> tuple[Any, ...]:
+    """What an entry settles besides its functions, as far as two can be told apart by it."""
+    layers = [LayerSpec(8, 4, k) for k in (1, 2)]
+    first = [entry.starts_at and entry.starts_at(layer) for layer in layers]
+    return entry.balance, [entry.renormalize(layer) for layer in layers], first, entry.fixed_k
+
+
+def _chosen(entry: Entry) -> Any:
+    """The function of the choice; that of `smoe` without virtual experts is plain top-k."""
+    return None if entry.choose is ROUTERS["smoe"].choose else entry.choose
+
+
+def _plainness(entry: Entry) -> tuple[bool, int]:
+    return entry.name != "smoe", list(ROUTERS).index(entry.name)
+
+
+def _part(name: str, values: Mapping[str, Any]) -> str:
+    return name + "".join(f":{key}={written(value)}" for key, value in values.items())
 
 
 def build_router(
@@ -152,7 +251,7 @@ def build_router(
     """Builds the router that `spec` names.
 
     Args:
-        spec: `name[:option=value]*[+mixer[:option=value]*]`.
+        spec: `scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]`.
         dim: width of the hidden states.
         num_experts: E.
         top_k: experts a token at construction (`set_top_k` changes it later). A router may start at a k of its own:
@@ -163,7 +262,8 @@ def build_router(
         options: the router's options by keyword, on top of the spec's.
 
     Raises:
-        ValueError: an unknown name or option, or a value out of range, with what is allowed and the nearest name.
+        ValueError: an unknown name or option, a value out of range, a choice on scores that it cannot choose by, or
+            what would change nothing; with what is allowed and the nearest name.
     """
     parsed = parse_spec(spec)
     if parsed.router in BASELINES:
@@ -172,55 +272,138 @@ def build_router(
         check_whole(name, value)
     if vocab_size is not None:
         check_whole("vocab_size", vocab_size)
-    entry = ROUTERS[parsed.router]
     check_whole("place", place, least=0)
-    shared = {} if shared is None else shared
-    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), shared, vocab_size, place=place)
-    values = _convert({**parsed.options, **options}, entry, spec, COMMON)
-    common = {name: option.default for name, option in COMMON.options.items()} | {"balance": entry.balance}
-    common |= {name: values.pop(name) for name in COMMON.options if name in values}
-    given = {name for name, value in common.items() if value != COMMON.options[name].default}
-    renormalize = common.pop("renormalize")
+    parsed = _with_options(parsed, options)
+    written_spec = format_spec(parsed) if options else spec.strip()
+    of_scores, of_choice, given = _halves(parsed, written_spec)
+    entry, where = ROUTERS[parsed.chooses], f"router spec {written_spec!r}"
+    layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
+    layer.place, layer.scores, layer.choice = place, parsed.router, entry.name
+    common = {name: given.get(name, _default(entry, name)) for name in COMMON.options}
+    changed = {name for name, value in common.items() if value != COMMON.options[name].default}
+    renormalize = common["renormalize"]
     layer.renormalize = entry.renormalize(layer) if renormalize is None else renormalize
-    stages: Stages = entry.build(layer, **values)
+    if "nulls" in entry.of_choice:
+        nulls, kind = (of_choice.get(name, entry.of_choice[name].default) for name in ("nulls", "kind"))
+        if not nulls and kind != "zero":
+            raise ValueError(f"{where}: kind={kind} needs nulls, the number of virtual experts")
+        layer.virtual = steps.virtual_experts(entry.name, nulls, kind)
+    stages, select = _stages(parsed, layer, entry, of_scores, of_choice, where)
     mixer: Mixer | None = None
     if parsed.mixer is not None:
-        mixer_entry = MIXERS[parsed.mixer]
-        mixer = mixer_entry.build(layer, **_convert(parsed.mixer_options, mixer_entry, spec))
-    select: Selector = stages.select or TopK(layer.renormalize)
-    overridden = select.overrides | ({"renormalize"} if select.renormalize != renormalize else set())
-    for name in sorted(overridden & given):
-        raise ValueError(f"router spec {spec!r}: {parsed.router} has its own rule for {name}; leave the option out")
-    temperature = stages.balance_temperature
-    training, evaluation = common.pop("capacity"), common.pop("eval_capacity")
-    order, scope, unit = (common.pop(f"capacity_{name}") for name in ("order", "scope", "unit"))
-    limit: Capacity | None = None
-    if training is not None or evaluation is not None:
-        limit = Capacity(training, training if evaluation is None else evaluation, order, scope, unit)
-    elif (order, scope, unit) != ("token", "sequence", "share"):
-        names = "capacity_order, capacity_scope and capacity_unit"
-        raise ValueError(f"router spec {spec!r}: {names} need capacity or eval_capacity")
-    balancing = Balance(
-        scope=common.pop("balance_scope"),
-        basis=common.pop("balance_on"),
-        temperature=temperature,
-        reuse=isinstance(stages.normalize, Softmax) and temperature == 1.0,
-        counted=stages.counted,
-        pooled=len(stages.virtual) if len(set(stages.virtual) - {"constant"}) == len(set(stages.virtual)) == 1 else 0,
-    )
+        found = MIXERS[parsed.mixer]
+        mixer = found.build(layer, **_convert(parsed.mixer_options, found.options, found, written_spec))
+    changed |= {"mixer"} if mixer is not None else set()
+    _check_effects(common, changed, stages, select, mixer, where, entry.name)
+    limit, after = _after_the_choice(common, layer, stages, select, where)
     return Router(
         stages,
         select,
         mix=mixer,
-        spec=format_spec(parsed, options) if options else spec.strip(),
+        spec=written_spec,
         dim=dim,
         num_experts=num_experts,
         top_k=_first_k(entry, layer),
-        balancing=balancing,
+        balancing=Balance(
+            scope=common["balance_scope"],
+            basis=common["balance_on"],
+            temperature=stages.balance_temperature,
+            reuse=_is_softmax(stages),
+            counted=stages.counted,
+            pooled=len(layer.virtual) if set(layer.virtual) in ({"zero"}, {"copy"}) else 0,
+        ),
         fixed_k=entry.fixed_k,
+        virtual=layer.virtual,
         limit=limit,
-        **common,
+        steps=after,
+        **{name: common[name] for name in ("balance", "z_loss", "scale", "lr_scale", "weigh")},
     )
+
+
+def _stages(
+    parsed: ParsedSpec,
+    layer: LayerSpec,
+    choice: Entry,
+    of_scores: dict[str, Any],
+    of_choice: dict[str, Any],
+    where: str,
+) -> tuple[Stages, Selector]:
+    """The scores of one router with the choice of another, or of the same."""
+    stages: Stages = ROUTERS[parsed.router].build(layer, **of_scores)
+    if parsed.choice is not None:
+        alone = [(parsed.router, stages)]
+        if choice.choose is None:
+            alone.append((choice.name, choice.build(replace(layer, shared={}))))
+        for name, one in alone:
+            if one.select is not None:
+                raise ValueError(f"{where}: {name!r} is registered as a whole, with its own selector: it has no halves")
+    if stages.select is None:
+        gives = stages.normalize.gives if stages.score.tells_apart else frozenset({"nothing"})
+        if not any(set(one.split()) <= gives for one in choice.needs.split("|")):
+            words = NEEDS[choice.needs.rpartition("|")[2]]
+            found = stages.normalize.words if stages.score.tells_apart else NEEDS["nothing"]
+            raise ValueError(f"{where}: the choice {choice.name!r} needs {words}; {parsed.router!r} gives {found}")
+    if choice.choose is not None:
+        losses = stages.losses
+        stages = choice.choose(layer, replace(stages, losses={}), **of_choice)
+        again = {f"scores_{name}" if name in stages.losses else name: one for name, one in losses.items()}
+        stages = replace(stages, losses={**again, **stages.losses})
+    return stages, stages.select or TopK(layer.renormalize)
+
+
+def _is_softmax(stages: Stages) -> bool:
+    return isinstance(stages.normalize, Softmax) and stages.balance_temperature == 1.0
+
+
+def _check_effects(
+    common: dict[str, Any],
+    changed: set[str],
+    router: Stages,
+    select: Selector,
+    mixer: Mixer | None,
+    where: str,
+    name: str,
+) -> None:
+    """ValueError for what would change nothing."""
+    overridden = select.overrides | ({"renormalize"} if select.renormalize != common["renormalize"] else set())
+    for option in sorted(overridden & changed):
+        if option == "mixer":
+            raise ValueError(f"{where}: {name} does not read mixed scores; leave the mixer out")
+        raise ValueError(f"{where}: {name} has its own rule for {option}; leave the option out")
+    for option in ("balance_scope", "balance_on"):
+        if option in changed and not common["balance"]:
+            raise ValueError(f"{where}: {option} needs balance, the weight of the loss")
+    if "balance_on" in changed and _is_softmax(router):
+        raise ValueError(f"{where}: balance_on=scores: the scores are softmax(logits) already; leave the option out")
+    parts = [part for part in (router.score, router.normalize, select, mixer) if part is not None]
+    if "lr_scale" in changed and not any(one.requires_grad for part in parts for one in part.parameters()):
+        raise ValueError(f"{where}: lr_scale: the router has no parameter that trains")
+
+
+def _after_the_choice(
+    common: dict[str, Any], layer: LayerSpec, stages: Stages, select: Selector, where: str
+) -> tuple[Capacity | None, tuple[Step, ...]]:
+    """The limit of capacity and the steps, where the options ask for them."""
+    found: list[Step] = []
+    virtual = layer.virtual
+    if "zero" in virtual:
+        found.append(partial(steps.weightless, virtual=virtual, renormalize=bool(select.renormalize)))
+    if common["scale"] != 1:
+        found.append(partial(steps.scaled, factor=common["scale"]))
+    if virtual:
+        found.append(partial(steps.apart, virtual=len(virtual)))
+    training, evaluation = common["capacity"], common["eval_capacity"]
+    order, scope, unit = (common[f"capacity_{name}"] for name in ("order", "scope", "unit"))
+    limit: Capacity | None = None
+    if training is not None or evaluation is not None:
+        limit = Capacity(training, training if evaluation is None else evaluation, order, scope, unit)
+        found.append(limit.step)
+    elif (order, scope, unit) != ("token", "sequence", "share"):
+        raise ValueError(f"{where}: capacity_order, capacity_scope and capacity_unit need capacity or eval_capacity")
+    found += stages.steps
+    if common["weigh"] == "input":
+        found.append(steps.on_inputs)
+    return limit, tuple(found)
 
 
 def _first_k(entry: Entry, layer: LayerSpec) -> int:
@@ -229,14 +412,18 @@ def _first_k(entry: Entry, layer: LayerSpec) -> int:
     return layer.top_k if entry.starts_at is None else entry.starts_at(layer)
 
 
-def format_spec(parsed: ParsedSpec, options: dict[str, Any]) -> str:
-    """The spec with `options` of the router on top of its own."""
+def format_spec(parsed: ParsedSpec) -> str:
+    """The spec that is taken apart so."""
+    text = _part(parsed.router, parsed.options)
+    text += f"@{_part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
+    return f"{text}+{_part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else text
 
-    def part(name: str, values: Mapping[str, Any]) -> str:
-        return name + "".join(f":{key}={written(value)}" for key, value in values.items())
 
-    router = part(parsed.router, {**parsed.options, **options})
-    return router if parsed.mixer is None else f"{router}+{part(parsed.mixer, parsed.mixer_options)}"
+def _with_options(parsed: ParsedSpec, options: Mapping[str, Any]) -> ParsedSpec:
+    """The parsed spec with `options` of the router on top of its own, each in the half that has it."""
+    first = {n: v for n, v in options.items() if parsed.choice is None or n in ROUTERS[parsed.router].of_scores}
+    second = {name: value for name, value in options.items() if name not in first}
+    return parsed._replace(options={**parsed.options, **first}, choice_options={**parsed.choice_options, **second})
 
 
 def build_routers(

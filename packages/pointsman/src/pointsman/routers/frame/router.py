@@ -1,9 +1,10 @@
-"""Router = score -> normalize -> mix -> select (`stages`), and its losses."""
+"""Router = score -> normalize -> mix -> choose (`stages`), then the steps that its options ask for, and its losses."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,13 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.ops.linear import autocast_enabled, upcast
-from pointsman.ops.selection import members
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame import fused
 from pointsman.routers.frame.balance import Balance
 from pointsman.routers.frame.capacity import Capacity
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Step, Tensors
 from pointsman.routers.frame.stages import Mixer, Selector, Stage, Stages
-from pointsman.routers.frame.virtual import apart, weightless
-from pointsman.routing import Means, Routing, RoutingContext, check_padding_mask
+from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
 
@@ -30,11 +29,13 @@ class Router(nn.Module):
     Computes in at least float32 whatever the dtype of its input and its parameters.
 
     Args:
-        balancing: the balance loss; None: over the micro-batch, on softmax(logits).
+        balancing: the balance loss.
         balance, z_loss: weights of the balance loss and of the z-loss.
         limit: how many assignments an expert takes; None: all of them.
-        scale: factor of the combine weights.
+        steps: what is done with a selection after the choice, in order; `limit.step` among them.
+        scale: factor of the combine weights, which one of the steps applies.
         weigh: what a weight multiplies: the expert's "output" or its "input".
+        virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
         fixed_k: whether k is always E.
 
     Attributes:
@@ -45,9 +46,8 @@ class Router(nn.Module):
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
         ragged, needs, objective: the rest of the contract.
-        virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
         replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
-        needs_moe: whether only `MoE` can apply its routings (slots, means, weights on inputs, virtual experts).
+        needs_moe: whether only `MoE` can apply its routings, and not experts that take weights of outputs.
     """
 
     role = "router"
@@ -69,13 +69,15 @@ class Router(nn.Module):
         dim: int,
         num_experts: int,
         top_k: int,
+        balancing: Balance,
         balance: float = 0.0,
         z_loss: float = 0.0,
-        balancing: Balance | None = None,
         limit: Capacity | None = None,
+        steps: tuple[Step, ...] = (),
         scale: float = 1.0,
         lr_scale: float = 1.0,
         weigh: str = "output",
+        virtual: tuple[str, ...] = (),
         fixed_k: bool = False,
     ) -> None:
         super().__init__()
@@ -84,7 +86,8 @@ class Router(nn.Module):
         self.mix = mix
         self.select = select
         self.limit = limit
-        self.balancing = Balance() if balancing is None else balancing
+        self.balancing = balancing
+        self.steps = steps
         self.spec = spec
         self.dim = dim
         self.num_experts = num_experts
@@ -95,6 +98,7 @@ class Router(nn.Module):
         self.scale = scale
         self.lr_scale = lr_scale
         self.weigh = weigh
+        self.virtual = virtual
         self.fixed_k = fixed_k
         self.objective = stages.objective
         self.objective_weight = stages.objective_weight
@@ -102,9 +106,8 @@ class Router(nn.Module):
         for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
-        self.virtual = tuple(stages.virtual)
-        self.ragged = select.ragged or bool(self.virtual)
-        self.needs_moe = select.needs_moe or weigh == "input" or stages.score.asks_experts or bool(stages.virtual)
+        self.ragged = select.ragged or bool(virtual)
+        self.needs_moe = select.needs_moe or weigh == "input" or stages.score.asks_experts or bool(virtual)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self.replayed: Tensor | None = None
@@ -133,90 +136,81 @@ class Router(nn.Module):
             return self._route(hidden, context)
 
     def _route(self, hidden: Tensor, context: RoutingContext) -> Routing:
-        batch, length, _ = hidden.shape
+        statistics: dict[str, Tensor] = {}
         if self.mix is not None or not getattr(self.score, "accepts_half", False):
             hidden = upcast(hidden)
-        carry, mixed = None, {}
         at_once = None
         if self.mix is None and self.replayed is None:
             at_once = fused.route(self.score, self.normalize, self.select, self.top_k, hidden, context)
-        if at_once is not None:
-            scored = Scored(at_once.logits)
-            logits, unmixed, selection = at_once
-            probs, choice = unmixed, logits
+        if at_once is None:
+            scored, scores, carry = self._score(hidden, context, statistics)
+            selection = self._choose(scores, context)
         else:
-            scored = self.score(hidden, context)
-            if not isinstance(scored, Scored):
-                scored = Scored(scored)
-            logits = scored.logits
-            probs = unmixed = self.normalize(logits)
-            if self.mix is not None:
-                probs, carry, mixed = self.mix(unmixed, hidden, context)
-            if scored.carry:
-                carry = {**(carry or {}), **scored.carry}
-            choice = logits if self.mix is None and self.normalize.increasing else probs
-            selection = self._select(Scores(logits, probs, choice, scored.extra), context)
-        if "zero" in self.virtual:
-            renormalize = bool(getattr(self.select, "renormalize", False))
-            selection = weightless(selection, self.num_experts, self.virtual, renormalize)
-        if self.scale != 1:
-            selection = selection.scaled(self.scale)
-        chosen, weights = selection.experts, selection.weights
+            scored, scores, carry = Scored(at_once.logits), Scores(at_once.logits, at_once.probs, at_once.logits), None
+            selection = at_once.selection
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
         if mask is not None:
-            chosen = chosen.masked_fill(~mask[:, None], -1)
-            weights = weights.masked_fill(chosen < 0, 0)
-        flat_logits, flat_unmixed = logits.flatten(0, 1), unmixed.flatten(0, 1)
-        flat_probs = flat_unmixed if probs is unmixed else probs.flatten(0, 1)
+            experts = selection.experts.masked_fill(~mask[:, None], -1)
+            selection = replace(selection, experts=experts, weights=selection.weights.masked_fill(experts < 0, 0))
+        logits, probs = scores.logits.flatten(0, 1), scores.probs.flatten(0, 1)
+        unmixed = probs if scores.unmixed is None else scores.unmixed.flatten(0, 1)
         losses: dict[str, Tensor] = {}
-        statistics: dict[str, Tensor] = {}
-        if self._has_losses:
+        if self.steps or self._has_losses:
             given = LossInput(
-                logits=flat_logits,
-                unmixed=flat_unmixed,
-                probs=flat_probs,
-                choice=choice.flatten(0, 1),
-                experts=chosen,
-                weights=weights,
-                extra=scored.extra,
+                logits=logits,
+                unmixed=unmixed,
+                probs=probs,
+                choice=scores.choice.flatten(0, 1),
+                experts=selection.experts,
+                weights=selection.weights,
+                extra=scores.extra,
                 mask=mask,
-                batch=batch,
-                length=length,
+                batch=hidden.shape[0],
+                length=hidden.shape[1],
                 context=context,
+                k=self.top_k,
+                num_experts=self.num_experts,
+                replayed=self.replayed is not None,
                 ranks=self.ranks,
             )
-            losses, statistics = self._losses(given)
-        for name, one in (("score", scored.statistics), ("mix", mixed), ("select", selection.statistics)):
-            statistics |= {f"{name}.{key}": value for key, value in one.items()}
-        experts, virtual_weights = chosen, None
-        if self.virtual:
-            experts, weights, virtual_weights = apart(chosen, weights, self.num_experts, len(self.virtual))
-        if self.capacity is not None and self.replayed is None:
-            assert self.limit is not None
-            experts = self.limit(experts, flat_probs, self.num_experts, self.top_k, context, batch)
-            weights = weights.masked_fill(experts < 0, 0)
+            for step in self.steps:
+                selection = step(selection, given)
+            if self._has_losses:
+                asked = selection if selection.asked is None else selection.asked
+                losses = self._losses(replace(given, experts=asked.experts, weights=asked.weights), statistics)
+        _gather(statistics, "select", selection.statistics)
         return Routing(
-            experts=experts,
-            weights=weights,
-            probs=flat_probs,
-            logits=flat_logits,
+            experts=selection.experts,
+            weights=selection.weights,
+            probs=probs,
+            logits=logits,
             losses=losses,
             carry=carry,
-            unmixed=flat_unmixed,
+            unmixed=unmixed,
             statistics=statistics,
-            flat=selection.flat if experts is chosen else None,
-            virtual=len(self.virtual),
-            virtual_weights=virtual_weights,
-            chosen=torch.where(chosen < self.num_experts, experts, chosen) if self.virtual else None,
             above={**(context.below or {}), **scored.above} or None,
-            slots=selection.slots,
-            means=None
-            if selection.means is None
-            else Means(self._of_others(flat_probs, experts, mask), selection.means),
-            weigh_input=self.weigh == "input",
+            how=selection.how,
         )
 
-    def _select(self, scores: Scores, context: RoutingContext) -> Selection:
+    def _score(
+        self, hidden: Tensor, context: RoutingContext, statistics: dict[str, Tensor]
+    ) -> tuple[Scored, Scores, RouterState | None]:
+        """Score, normalize and mix: what the scorer gave, what the selector gets, and what to carry on."""
+        mix, normalize = self.mix, self.normalize
+        scored = Scored.of(self.score(hidden, context))
+        _gather(statistics, "score", scored.statistics)
+        logits = scored.logits
+        probs, unmixed, carry = normalize(logits), None, None
+        if mix is not None:
+            unmixed = probs
+            probs, carry, mixed = mix(unmixed, hidden, context)
+            _gather(statistics, "mix", mixed)
+        if scored.carry:
+            carry = {**(carry or {}), **scored.carry}
+        choice = logits if mix is None and normalize.increasing else probs
+        return scored, Scores(logits, probs, choice, scored.extra, unmixed), carry
+
+    def _choose(self, scores: Scores, context: RoutingContext) -> Selection:
         if self.replayed is None:
             selection = self.select(scores, self.top_k, context)
             return selection if isinstance(selection, Selection) else Selection(*selection)
@@ -227,26 +221,25 @@ class Router(nn.Module):
             )
         return self.select.replay(scores, self.replayed.to(scores.logits.device))
 
-    def _of_others(self, probs: Tensor, experts: Tensor, mask: Tensor | None) -> Tensor:
-        """The probabilities [N, E] of the experts that a token did not choose, for `Means`; 0 for padding."""
-        chosen = members(experts, self.num_experts)
-        gone = chosen if mask is None else chosen | ~mask[:, None]
-        return (probs * self.scale).masked_fill(gone, 0)
-
     @property
     def _has_losses(self) -> bool:
         return bool(self.balance or self.z_loss or any(loss.weight for loss in self.losses.values()))
 
-    def _losses(self, given: LossInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The weighted losses by name, and the statistics of the balance loss."""
+    def _losses(self, given: LossInput, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weighted losses by name; the statistics of the balance loss go into `statistics`."""
         if torch.compiler.is_exporting():  # for inference
-            return {}, {}
+            return {}
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
-        values = {
-            name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in every.items() if loss.weight
-        }
-        counted = self.balancing.statistics(given) if self.balance else {}
-        return values, {f"balancing.{key}": value for key, value in counted.items()}
+        if self.balance:
+            _gather(statistics, "balancing", self.balancing.statistics(given))
+        weighted = ((name, loss) for name, loss in every.items() if loss.weight)
+        return {name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in weighted}
+
+    def without_limit(self) -> None:
+        """Takes the limit of capacity away."""
+        if self.limit is not None:
+            self.steps = tuple(step for step in self.steps if getattr(step, "__self__", None) is not self.limit)
+            self.limit = None
 
     @property
     def capacity(self) -> float | None:
@@ -352,6 +345,12 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
+
+
+def _gather(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
+    """Adds a stage's statistics under their names in a `Routing`."""
+    if found:
+        statistics |= {f"{stage}.{name}": value for name, value in found.items()}
 
 
 def _own(stage: Stage) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pointsman import auxiliary
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routing import Pairs, RouterState, RoutingContext, Slots
+from pointsman.routing import WEIGHTED_SUM, Combine, RouterState, RoutingContext
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,6 +36,11 @@ class Scored:
     above: Tensors = field(default_factory=dict)
     carry: RouterState = field(default_factory=dict)
 
+    @staticmethod
+    def of(found: Tensor | Scored) -> Scored:
+        """What a scorer returned, as a `Scored`."""
+        return found if isinstance(found, Scored) else Scored(found)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -46,12 +51,14 @@ class Scores:
         probs: [B, T, E]; the combine weights come from these.
         choice: [B, T, E], what selection ranks by.
         extra: `Scored.extra`.
+        unmixed: [B, T, E], the probabilities before mixing; None: `probs` itself.
     """
 
     logits: Tensor
     probs: Tensor
     choice: Tensor
     extra: Tensors = field(default_factory=dict)
+    unmixed: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,39 +68,44 @@ class Selection:
     Attributes:
         experts: [N, width] int64, -1 for none; the width is at most E and need not be k.
         weights: [N, width], 0 where experts is -1.
-        flat: pairs that follow from a choice by the experts; None: they follow from experts and weights.
+        how: how the layer makes its output of them; None: by the weighted sum. Read `combine`.
         statistics: summed over a step by `Stage.gather`, detached.
-        slots: of soft routing.
-        means: [E, dim], what stands for the outputs of experts that were not chosen, weighted by their probabilities.
-            The layer adds the sums of the experts' outputs to the statistics: `outputs` [E, dim] and `served` [E].
+        asked: the selection before a step took virtual experts apart or dropped anything: what losses see.
     """
 
     experts: Tensor
     weights: Tensor
-    flat: Pairs | None = None
+    how: Combine | None = None
     statistics: Tensors = field(default_factory=dict)
-    slots: Slots | None = None
-    means: Tensor | None = None
+    asked: Selection | None = None
 
-    def scaled(self, factor: float) -> Selection:
-        """The same with all weights times `factor`."""
-        flat = None if self.flat is None else replace(self.flat, weight=self.flat.weight * factor)
-        return replace(self, weights=self.weights * factor, flat=flat)
+    @property
+    def combine(self) -> Combine:
+        """How the layer makes its output of them."""
+        return WEIGHTED_SUM if self.how is None else self.how
+
+    def without(self, dropped: Tensor) -> Selection:
+        """The same without the assignments where `dropped` [N, width] is true."""
+        asked = self if self.asked is None else self.asked
+        experts, weights = self.experts.masked_fill(dropped, -1), self.weights.masked_fill(dropped, 0)
+        return replace(self, experts=experts, weights=weights, how=replace(self.combine, flat=None), asked=asked)
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss of a router sees. Every loss is a function of one of these and returns a scalar.
+    """What a loss of a router sees, and a step. Every loss is a function of one of these and returns a scalar.
 
     Attributes:
         logits: [N, E]; unmixed: [N, E], the probabilities before mixing; probs: [N, E], after it.
         choice: [N, E], what selection ranked by.
-        experts: [N, width], what was chosen, before capacity drops anything; -1 for padding and for none.
+        experts: [N, width], what was chosen, before any step drops anything; -1 for padding and for none.
         weights: [N, width], 0 where experts is -1.
         extra: `Scored.extra`, as the scorer returned it.
         mask: [N] bool, True for a real token; None where all are real.
         batch, length: B and T.
         context: what the router was given.
+        k, num_experts: that of now, and E without virtual experts.
+        replayed: whether the experts were given.
         ranks: who shares the batch.
     """
 
@@ -108,6 +120,9 @@ class LossInput:
     batch: int
     length: int
     context: RoutingContext
+    k: int = 0
+    num_experts: int = 0
+    replayed: bool = False
     ranks: Ranks = ALONE
 
     def token_mean(self, values: Tensor) -> Tensor:
@@ -124,3 +139,7 @@ class Loss(NamedTuple):
 
     function: Callable[[LossInput], Tensor]
     weight: float
+
+
+Step = Callable[[Selection, LossInput], Selection]
+"""What a router does with a selection after the choice: to drop, scale or combine it otherwise."""

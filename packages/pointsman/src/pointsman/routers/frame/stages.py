@@ -9,18 +9,27 @@ Shapes: B sequences, T tokens a sequence, N = B * T, E experts, k chosen experts
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pointsman.ops.linear import upcast
+from pointsman.ops.selection import top_k
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Step, Tensors
 from pointsman.routing import RouterState, RoutingContext
 
-TINY = 1e-9  # keeps a sum of sigmoids away from zero
+FLOOR = 1e-20
+"""The least sum that weights are divided by: a token whose weights sum to less has next to none."""
+
+
+def renormalized(weights: Tensor) -> Tensor:
+    """Weights [..., k] divided by their sums, each at least `FLOOR`."""
+    return weights / weights.sum(-1, keepdim=True).clamp_min(FLOOR)
 
 
 class Stage(nn.Module):
@@ -101,11 +110,13 @@ class Scorer(Stage):
         accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`). Otherwise it
             gets float32. A subclass with a `forward` of its own must set it again.
         asks_experts: whether it may use `RoutingContext.responses`; `asking`: whether its next forward does.
+        tells_apart: whether its logits differ at all.
     """
 
     accepts_half = False
     asks_experts = False
     asking = False
+    tells_apart = True
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -137,9 +148,14 @@ class Normalizer(Stage):
     Attributes:
         increasing: whether larger logits have larger probabilities, at every token: selection then ranks by the logits,
             which still differ where probabilities are rounded to 0 or 1.
+        gives: what a choice may count on (`NEEDS`); words: the same for errors.
+        reach: an upper bound of the probabilities, for histograms.
     """
 
     increasing = False
+    gives: frozenset[str] = frozenset()
+    words = "scores of its own"
+    reach = 1.0
 
     def forward(self, logits: Tensor) -> Tensor:
         raise NotImplementedError
@@ -149,10 +165,25 @@ class Normalizer(Stage):
         return None
 
 
+NEEDS = {
+    "nothing": "no scores at all",
+    "positive": "scores above 0 (softmax, sigmoid or sqrtsoftplus)",
+    "share": "scores from 0 to 1 (softmax or sigmoid)",
+    "distribution": "probabilities that sum to 1 (softmax)",
+    "softmax": "the softmax of its logits, without a temperature",
+    "sigmoid": "the sigmoids of its logits, without a temperature",
+    "relu": "relu(z)",
+    "zeros": "weights of which most become 0 (relu, dselect)",
+}
+"""What a choice may need of its scores, in words."""
+
+
 class Softmax(Normalizer):
     """p = softmax(z)."""
 
     increasing = True
+    gives = frozenset({"positive", "share", "distribution", "softmax"})
+    words = "softmax(z)"
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, -1)
@@ -165,12 +196,41 @@ class Sigmoid(Normalizer):
     """p_i = sigmoid(z_i), each expert on its own."""
 
     increasing = True
+    gives = frozenset({"positive", "share", "sigmoid"})
+    words = "sigmoid(z), which need not sum to 1"
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
 
     def gate_and_scale(self) -> tuple[str, Tensor | None]:
         return "sigmoid", None
+
+
+class SqrtSoftplus(Normalizer):
+    """s_i = sqrt(softplus(z_i)) (DeepSeek-V4), each expert on its own."""
+
+    increasing = True
+    gives = frozenset({"positive"})
+    words = "sqrt(softplus(z)), which has no upper bound"
+    reach = 4.0  # sqrt(softplus(16))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+class Relu(Normalizer):
+    """R = relu(z): weights that need not sum to 1, and may all be 0."""
+
+    gives = frozenset({"relu", "zeros"})
+    words = "relu(z), which may be 0"
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.relu(logits)
+
+
+GATES: Mapping[str, type[Normalizer]] = {
+    "softmax": Softmax, "sigmoid": Sigmoid, "sqrtsoftplus": SqrtSoftplus, "relu": Relu,
+}  # fmt: skip
 
 
 class Mixer(Stage):
@@ -189,7 +249,7 @@ class Selector(Stage):
     Attributes:
         ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
         needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
-        overrides: options of every router that this selector has its own rule for; `build_router` refuses them.
+        overrides: options of every router, and "mixer", that change nothing here: `build_router` refuses them.
         renormalize: whether weights are divided by their sum; None: they have a rule of their own, and `build_router`
             refuses the option.
     """
@@ -206,7 +266,7 @@ class Selector(Stage):
 
     def renormalized(self, weights: Tensor) -> Tensor:
         """Weights [N, k] divided by their sums, if `renormalize` asks for it."""
-        return weights / weights.sum(-1, keepdim=True).clamp_min(TINY) if self.renormalize else weights
+        return renormalized(weights) if self.renormalize else weights
 
     def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
         """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
@@ -228,9 +288,20 @@ class Selector(Stage):
             ValueError: weights are not a function of the experts.
         """
         weights = scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)).masked_fill(experts < 0, 0)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-        return Selection(experts, weights)
+        return Selection(experts, self.renormalized(weights))
+
+
+class TopK(Selector):
+    """The k experts of the highest choice; weights are their probabilities, renormalised over the k or as they are.
+
+    For a softmax, renormalised top-k equals a softmax over the top-k logits (the released code,
+    HyperRouter's Appendix B, Mutual-Inform's Eq. 11); not renormalised it is TopK(softmax(z), k) (HyperRouter's Eq. 1).
+    """
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        experts = top_k(scores.choice.flatten(0, 1), k)
+        return experts, self.renormalized(probs.gather(-1, experts))
 
 
 def equal_weights(scores: Scores, experts: Tensor) -> Selection:
@@ -242,13 +313,13 @@ def equal_weights(scores: Scores, experts: Tensor) -> Selection:
 
 @dataclass
 class Stages:
-    """What a named router puts together.
+    """What a named router puts together. The scores are the first half, the choice the second (`register_choice`).
 
     Attributes:
         balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).
-        counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
         losses: further losses by name. Their weights must be 0 or above.
-        virtual: the kinds of virtual experts ("zero", "copy", "constant"): the scores' columns after the E experts.
+        counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
+        steps: what is done with a selection after the choice and after capacity.
         objective: None, or the name of a training objective that the router needs ("consistency").
         objective_weight: weight of that objective's extra term.
     """
@@ -259,6 +330,43 @@ class Stages:
     balance_temperature: float = 1.0
     counted: Callable[[LossInput], Tensor] | None = None
     losses: Mapping[str, Loss] = field(default_factory=dict)
-    virtual: Sequence[str] = ()
+    steps: tuple[Step, ...] = ()
     objective: str | None = None
     objective_weight: float = 0.0
+
+
+def inside(gate: Scorer, hidden: Tensor, context: RoutingContext) -> Scored:
+    """What a scorer gives that another one holds: in at least float32."""
+    return Scored.of(gate(hidden if gate.accepts_half else upcast(hidden), context))
+
+
+def extended(scorer: Scorer, extension: Any) -> Any:
+    """The scorer, in place, with the methods of `extension` before those of its own class.
+
+    So a choice adds noise, responses or thresholds to whatever scores it is given; the names of the scorer's parameters
+    stay as they are.
+    """
+    for flag in ("needs_step_end", "training_stochastic"):  # where the scorer has its own of that name
+        setattr(scorer, flag, getattr(scorer, flag) or getattr(extension, flag))
+    own: Any = type(scorer)
+    scorer.__class__ = _both(extension, own)
+    return scorer
+
+
+@cache
+def _both(extension: Any, own: Any) -> type[Scorer]:
+    def reduced(self: Scorer, protocol: int) -> tuple[Any, ...]:
+        return _blank, (extension, own), self.__dict__  # pickle cannot look the class up by its name
+
+    members = {
+        "__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduced,
+        "accepts_half": extension.accepts_half and own.accepts_half, "needs": extension.needs | own.needs,
+    }  # fmt: skip
+    if "plain_linear" not in extension.__dict__:  # the logits alone are not all that the choice needs
+        members["plain_linear"] = Scorer.plain_linear
+    return type(f"{extension.__name__}{own.__name__}", (extension, own), members)
+
+
+def _blank(extension: Any, own: Any) -> Scorer:
+    both: Any = _both(extension, own)
+    return both.__new__(both)  # type: ignore[no-any-return]

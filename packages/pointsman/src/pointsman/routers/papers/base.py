@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -42,12 +43,17 @@ class Assigned(Selector):
         return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts.clamp_min(0)))
 
 
-@register_router("base", paper="Lewis et al. 2021, arXiv 2103.16716", renormalize=False)
-def base(layer: LayerSpec, *, group: Literal["batch", "sequence"] = "batch") -> Stages:
+def centroids(layer: LayerSpec) -> Stages:
+    """Sigmoids of products with trained centroids, which start orthogonal."""
+    scorer = LinearScorer(layer.dim, layer.columns, bias=False)
+    nn.init.orthogonal_(scorer.weight, gain=GAIN)
+    return Stages(scorer, Sigmoid())
+
+
+@register_router("base", paper="Lewis et al. 2021, arXiv 2103.16716", scores=centroids, renormalize=False)
+def base(layer: LayerSpec, stages: Stages, *, group: Literal["batch", "sequence"] = "batch") -> Stages:
     """z = C h, weights sigmoid(z). Training: equal loads at the largest sum of scores; evaluation: the k best.
 
     group: whose tokens are assigned together: the batch's, or each sequence's.
     """
-    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
-    nn.init.orthogonal_(scorer.weight, gain=GAIN)
-    return Stages(scorer, Sigmoid(), select=Assigned(group, layer.renormalize))
+    return replace(stages, select=Assigned(group, layer.renormalize))

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Probability, Whole, register_router
-from pointsman.routers.frame.select import TopK
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
-from pointsman.routers.frame.stages import TINY, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.frame.stages import Scorer, Stages, TopK, extended, renormalized
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 WINNERS = 0.1  # theta: the share of the router's loss on the winners alone (version 2)
 
 
-class CompetingScorer(LinearScorer):
-    """z = W h; on competition steps also the responses a_e: |E_e(h)| (version 1) or mean_d softplus(E_e(h)_d) (2).
+class Competing(Scorer):
+    """z of the scores; on competition steps also responses a_e: |E_e(h)| (version 1), mean_d softplus(E_e(h)_d) (2).
 
     A step is one with the probability `rate` once `warmup` steps have passed: drawn from this layer's seed and the
     number of the step, so that micro-batches, processes and a resumed run agree.
@@ -34,11 +33,12 @@ class CompetingScorer(LinearScorer):
     one_process = "in a competition each token runs all experts where it is"
     asks_experts = True
     needs_step_end = True
+    accepts_half = True
     steps: Tensor
     seed: Tensor
 
-    def __init__(self, layer: LayerSpec, version: int, rate: float, warmup: int, cosines: bool) -> None:
-        super().__init__(layer.dim, layer.num_experts, bias=False)
+    def compete(self, version: int, rate: float, warmup: int, cosines: bool) -> None:
+        """Sets the competition up."""
         self.version, self.rate, self.warmup, self.cosines = version, rate, warmup, cosines
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seed", torch.randint(2**31, ()))
@@ -53,6 +53,7 @@ class CompetingScorer(LinearScorer):
         return self.training and self.competes
 
     def step_end(self) -> None:
+        super().step_end()
         self.steps += 1
         self.competes = self._drawn()
 
@@ -60,14 +61,15 @@ class CompetingScorer(LinearScorer):
         super()._load_from_state_dict(*args, **kwargs)
         self.competes = self._drawn()
 
-    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:  # type: ignore[override]
-        logits = super().forward(hidden, context)
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
+        found = super().forward(hidden, context)
         if not self.asking:
-            return logits
+            return found
         if context.responses is None:
             raise ValueError("compete: a competition step asks the experts of the MoE layer: the router is not in one")
-        found = context.responses(self._reduce)
-        return Scored(logits, dict(zip(("responses", "cosines"), found, strict=False)))
+        scored = Scored.of(found)
+        answers = dict(zip(("responses", "cosines"), context.responses(self._reduce), strict=False))
+        return replace(scored, extra={**scored.extra, **answers})
 
     def _reduce(self, outputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs [n, E, dim] -> responses [n, E] and, if wanted, the outputs' cosines [n, E, E]."""
@@ -123,7 +125,7 @@ class Winners(TopK):
     def _shares(self, scores: Scores) -> Tensor:
         """[N, E]: what the responses' weights are, before they are renormalised."""
         a = scores.extra["responses"].to(scores.probs.dtype)
-        return torch.softmax(a, -1) if self.version == 1 else a / a.sum(-1, keepdim=True).clamp_min(TINY)
+        return torch.softmax(a, -1) if self.version == 1 else renormalized(a)
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         if "responses" in scores.extra:
@@ -131,9 +133,16 @@ class Winners(TopK):
         return super().replay(scores, experts)
 
 
-@register_router("compete", paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380")
+@register_router(
+    "compete",
+    paper="Pham et al. 2024, arXiv 2402.02526; Nguyen et al. 2025, arXiv 2505.13380",
+    scores=linear_scores,
+    defaults={"bias": False},
+    needs="distribution",
+)
 def compete(
     layer: LayerSpec,
+    stages: Stages,
     *,
     version: Literal["1", "2"] = "2",
     rate: Probability = 0.07,
@@ -149,6 +158,7 @@ def compete(
     router: weight of the router's loss on these steps.
     diversity: weight of the mean cosine of the winners' outputs.
     """
-    score = CompetingScorer(layer, int(version), rate, warmup, diversity > 0)
+    score = extended(stages.score, Competing)
+    score.compete(int(version), rate, warmup, diversity > 0)
     losses = {"router": Loss(score.router_loss, router), "diversity": Loss(score.diversity, diversity)}
-    return Stages(score, select=Winners(layer.renormalize, int(version)), losses=losses)
+    return replace(stages, score=score, select=Winners(layer.renormalize, int(version)), losses=losses)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pointsman.ops.selection import top_k
+from pointsman.experts.combine import PerPair
+from pointsman.ops.selection import members, top_k
 from pointsman.routers.frame.entries import BelowOne, LayerSpec, register_router
-from pointsman.routers.frame.stage_values import Scores, Selection
+from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -35,11 +36,14 @@ class WithMeans(Selector):
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         experts = top_k(scores.choice.flatten(0, 1), k)
         weights = scores.probs.flatten(0, 1).gather(-1, experts)
-        # a copy: `step_end` changes the buffer between forward and backward of a graph that is kept
-        return Selection(experts, weights, means=self.means.clone())
+        return Selection(experts, weights, self._combine(scores))
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
-        return replace(super().replay(scores, experts), means=self.means.clone())
+        return replace(super().replay(scores, experts), how=self._combine(scores))
+
+    def _combine(self, scores: Scores) -> PerPair:
+        # a copy: `step_end` changes the buffer between forward and backward of a graph that is kept
+        return PerPair(means=self.means.clone(), others=scores.probs.flatten(0, 1))
 
     def step_end(self) -> None:
         if "served" not in self.sums:
@@ -49,8 +53,25 @@ class WithMeans(Selector):
         self.means.copy_(torch.where(served > 0, torch.lerp(mean.to(self.means), self.means, self.decay), self.means))
 
 
-@register_router("default", paper="Panda et al. 2025, arXiv 2504.12463", renormalize=False)
-def default(layer: LayerSpec, *, decay: BelowOne = 0.9) -> Stages:
+def means_of_others(selection: Selection, given: LossInput) -> Selection:
+    """Means only for experts that a token did not choose, or that dropped it, and none for padding."""
+    combine = selection.combine
+    assert isinstance(combine, PerPair)
+    assert combine.others is not None
+    gone = members(selection.experts, given.num_experts)
+    gone = gone if given.mask is None else gone | ~given.mask[:, None]
+    return replace(selection, how=replace(combine, others=combine.others.masked_fill(gone, 0)))
+
+
+@register_router(
+    "default",
+    paper="Panda et al. 2025, arXiv 2504.12463",
+    scores=linear_scores,
+    defaults={"bias": False},
+    needs="distribution",
+    renormalize=False,
+)
+def default(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.9) -> Stages:
     """p = softmax(W h), top-k; an expert that is not chosen gives p times the running mean of its outputs.
 
     decay: of the running means, from step to step.
@@ -58,4 +79,4 @@ def default(layer: LayerSpec, *, decay: BelowOne = 0.9) -> Stages:
     if layer.renormalize:
         raise ValueError("default: option renormalize=true: allowed is false: weights of all experts add up to 1")
     select = WithMeans(layer.dim, layer.num_experts, decay)
-    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), select=select)
+    return replace(stages, select=select, steps=(means_of_others,))

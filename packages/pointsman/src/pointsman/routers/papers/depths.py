@@ -11,9 +11,9 @@ from torch import Tensor
 from pointsman.ops.selection import members, top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Share, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scores, Selection
-from pointsman.routers.frame.stages import Selector, Sigmoid, Stages
+from pointsman.routers.frame.stages import Selector, Stages
 from pointsman.routers.papers.expert_choice import as_selection, best_tokens
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -54,9 +54,17 @@ def will_be_taken(given: LossInput) -> Tensor:
     return given.token_mean(each).mean()
 
 
-@register_router("depths", paper="Raposo et al. 2024, arXiv 2404.02258", renormalize=False)
+@register_router(
+    "depths",
+    paper="Raposo et al. 2024, arXiv 2404.02258",
+    scores=linear_scores,
+    defaults={"bias": False, "gate": "sigmoid"},
+    needs="sigmoid",
+    renormalize=False,
+)
 def depths(
     layer: LayerSpec,
+    stages: Stages,
     *,
     share: Share = 0.125,
     auxiliary: NotNegative = 0.01,
@@ -68,9 +76,5 @@ def depths(
     auxiliary: weight of the cross-entropy that teaches sg(r) > 1/2 to mean "taken", which evaluation goes by.
     gate: what multiplies an expert's output: r = W h itself (the paper's), or its sigmoid.
     """
-    return Stages(
-        LinearScorer(layer.dim, layer.num_experts, bias=False),
-        Sigmoid(),
-        select=SomeTokens(share, gate),
-        losses={"auxiliary": Loss(will_be_taken, auxiliary)},
-    )
+    losses = {"auxiliary": Loss(will_be_taken, auxiliary)}
+    return replace(stages, select=SomeTokens(share, gate), losses=losses)

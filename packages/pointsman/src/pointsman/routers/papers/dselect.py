@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,8 @@ class Exponential(Normalizer):
     """p = exp(z): the weights themselves, which sum to 1 where the number of experts is a power of two."""
 
     increasing = True
+    gives = frozenset({"positive", "share", "zeros"})
+    words = "sums of selectors, of which most become 0"
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.exp(logits)
@@ -113,13 +116,7 @@ def unused_codes(given: LossInput) -> Tensor:
     return given.token_mean((1 / selectors(given).sum(0).clamp_min(EPS)).sum(0))
 
 
-@register_router(
-    "dselect",
-    paper="Hazimeh et al. 2021, arXiv 2106.03760",
-    renormalize=False,
-    starts_at=lambda layer: layer.num_experts,
-)
-def dselect(
+def codes_of_selectors(
     layer: LayerSpec,
     *,
     selectors: Count | None = None,
@@ -127,7 +124,7 @@ def dselect(
     entropy: NotNegative = 1e-6,
     codes: NotNegative = 1.0,
 ) -> Stages:
-    """DSelect-k: selectors that each choose one expert by its binary code, dense at first and sparse later. k is a cap.
+    """Selectors that each choose one expert by its binary code, dense at first and sparse later.
 
     selectors: how many (none = the layer's top_k).
     gamma: width of the smooth step from 0 to 1.
@@ -135,8 +132,21 @@ def dselect(
     codes: weight of the penalty on codes without an expert, where the number of experts is no power of two.
     """
     selectors = layer.top_k if selectors is None else selectors
-    scorer = SelectorScorer(layer.dim, layer.num_experts, selectors, gamma)
+    scorer = SelectorScorer(layer.dim, layer.columns, selectors, gamma)
     losses = {"entropy": Loss(bit_entropy, entropy)}
-    if layer.num_experts != 2**scorer.bits:
+    if layer.columns != 2**scorer.bits:
         losses = {"entropy": Loss(code_entropy, entropy), "codes": Loss(unused_codes, codes)}
-    return Stages(scorer, Exponential(), select=AboveZero(layer.renormalize), losses=losses)
+    return Stages(scorer, Exponential(), losses=losses)
+
+
+@register_router(
+    "dselect",
+    paper="Hazimeh et al. 2021, arXiv 2106.03760",
+    scores=codes_of_selectors,
+    needs="zeros",
+    renormalize=False,
+    starts_at=lambda layer: layer.num_experts,
+)
+def dselect(layer: LayerSpec, stages: Stages) -> Stages:
+    """DSelect-k: all experts with a weight above 0, of selectors that each choose one by its code. k is a cap."""
+    return replace(stages, select=AboveZero(layer.renormalize))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages, extended
 from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-4
@@ -21,18 +22,16 @@ FIRST_TEMPERATURE = math.log(10.0)
 LARGEST_TEMPERATURE = math.log(100.0)
 
 
-class ThresholdScorer(Scorer):
-    """z_e = tau cos(h, w_e), tau = exp(min(t, ln 100)); `extra["threshold"]` = sg(tau G_e) [E].
-
-    W starts with orthogonal rows, G as 0, t as ln 10.
-    """
+class SharpCosines(Scorer):
+    """z_e = tau cos(h, w_e), tau = exp(min(t, ln 100)); W starts with orthogonal rows, t as ln 10."""
 
     accepts_half = True
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(nn.init.orthogonal_(torch.empty(num_experts, dim)))
-        self.threshold = nn.Parameter(torch.zeros(num_experts))
+        self.threshold: nn.Parameter | None
+        self.register_parameter("threshold", None)  # of `Thresholds`: saved before the temperature
         self.temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE))
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
@@ -40,8 +39,7 @@ class ThresholdScorer(Scorer):
         tau = self.temperature.to(tokens.dtype).clamp_max(LARGEST_TEMPERATURE).exp()
         directions = F.normalize(self.weight.to(tokens.dtype), dim=-1, eps=NORM_FLOOR)
         norms = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
-        logits = linear(tokens, directions) * (tau / norms)
-        return Scored(logits, {"threshold": torch.sigmoid(tau * self.threshold.to(tokens.dtype))})
+        return Scored(linear(tokens, directions) * (tau / norms), {"tau": tau})
 
     def regularity(self, given: LossInput) -> Tensor:
         """|W W^T - I| (Frobenius) + the mean of |w_e|: experts apart from each other, and short."""
@@ -50,6 +48,18 @@ class ThresholdScorer(Scorer):
         length: Tensor = torch.linalg.vector_norm(weight, dim=-1).mean()
         distance: Tensor = torch.linalg.vector_norm(apart)
         return given.ranks.once(length + distance)
+
+
+class Thresholds(Scorer):
+    """`extra["threshold"]` = sg(tau G_e) [E], G from 0; tau is that of `SharpCosines`, and 1 for other scores."""
+
+    accepts_half = True
+    threshold: nn.Parameter
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        scored = Scored.of(super().forward(hidden, context))
+        threshold = scored.extra.get("tau", 1.0) * self.threshold.to(scored.logits.dtype)
+        return replace(scored, extra={**scored.extra, "threshold": torch.sigmoid(threshold)})
 
 
 class Active(Selector):
@@ -84,18 +94,27 @@ class Active(Selector):
         return weights.masked_fill(~active, 0)
 
 
-@register_router(
-    "dynmoe",
-    paper="Guo et al. 2024, arXiv 2405.14297",
-    renormalize=False,
-    starts_at=lambda layer: layer.num_experts,
-)
-def dynmoe(layer: LayerSpec, *, auxiliary: NotNegative = 0.01) -> Stages:
-    """DynMoE: all experts whose cosine with the token is above their own threshold, with equal weights. k is a cap.
+def sharp_cosines(layer: LayerSpec, *, auxiliary: NotNegative = 0.01) -> Stages:
+    """Sigmoids of cosines, with a trained temperature.
 
     auxiliary: weight of |W W^T - I| + mean |w_e|.
     """
+    scorer = SharpCosines(layer.dim, layer.columns)
+    return Stages(scorer, Sigmoid(), losses={"auxiliary": Loss(scorer.regularity, auxiliary)})
+
+
+@register_router(
+    "dynmoe",
+    paper="Guo et al. 2024, arXiv 2405.14297",
+    scores=sharp_cosines,
+    needs="sigmoid",
+    renormalize=False,
+    starts_at=lambda layer: layer.num_experts,
+)
+def dynmoe(layer: LayerSpec, stages: Stages) -> Stages:
+    """DynMoE: all experts whose cosine with the token is above their own threshold, with equal weights. k is a cap."""
     if layer.renormalize:
         raise ValueError("dynmoe: option renormalize=true: allowed is false: the weights are equal and sum to 1")
-    scorer = ThresholdScorer(layer.dim, layer.num_experts)
-    return Stages(scorer, Sigmoid(), select=Active(), losses={"auxiliary": Loss(scorer.regularity, auxiliary)})
+    scorer = extended(stages.score, Thresholds)
+    scorer.threshold = nn.Parameter(torch.zeros(layer.num_experts))
+    return replace(stages, score=scorer, select=Active())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.select import ROUNDING
+from pointsman.routers.frame.capacity import ROUNDING
+from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
-from pointsman.routers.frame.stages import Selector, Sigmoid, Softmax, Stages
-from pointsman.routers.papers.topk import LinearScorer
-from pointsman.routing import Pairs, RoutingContext
+from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.papers.topk import linear_scores
+from pointsman.routing import Combine, Pairs, RoutingContext
 
 
 def best_tokens(choice: Tensor, mask: Tensor | None, each: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +53,7 @@ def as_selection(token: Tensor, expert: Tensor, member: Tensor, values: Tensor) 
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     flat = Pairs(token, expert, values[token, expert], offsets)
     every = torch.arange(member.shape[1], device=member.device)
-    return Selection(torch.where(member, every, -1), torch.where(member, values, 0), flat)
+    return Selection(torch.where(member, every, -1), torch.where(member, values, 0), Combine(flat))
 
 
 class ExpertsChoose(Selector):
@@ -63,7 +64,7 @@ class ExpertsChoose(Selector):
     """
 
     causal = False
-    overrides = frozenset({"capacity", "eval_capacity"})
+    overrides = frozenset({"capacity", "eval_capacity", "balance"})  # loads are equal: the balance loss is 1
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -83,19 +84,16 @@ class ExpertsChoose(Selector):
         return as_selection(token, expert, member, probs.flatten(0, 1))
 
 
-@register_router("expert-choice", paper="Zhou et al. 2022, arXiv 2202.09368", renormalize=False)
-def expert_choice(
-    layer: LayerSpec,
-    *,
-    group: Literal["sequence", "batch"] = "sequence",
-    gate: Literal["softmax", "sigmoid"] = "softmax",
-    noise: NotNegative = 0.0,
-) -> Stages:
+@register_router(
+    "expert-choice",
+    paper="Zhou et al. 2022, arXiv 2202.09368",
+    scores=linear_scores,
+    defaults={"bias": False},
+    renormalize=False,
+)
+def expert_choice(layer: LayerSpec, stages: Stages, *, group: Literal["sequence", "batch"] = "sequence") -> Stages:
     """Each expert takes its ceil(k T / E) best tokens of a sequence; weights softmax(W h) as they are. Not causal.
 
     group: what an expert chooses from: a sequence, or the batch (then routing depends on other sequences).
-    gate: softmax over the experts, or a sigmoid for each.
-    noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
     """
-    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False, noise=noise)
-    return Stages(scorer, Sigmoid() if gate == "sigmoid" else Softmax(), select=ExpertsChoose(group))
+    return replace(stages, select=ExpertsChoose(group))

@@ -5,16 +5,18 @@ The thresholds follow the scores of earlier steps so that k experts pass on aver
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pointsman._values import check_whole
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import BelowOne, LayerSpec, register_router
-from pointsman.routers.frame.quantile import column_histogram
 from pointsman.routers.frame.stage_values import Scores, Selection
-from pointsman.routers.frame.stages import TINY, Selector, Sigmoid, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.frame.stages import FLOOR, Selector, Stages
+from pointsman.routers.papers.bias_updates import column_histogram
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -47,7 +49,7 @@ class AboveThreshold(Selector):
         above = self.histogram.flip(1).cumsum(1)
         last = (above <= share).sum(1, keepdim=True).clamp_max(self.bins - 1)  # the bin, from the top, with the border
         mass = self.histogram.flip(1).gather(1, last)
-        part = (share - (above.gather(1, last) - mass)) / mass.clamp_min(TINY)
+        part = (share - (above.gather(1, last) - mass)) / mass.clamp_min(FLOOR)
         return (1 - (last + part.clamp(0, 1)) / self.bins)[:, 0]
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
@@ -77,8 +79,15 @@ class AboveThreshold(Selector):
         self.steps += tokens > 0
 
 
-@register_router("expert-threshold", paper="Sun et al. 2026, arXiv 2603.11535", renormalize=False)
-def expert_threshold(layer: LayerSpec, *, decay: BelowOne = 0.99, bins: int = 1000) -> Stages:
+@register_router(
+    "expert-threshold",
+    paper="Sun et al. 2026, arXiv 2603.11535",
+    scores=linear_scores,
+    defaults={"bias": False, "gate": "sigmoid"},
+    needs="share",
+    renormalize=False,
+)
+def expert_threshold(layer: LayerSpec, stages: Stages, *, decay: BelowOne = 0.99, bins: int = 1000) -> Stages:
     """s = sigmoid(W h): each expert takes the tokens above its threshold, k experts a token on average.
 
     decay: of the running histogram of scores that the thresholds come from.
@@ -86,4 +95,4 @@ def expert_threshold(layer: LayerSpec, *, decay: BelowOne = 0.99, bins: int = 10
     """
     check_whole("expert-threshold: option bins", bins, least=2)
     select = AboveThreshold(layer.num_experts, bins, decay, layer.renormalize)
-    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), Sigmoid(), select=select)
+    return replace(stages, select=select)

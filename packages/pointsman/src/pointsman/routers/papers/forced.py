@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores
 from pointsman.routers.frame.stages import Selector, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -22,7 +24,7 @@ class InTurn(Selector):
         return experts, self.renormalized(probs.gather(-1, experts))
 
 
-@register_router("forced", paper="for speed tests")
-def forced(layer: LayerSpec) -> Stages:
+@register_router("forced", paper="for speed tests", scores=linear_scores, defaults={"bias": False})
+def forced(layer: LayerSpec, stages: Stages) -> Stages:
     """Forced balance, for speed tests: token n takes the experts (n k + j) mod E, with weights softmax(W h)."""
-    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), select=InTurn(layer.renormalize))
+    return replace(stages, select=InTurn(layer.renormalize))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import members, top_k
-from pointsman.routers.frame.registry import LayerSpec, register_router
+from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 TINY = 1e-9
@@ -71,8 +72,14 @@ def first_choices(given: LossInput) -> Tensor:
     return given.experts[:, :1]
 
 
-@register_router("gshard", paper="Lepikhin et al. 2020, arXiv 2006.16668", balance=0.01)
-def gshard(layer: LayerSpec, *, second: Second = "random", second_eval: Second = "all") -> Stages:
+@register_router(
+    "gshard",
+    paper="Lepikhin et al. 2020, arXiv 2006.16668",
+    scores=linear_scores,
+    defaults={"bias": False},
+    balance=0.01,
+)
+def gshard(layer: LayerSpec, stages: Stages, *, second: Second = "random", second_eval: Second = "all") -> Stages:
     """GShard: softmax, top-2, the second expert kept at random in training; balance loss 0.01 over first choices.
 
     second: which choices after the first are kept in training: with probability min(1, k w) (random, the paper),
@@ -80,4 +87,4 @@ def gshard(layer: LayerSpec, *, second: Second = "random", second_eval: Second =
     second_eval: the same in evaluation.
     """
     select = FirstAndSecond(layer.renormalize, second, second_eval)
-    return Stages(LinearScorer(layer.dim, layer.num_experts, bias=False), select=select, counted=first_choices)
+    return replace(stages, select=select, counted=first_choices)

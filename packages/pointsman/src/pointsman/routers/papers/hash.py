@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,10 +12,8 @@ from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Softmax, Stages, equal_weights
-from pointsman.routers.frame.token_ids import checked_ids
-from pointsman.routers.papers.clustering import kmeans
-from pointsman.routers.papers.loss_free import SqrtSoftplus
+from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages, equal_weights, inside
+from pointsman.routers.papers.thor import no_scores
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -23,6 +22,49 @@ NEEDED = {
     "clustered": "embeddings of the token ids: call router.score.cluster(embeddings)",
 }
 """What a table that is not random is made of."""
+
+
+def checked_ids(router: str, vocab_size: int, context: RoutingContext) -> Tensor:
+    """The context's token ids [B, T]; 0 for padding.
+
+    Raises:
+        ValueError: an id outside 0 to `vocab_size` - 1; `router` is named. On a GPU, which would have to be waited for,
+            and under torch.compile the look-up itself raises.
+    """
+    ids = context.token_ids
+    assert ids is not None  # `needs` was checked
+    if context.padding_mask is not None:
+        ids = ids.masked_fill(~context.padding_mask, 0)
+    looked_at = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+    if looked_at and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"{router}: a token id is outside 0 to {vocab_size - 1}, the ids of the table")
+    return ids
+
+
+ROUNDS = 100
+
+
+def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """The cluster, 0 to `count` - 1, of each row [n, d]: [n] int64; at most `ROUNDS` rounds, in float64 on the CPU.
+
+    A cluster without rows keeps its centre. The same generator gives the same clusters.
+    """
+    rows = rows.detach().cpu().double()
+    near = torch.full((len(rows),), torch.inf, dtype=torch.float64)
+    chosen: list[int] = []
+    for _ in range(count):
+        odds = near if chosen and bool(near.any()) else torch.ones_like(near)
+        chosen.append(int(torch.multinomial(odds, 1, generator=generator)))
+        near = torch.minimum(near, (rows - rows[chosen[-1]]).square().sum(1))
+    centres, labels = rows[chosen], torch.full((len(rows),), -1)
+    for _ in range(ROUNDS):
+        before, labels = labels, torch.cdist(rows, centres).argmin(1)
+        if torch.equal(before, labels):
+            break
+        sizes = labels.bincount(minlength=count)[:, None]
+        means = torch.zeros_like(centres).index_add_(0, labels, rows) / sizes.clamp_min(1)
+        centres = torch.where(sizes > 0, means, centres)
+    return labels
 
 
 class TableScorer(Scorer):
@@ -35,7 +77,7 @@ class TableScorer(Scorer):
         vocab_size: V.
         kind: "random": each id's experts drawn uniformly. "balanced": by `calibrate`. "clustered": by `cluster`.
         seed: of the table.
-        gated: whether there is a linear map.
+        gate: the scores that weigh the chosen experts; None: logits are 0.
         columns: how many experts of an id the table names: `table` is [V], or [V, columns].
     """
 
@@ -45,7 +87,7 @@ class TableScorer(Scorer):
     ready: Tensor
 
     def __init__(
-        self, dim: int, num_experts: int, vocab_size: int, kind: str, seed: int, gated: bool, columns: int = 1
+        self, gate: Scorer | None, num_experts: int, vocab_size: int, kind: str, seed: int, columns: int = 1
     ) -> None:
         super().__init__()
         self.num_experts, self.vocab_size, self.kind, self.seed = num_experts, vocab_size, kind, seed
@@ -57,7 +99,7 @@ class TableScorer(Scorer):
         self.register_buffer("table", table)
         self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
         self.register_buffer("ready", torch.tensor(kind == "random"))
-        self.gate = LinearScorer(dim, num_experts, bias=False) if gated else None
+        self.gate = gate
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
         """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
@@ -122,11 +164,11 @@ class TableScorer(Scorer):
         ids = checked_ids("hash", self.vocab_size, context)
         if self.kind != "random" and not torch.compiler.is_compiling() and not bool(self.ready):
             raise ValueError(f"hash: kind={self.kind} needs {NEEDED[self.kind]}")
-        logits = hidden.new_zeros(*hidden.shape[:2], self.num_experts)
+        scored = Scored(hidden.new_zeros(*hidden.shape[:2], self.num_experts))
         if self.gate is not None:
-            logits = self.gate(hidden, context)
+            scored = inside(self.gate, hidden, context)
         columns = self.table[ids] if self.table.dim() > 1 else self.table[ids][..., None]
-        return Scored(logits, {"columns": columns, "stride": self.stride[ids]})
+        return replace(scored, extra={**scored.extra, "columns": columns, "stride": self.stride[ids]})
 
 
 def walk(columns: Tensor, stride: Tensor, k: int, num_experts: int) -> Tensor:
@@ -149,6 +191,7 @@ class Walk(Selector):
     def __init__(self, gated: bool, renormalize: bool) -> None:
         super().__init__()
         self.gated, self.renormalize = gated, renormalize if gated else None
+        self.overrides = frozenset() if gated else frozenset({"balance", "z_loss", "mixer"})  # of scores that are all 0
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
@@ -162,14 +205,24 @@ class Walk(Selector):
         return super().replay(scores, experts) if self.gated else equal_weights(scores, experts)
 
 
-@register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426")
+def gate_scores(layer: LayerSpec, *, gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none") -> Stages:
+    """None, or a trained linear map W h.
+
+    gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
+    """
+    if gate == "none":
+        return no_scores(layer)
+    return Stages(LinearScorer(layer.dim, layer.columns, bias=False), GATES[gate]())
+
+
+@register_router("hash", paper="Roller et al. 2021, arXiv 2106.04426", scores=gate_scores, needs="nothing|positive")
 def hash_router(
     layer: LayerSpec,
+    stages: Stages,
     *,
     kind: Literal["random", "balanced", "clustered"] = "random",
     seed: int = 0,
     columns: int = 1,
-    gate: Literal["none", "softmax", "sigmoid", "sqrtsoftplus"] = "none",
 ) -> Stages:
     """A fixed table of token ids says which experts a token goes to; nothing of it is trained.
 
@@ -178,14 +231,12 @@ def hash_router(
     seed: of the table.
     columns: how many experts of an id the table names; the further ones follow at a stride of the id's own
         (DeepSeek-V4: k columns). `router.score.set_table(table)` takes the table of a trained model.
-    gate: none = weights 1/k; else those of a trained linear map (DeepSeek-V4's first layers: sqrtsoftplus).
     """
     if not 1 <= columns <= layer.num_experts:
         raise ValueError(f"hash: option columns={columns}: allowed are whole numbers from 1 to {layer.num_experts}")
     if columns > 1 and kind != "random":
         raise ValueError(f"hash: option columns={columns}: kind={kind} makes a table of one column")
     vocabulary = layer.need_vocab_size("hash")
-    gated = gate != "none"
-    normalize = {"sigmoid": Sigmoid, "sqrtsoftplus": SqrtSoftplus}.get(gate, Softmax)()
-    scorer = TableScorer(layer.dim, layer.num_experts, vocabulary, kind, seed, gated, columns)
-    return Stages(scorer, normalize, select=Walk(gated, layer.renormalize))
+    gate = stages.score if stages.score.tells_apart else None
+    scorer = TableScorer(gate, layer.num_experts, vocabulary, kind, seed, columns)
+    return replace(stages, score=scorer, select=Walk(gate is not None, layer.renormalize))

@@ -10,9 +10,45 @@ from torch import Tensor, nn
 from pointsman.routers.frame.entries import BelowOne, Count, LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput
-from pointsman.routers.frame.stages import Product, Scorer, Stages
-from pointsman.routers.papers.hypernetwork import FrozenLinear, build_hypernetwork
+from pointsman.routers.frame.stages import GATES, Product, Scorer, Stage, Stages
+from pointsman.routers.papers.topk import INIT_STD
 from pointsman.routing import RoutingContext
+
+
+class FrozenLinear(Stage):
+    """A linear map whose weight and bias never train: buffers, so that nothing can thaw them.
+
+    The weight is drawn from N(0, std^2), 0.02 by default; `std` may be a column, [width_out, 1].
+    """
+
+    def __init__(self, width_in: int, width_out: int, std: float | Tensor = INIT_STD) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor
+        self.register_buffer("weight", torch.randn(width_out, width_in) * std)
+        self.register_buffer("bias", torch.zeros(width_out))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def build_hypernetwork(
+    embed_dim: int, hyper_dim: int, dim: int, outputs: int, init: str, each: bool, bias: bool = True
+) -> nn.Module:
+    """H(e) = W2 relu(W1 e + b1) + b2 for `outputs` experts; see `hyperrouter` for `init`."""
+    if init == "normal":
+        return nn.Sequential(
+            FrozenLinear(embed_dim, hyper_dim), nn.ReLU(), FrozenLinear(hyper_dim, outputs * (dim + 1))
+        )
+    # E[relu^2] is the mean square of what enters: 1, or 2 for e + a_i
+    units = hyper_dim * (2 if each else 1)
+    std = torch.full((outputs, dim + 1, 1), ((2 if bias else 1) * dim * units) ** -0.5)
+    std[:, -1] = (2 * units) ** -0.5
+    return nn.Sequential(
+        FrozenLinear(embed_dim, hyper_dim, (2 / embed_dim) ** 0.5),
+        nn.ReLU(),
+        FrozenLinear(hyper_dim, outputs * (dim + 1), std.view(-1, 1)),
+    )
 
 
 class HyperScorer(Scorer):
@@ -121,6 +157,7 @@ def hyperrouter(
     embed_dropout: BelowOne = 0.0,
     init: Literal["normal", "hyperfan"] = "normal",
     generate: Literal["whole", "expert"] = "whole",
+    gate: Literal["softmax", "sigmoid"] = "softmax",
 ) -> Stages:
     """HyperRouter: a fixed random hypernetwork generates the linear router's weight and bias from a trained embedding.
 
@@ -132,10 +169,11 @@ def hyperrouter(
     embed_dropout: share of the embedding that is dropped in training, the same for all tokens of a forward.
     init: of the hypernetwork: N(0, 0.02^2), or hyperfan, after which logits of unit inputs have variance 1.
     generate: the router as a whole, or each expert's row by one smaller hypernetwork from e + a_i, a_i fixed.
+    gate: softmax over all experts, or a sigmoid for each.
     """
     embed_dim = layer.dim if embed_dim is None else embed_dim
     each = generate == "expert"
-    sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.num_experts
+    sizes = embed_dim, hyper_dim, layer.dim, 1 if each else layer.columns
     key = f"hypernetwork-{sizes}-{bias}-{init}-{generate}"
     hypernetwork = layer.shared.get(key) if share else None
     if hypernetwork is None:
@@ -143,6 +181,6 @@ def hyperrouter(
     if share:
         layer.shared[key] = hypernetwork
     score = HyperScorer(
-        layer.dim, layer.num_experts, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
+        layer.dim, layer.columns, embed_dim, hypernetwork, bias=bias, each=each, embed_dropout=embed_dropout
     )
-    return Stages(score, losses={"l2": Loss(score.penalty, l2)} if l2 else {})
+    return Stages(score, GATES[gate](), losses={"l2": Loss(score.penalty, l2)} if l2 else {})

@@ -6,42 +6,46 @@ and losses do not see it.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Whole, register_router
-from pointsman.routers.frame.select import keep_groups
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Tensors
-from pointsman.routers.frame.stages import Normalizer, Selector, Sigmoid, Softmax, Stages
-from pointsman.routers.frame.virtual import Kind, virtual_experts
+from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.frame.steps import Kind
 from pointsman.routers.papers.bias_updates import UPDATES, SignUpdate
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 RATES = {"sign": 1e-3, "smebu": 5e-4}
-TINY = 1e-20
 
 
-class SqrtSoftplus(Normalizer):
-    """s_i = sqrt(softplus(z_i)) (DeepSeek-V4), each expert on its own."""
+def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str = "top2") -> Tensor:
+    """`choice` [N, E] with -inf outside each token's best groups (DeepSeek-V2, V3: node-limited routing).
 
-    increasing = True
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
-
-
-GATES = {"sigmoid": (Sigmoid, 1.0), "softmax": (Softmax, 1.0), "sqrtsoftplus": (SqrtSoftplus, 4.0)}
-"""Each gate, and the largest score that a histogram of margins tells apart: sqrt(softplus(16)) is 4."""
+    Args:
+        groups: the experts are in so many equal runs.
+        kept: how many of them a token keeps; more where k experts need more.
+        group_score: a group's score is the sum of its two largest choices ("top2") or the largest ("max").
+    """
+    width = choice.shape[1] // groups
+    kept = max(kept, math.ceil(k / width))
+    if kept >= groups:
+        return choice
+    best = choice.view(-1, groups, width).topk(1 if group_score == "max" else min(2, width)).values
+    lost = torch.ones(choice.shape[0], groups, dtype=torch.bool, device=choice.device)
+    lost.scatter_(1, top_k(best.sum(-1), kept), False)
+    return choice.masked_fill(lost.repeat_interleave(width, 1), -torch.inf)
 
 
 class BiasedTopK(Selector):
-    """A = top-k of s + b in the kept groups, w = s_A / (sum s_A + 1e-20); `update` moves b in `step_end`.
+    """A = top-k of s + b in the kept groups, w = s_A / max(sum s_A, 1e-20); `update` moves b in `step_end`.
 
     Args:
         on_logits: A = top-k of z + b.
@@ -70,9 +74,7 @@ class BiasedTopK(Selector):
         ranked = scores.choice.flatten(0, 1) if self.on_logits else probs  # a mixer hands on probabilities only
         choice = keep_groups(ranked.detach() + bias, self.groups, self.kept, k, self.group_score)
         experts = top_k(choice, k)
-        weights = probs.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = self.renormalized(probs.gather(-1, experts))
         if not self.training or self.update is None:
             return Selection(experts, weights)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
@@ -98,11 +100,16 @@ def counted(given: LossInput) -> Tensor:
     return top_k(given.unmixed, given.experts.shape[-1])
 
 
-@register_router("loss-free", paper="Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437")
+@register_router(
+    "loss-free",
+    paper="Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437",
+    scores=linear_scores,
+    defaults={"bias": False, "gate": "sigmoid"},
+)
 def loss_free(
     layer: LayerSpec,
+    stages: Stages,
     *,
-    gate: Literal["sigmoid", "softmax", "sqrtsoftplus"] = "sigmoid",
     biased: Literal["scores", "logits"] = "scores",
     update: Literal["sign", "smebu", "quantile", "none"] = "sign",
     rate: NotNegative | None = None,
@@ -116,7 +123,6 @@ def loss_free(
 ) -> Stages:
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
 
-    gate: the scores: sigmoid (DeepSeek-V3), softmax, or sqrtsoftplus (DeepSeek-V4).
     biased: what the bias is added to: the scores, or the logits (Kolibri 1).
     update: how the bias moves: by a fixed amount towards balance (sign), smoothly with momentum (smebu), onto the
         step's quantile (quantile), or not (none).
@@ -129,10 +135,8 @@ def loss_free(
     nulls: virtual experts that may be chosen besides the E experts; they have a bias like these.
     kind: what they give: nothing (zero), the input (copy: LongCat), a trained mix (constant), or one of each (mixed).
     """
-    virtual = virtual_experts("loss-free", nulls, kind)
     if nulls and groups > 1:
         raise ValueError(f"loss-free: option groups={groups}: nulls={nulls} allows 1")
-    columns = layer.num_experts + nulls
     if layer.num_experts % groups:
         raise ValueError(f"loss-free: option groups={groups}: allowed are divisors of {layer.num_experts} (experts)")
     if not 1 <= kept <= groups:
@@ -141,10 +145,10 @@ def loss_free(
         raise ValueError(f"loss-free: option groups={groups}: update=quantile allows 1")
     if update == "quantile" and biased == "logits":
         raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
-    normalize, reach = GATES[gate]
+    if not nulls and kind != "zero":
+        raise ValueError(f"loss-free: option kind={kind}: nulls=0 allows zero")
     rate = RATES.get(update, 0.0) if rate is None else rate
     centre = update != "sign" if centre is None else centre
-    moving = None if update == "none" else UPDATES[update](columns, rate, centre, reach, bins)
-    select = BiasedTopK(columns, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
-    scorer = LinearScorer(layer.dim, columns, bias=False)
-    return Stages(scorer, normalize(), select, counted=counted, virtual=virtual)
+    moving = None if update == "none" else UPDATES[update](layer.columns, rate, centre, stages.normalize.reach, bins)
+    select = BiasedTopK(layer.columns, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
+    return replace(stages, select=select, counted=counted)

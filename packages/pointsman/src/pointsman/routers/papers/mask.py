@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, Whole, register_router
-from pointsman.routers.frame.select import TopK
 from pointsman.routers.frame.stage_values import Scored, Scores
-from pointsman.routers.frame.stages import Scorer, Stages
-from pointsman.routers.frame.token_ids import checked_ids
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.frame.stages import Scorer, Stages, TopK, inside
+from pointsman.routers.papers.hash import checked_ids
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 VISIBLE = 8
@@ -21,7 +21,7 @@ NEXT_LAYER = 1_000_003  # from the seed of one layer's sets to that of the layer
 
 
 class MaskedScorer(Scorer):
-    """z = W h, and -inf for the experts outside the token id's set.
+    """z of the scores, and -inf for the experts outside the token id's set.
 
     The set of an id are the first `width` of (e_0 + j stride) mod E, with e_0 and a stride coprime to E drawn from
     `seed`; `width` is `visible`, or 1 for the ids that `calibrate` found rare.
@@ -33,7 +33,7 @@ class MaskedScorer(Scorer):
     width: Tensor
     ready: Tensor
 
-    def __init__(self, dim: int, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
+    def __init__(self, gate: Scorer, num_experts: int, vocab_size: int, visible: int, rare: int, seed: int) -> None:
         super().__init__()
         self.num_experts, self.vocab_size, self.visible, self.rare = num_experts, vocab_size, visible, rare
         draw = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ class MaskedScorer(Scorer):
         self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
         self.register_buffer("width", torch.full((vocab_size,), visible))
         self.register_buffer("ready", torch.tensor(rare == 0))
-        self.gate = LinearScorer(dim, num_experts, bias=False)
+        self.gate = gate
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
         """Gives one visible expert to every id with fewer than `rare` occurrences.
@@ -71,7 +71,10 @@ class MaskedScorer(Scorer):
         places = torch.arange(self.num_experts, device=hidden.device)
         order = (self.first[ids][..., None] + places * self.stride[ids][..., None]) % self.num_experts
         seen = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, places < self.width[ids][..., None])
-        return Scored(self.gate(hidden, context).masked_fill(~seen, -torch.inf), {"seen": seen})
+        scored = inside(self.gate, hidden, context)
+        return replace(
+            scored, logits=scored.logits.masked_fill(~seen, -torch.inf), extra={**scored.extra, "seen": seen}
+        )
 
 
 class VisibleTopK(TopK):
@@ -88,8 +91,14 @@ class VisibleTopK(TopK):
         return experts.masked_fill(~seen.flatten(0, 1).gather(-1, experts), -1), weights
 
 
-@register_router("mask", paper="Su et al. 2024, arXiv 2407.09816", renormalize=lambda layer: layer.top_k > 1)
-def mask(layer: LayerSpec, *, visible: int | None = None, rare: Whole = 0, seed: int = 0) -> Stages:
+@register_router(
+    "mask",
+    paper="Su et al. 2024, arXiv 2407.09816",
+    scores=linear_scores,
+    defaults={"bias": False},
+    renormalize=lambda layer: layer.top_k > 1,
+)
+def mask(layer: LayerSpec, stages: Stages, *, visible: int | None = None, rare: Whole = 0, seed: int = 0) -> Stages:
     """p = softmax(W h) over the experts that the token id may see; top-k of p.
 
     visible: how many experts an id sees (none = 8, or all where there are fewer).
@@ -102,5 +111,5 @@ def mask(layer: LayerSpec, *, visible: int | None = None, rare: Whole = 0, seed:
             f"mask: option visible={visible}: allowed are whole numbers from 1 to {layer.num_experts} (experts)"
         )
     vocabulary = layer.need_vocab_size("mask")
-    scorer = MaskedScorer(layer.dim, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
-    return Stages(scorer, select=VisibleTopK(layer.renormalize))
+    scorer = MaskedScorer(stages.score, layer.num_experts, vocabulary, visible, rare, seed + NEXT_LAYER * layer.place)
+    return replace(stages, score=scorer, select=VisibleTopK(layer.renormalize))

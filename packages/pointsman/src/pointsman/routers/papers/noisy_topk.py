@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -13,36 +14,38 @@ from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
-from pointsman.routers.frame.stages import Scorer, Stages
-from pointsman.routers.papers.topk import INIT_STD
+from pointsman.routers.frame.stages import Scorer, Stages, extended
+from pointsman.routers.papers.topk import INIT_STD, LinearScorer
 from pointsman.routing import RoutingContext
 
 
-class NoisyScorer(Scorer):
-    """z = W h; in training z + r e with r = softplus(W_n h) + epsilon and e ~ N(0, 1) (Eq. 4). W and W_n [E, dim].
+class Noisy(Scorer):
+    """z of the scores; in training z + r e with r = softplus(W_n h) + epsilon and e ~ N(0, 1) (Eq. 4). W_n [E, dim].
 
     Extra: `clean` z and `std` r, [B, T, E].
     """
 
     accepts_half = True
     training_stochastic = True
-
-    def __init__(self, dim: int, num_experts: int, epsilon: float, std: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(std * torch.randn(num_experts, dim))
-        self.noise_weight = nn.Parameter(std * torch.randn(num_experts, dim))
+    epsilon: float
+    plain: bool  # whether the scores are a product with one weight
+    noise_weight: nn.Parameter
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
-        both = linear(hidden, torch.cat([self.weight, self.noise_weight]))  # one product reads the tokens once
-        clean, noise = (part.contiguous() for part in both.chunk(2, -1))
+        scored = Scored(hidden)
+        if self.plain and isinstance(self, LinearScorer):
+            both = linear(hidden, torch.cat([self.weight, self.noise_weight]))  # one product reads the tokens once
+            clean, noise = (part.contiguous() for part in both.chunk(2, -1))
+        else:
+            scored = Scored.of(super().forward(hidden, context))
+            clean, noise = scored.logits, linear(hidden, self.noise_weight)
         std = F.softplus(noise)
         std = std + self.epsilon if self.epsilon else std
         logits = clean + std * randn_like(clean, self.ranks) if self.training else clean
-        return Scored(logits, {"clean": clean, "std": std})
+        return replace(scored, logits=logits, extra={**scored.extra, "clean": clean, "std": std})
 
-    def plain_linear(self) -> tuple[Tensor, None]:
-        return self.weight, None
+    def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
+        return super().plain_linear()
 
 
 def squared_variation(values: Tensor) -> Tensor:
@@ -78,21 +81,41 @@ def load_loss(given: LossInput) -> Tensor:
     return squared_variation(given.ranks.whole(chance.sum(0)))
 
 
-@register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538")
+Init = Literal["zeros", "normal"]
+
+
+def noiseless(layer: LayerSpec, *, init: Init = "zeros") -> Stages:
+    """A trained linear map, from 0.
+
+    init: both maps start at 0 (the paper), or N(0, 0.02^2).
+    """
+    scorer = LinearScorer(layer.dim, layer.columns, bias=False)
+    if init == "zeros":
+        scorer.weight.data.mul_(0)
+    return Stages(scorer)
+
+
+@register_router("noisy-topk", paper="Shazeer et al. 2017, arXiv 1701.06538", scores=noiseless)
 def noisy_topk(
     layer: LayerSpec,
+    stages: Stages,
     *,
     importance: NotNegative = 0.1,
     load: NotNegative = 0.1,
     epsilon: NotNegative = 0.0,
-    init: Literal["zeros", "normal"] = "zeros",
+    init: Init = "zeros",
 ) -> Stages:
     """Noisy top-k gating: a linear router with trained noise in training; losses keep importance and load even.
 
     importance: weight of the squared coefficient of variation of the experts' sums of weights.
     load: weight of that of their expected numbers of tokens.
     epsilon: least standard deviation of the noise.
-    init: both maps start at 0 (the paper), or N(0, 0.02^2).
+    init: both maps, or that of the noise alone, start at 0 (the paper), or N(0, 0.02^2).
     """
-    score = NoisyScorer(layer.dim, layer.num_experts, epsilon, INIT_STD if init == "normal" else 0.0)
-    return Stages(score, losses={"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)})
+    plain = type(stages.score) is LinearScorer and stages.score.product(torch.empty(0), RoutingContext())
+    noisy = extended(stages.score, Noisy)
+    noisy.epsilon, noisy.plain = epsilon, bool(plain and plain.bias is None)
+    noise = torch.randn(layer.columns, layer.dim)
+    noisy.noise_weight = nn.Parameter(noise * (INIT_STD if init == "normal" else 0.0))
+    losses = {"importance": Loss(importance_loss, importance), "load": Loss(load_loss, load)}
+    return replace(stages, score=noisy, losses=losses)

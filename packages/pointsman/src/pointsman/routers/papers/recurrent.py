@@ -106,4 +106,4 @@ def recurrent(layer: LayerSpec, *, width: Count | None = None, depth: Literal["g
         shared = layer.shared[key] if key in layer.shared else layer.shared.setdefault(key, Cell(width))
         assert isinstance(shared, Cell)
         cell = shared
-    return Stages(DepthScorer(layer.dim, layer.num_experts, width, cell))
+    return Stages(DepthScorer(layer.dim, layer.columns, width, cell))

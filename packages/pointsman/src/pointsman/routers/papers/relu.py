@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scores, Selection
-from pointsman.routers.frame.stages import Normalizer, Selector, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 FIRST_PENALTY = 1e-8
 GROWTH = 1.2
-
-
-class Relu(Normalizer):
-    """R = relu(z): weights that need not sum to 1, and may all be 0."""
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return torch.relu(logits)
 
 
 class Positive(Selector):
@@ -78,14 +73,16 @@ class Positive(Selector):
 @register_router(
     "relu",
     paper="Wang et al. 2025, ICLR, arXiv 2412.14711",
+    scores=linear_scores,
+    defaults={"bias": False, "gate": "relu"},
+    needs="relu",
     renormalize=False,
     starts_at=lambda layer: layer.num_experts,
 )
-def relu(layer: LayerSpec, *, balanced: bool = True) -> Stages:
+def relu(layer: LayerSpec, stages: Stages, *, balanced: bool = True) -> Stages:
     """R = relu(W h): experts with R > 0, weight R. The layer's top_k is the mean number of experts that it trains to.
 
     balanced: whether the L1 penalty weighs experts by their load (the paper's); false: plain L1.
     """
     select = Positive(layer.num_experts, layer.top_k, balanced, layer.renormalize)
-    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
-    return Stages(scorer, Relu(), select=select, losses={"sparsity": Loss(select.loss, 1.0)})
+    return replace(stages, select=select, losses={"sparsity": Loss(select.loss, 1.0)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,19 +51,20 @@ def negative_entropy(given: LossInput) -> Tensor:
     return negative + math.log(q.shape[-1]) * q.detach().sum()  # 1; without tokens 0
 
 
-@register_router("sigma", paper="Csordas et al. 2023, arXiv 2310.10837", renormalize=False)
-def sigma(layer: LayerSpec, *, dropout: BelowOne = 0.05, entropy: NotNegative = 0.001) -> Stages:
+def unit_rows(layer: LayerSpec) -> Stages:
+    """Sigmoids of a trained linear map whose rows start with norm 1."""
+    scorer = LinearScorer(layer.dim, layer.columns, bias=False)
+    with torch.no_grad():  # a standard deviation of d^-1/2
+        scorer.weight.div_(scorer.weight.norm(dim=-1, keepdim=True))
+    return Stages(scorer, Sigmoid())
+
+
+@register_router("sigma", paper="Csordas et al. 2023, arXiv 2310.10837", scores=unit_rows, renormalize=False)
+def sigma(layer: LayerSpec, stages: Stages, *, dropout: BelowOne = 0.05, entropy: NotNegative = 0.001) -> Stages:
     """s = sigmoid(W h); top-k of the experts that are not dropped; weights s as they are.
 
     dropout: probability with which an expert is left out of a token's choice in training.
     entropy: weight of the loss sum_e q_e ln q_e + ln E, q the mean of softmax(W h) over the batch.
     """
-    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
-    with torch.no_grad():  # rows of norm 1: a standard deviation of d^-1/2
-        scorer.weight.div_(scorer.weight.norm(dim=-1, keepdim=True))
-    return Stages(
-        scorer,
-        Sigmoid(),
-        select=DroppedTopK(dropout, layer.renormalize),
-        losses={"entropy": Loss(negative_entropy, entropy)},
-    )
+    losses = {"entropy": Loss(negative_entropy, entropy)}
+    return replace(stages, select=DroppedTopK(dropout, layer.renormalize), losses=losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import Allowed, LayerSpec, Positive, register_router
 from pointsman.routers.frame.stage_values import Scores
-from pointsman.routers.frame.stages import Selector, Sigmoid, Softmax, Stages
+from pointsman.routers.frame.stages import GATES, Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -87,25 +88,28 @@ class Sinkhorn(Selector):
         return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts))
 
 
-@register_router("sinkhorn", paper="Clark et al. 2022, arXiv 2202.01169", renormalize=False)
+def sigmoid_at_top_1(layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] | None = None) -> Stages:
+    """A trained linear map W h.
+
+    gate: of the weights; none = sigmoid where the layer starts with k = 1, else softmax.
+    """
+    chosen = gate or ("sigmoid" if layer.top_k == 1 else "softmax")
+    return Stages(LinearScorer(layer.dim, layer.columns, bias=False), GATES[chosen]())
+
+
+@register_router("sinkhorn", paper="Clark et al. 2022, arXiv 2202.01169", scores=sigmoid_at_top_1, renormalize=False)
 def sinkhorn(
     layer: LayerSpec,
+    stages: Stages,
     *,
     temperature: Positive = 1.0,
     iterations: Annotated[int, Allowed("whole numbers from 1 to 10000", lambda value: 1 <= value <= 10_000)] = 30,
     group: Literal["batch", "sequence"] = "batch",
-    gate: Literal["softmax", "sigmoid"] | None = None,
 ) -> Stages:
     """z = W h. Training: top-k of the Sinkhorn plan over the group's tokens. Evaluation: top-k of z.
 
     temperature: of the plan, exp(z / temperature).
     iterations: Sinkhorn updates; a fixed number, without early stop.
     group: whose tokens are balanced: the batch's, or each sequence's.
-    gate: of the weights; none = sigmoid where the layer starts with k = 1, else softmax.
     """
-    sigmoid = gate == "sigmoid" or (gate is None and layer.top_k == 1)
-    return Stages(
-        LinearScorer(layer.dim, layer.num_experts, bias=False),
-        Sigmoid() if sigmoid else Softmax(),
-        select=Sinkhorn(temperature, iterations, group, layer.renormalize),
-    )
+    return replace(stages, select=Sinkhorn(temperature, iterations, group, layer.renormalize))

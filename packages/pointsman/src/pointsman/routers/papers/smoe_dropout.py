@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pointsman.routers.frame.registry import LayerSpec, register_router
+from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stages import Product, Scorer, Stages
 from pointsman.routers.papers.topk import INIT_STD
@@ -47,7 +47,7 @@ class FrozenLinearScorer(Scorer):
 @register_router("smoe-dropout", paper="Chen et al. 2023, arXiv 2303.01610")
 def smoe_dropout(layer: LayerSpec) -> Stages:
     """SMoE-Dropout: a linear router drawn at random, N(0, 0.02^2), that never trains; trained with a growing k."""
-    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts))
+    return Stages(FrozenLinearScorer(layer.dim, layer.columns))
 
 
 @register_router("frozen-scaled", paper="control: HyperRouter's initial scale without its training")
@@ -56,10 +56,10 @@ def frozen_scaled(layer: LayerSpec) -> Stages:
 
     std = 0.02^2 sqrt(embed_dim * hyper_dim / 2) with embed_dim = dim and hyper_dim = 256: about 0.072 at dim 256.
     """
-    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts, std=INIT_STD**2 * math.sqrt(layer.dim * 256 / 2)))
+    return Stages(FrozenLinearScorer(layer.dim, layer.columns, std=INIT_STD**2 * math.sqrt(layer.dim * 256 / 2)))
 
 
 @register_router("frozen-temperature", paper="control: HyperRouter's learnable scale without its direction")
 def frozen_temperature(layer: LayerSpec) -> Stages:
     """A frozen linear router N(0, 0.02^2) with one learnable temperature t: z = W h / t, t = exp(parameter), from 1."""
-    return Stages(FrozenLinearScorer(layer.dim, layer.num_experts, learn_temperature=True))
+    return Stages(FrozenLinearScorer(layer.dim, layer.columns, learn_temperature=True))

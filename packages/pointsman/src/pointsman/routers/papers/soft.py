@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.experts.combine import Slots
 from pointsman.routers.frame.entries import Count, LayerSpec, register_router
 from pointsman.routers.frame.scoring import linear
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
 from pointsman.routers.frame.stages import Scorer, Selector, Stages
-from pointsman.routing import RoutingContext, Slots
+from pointsman.routing import RoutingContext
 
 NORM_FLOOR = 1e-6
 
@@ -38,15 +41,16 @@ class SlotScorer(Scorer):
 class SoftSlots(Selector):
     """D = softmax of L over the tokens of a sequence, C = softmax of L over all slots; y = C E(D^T x).
 
-    Every token has all experts, with the sums of C over their slots as weights.
+    Every token has all experts, with the sums of C over their slots as weights. Scores without slots have one slot an
+    expert, L = z.
     """
 
     causal = False
     needs_moe = True
-    overrides = frozenset({"capacity", "eval_capacity"})
+    overrides = frozenset({"capacity", "eval_capacity", "scale", "weigh", "balance", "mixer"})
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
-        fit, mask = scores.extra["fit"], context.padding_mask
+        fit, mask = scores.extra.get("fit", scores.logits[..., None]), context.padding_mask
         combine = torch.softmax(fit.flatten(2), -1).view_as(fit)
         if mask is not None:
             fit = fit.masked_fill(~mask[..., None, None], -torch.inf)
@@ -56,16 +60,28 @@ class SoftSlots(Selector):
             dispatch = dispatch.masked_fill(~mask[..., None, None], 0)
         weights = combine.sum(-1).flatten(0, 1)
         experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
-        return Selection(experts, weights, slots=Slots(dispatch, combine))
+        return Selection(experts, weights, Slots(dispatch=dispatch, combine=combine))
 
     def replay(self, scores: Scores, experts: Tensor) -> Selection:
         raise ValueError("soft: there is no choice of experts to replay")
 
 
-@register_router("soft", paper="Puigcerver et al. 2023, arXiv 2308.00951", renormalize=False, fixed_k=True)
-def soft(layer: LayerSpec, *, slots: Count = 1) -> Stages:
-    """Soft MoE: each expert works on weighted means of a sequence's tokens (slots). Every token uses all experts.
+def slot_scores(layer: LayerSpec, *, slots: Count = 1) -> Stages:
+    """Scaled cosines with the experts' slots, of several the log-sum-exp.
 
     slots: of each expert (the paper's cost of one expert a token: tokens of a sequence / experts).
     """
-    return Stages(SlotScorer(layer.dim, layer.num_experts, slots), select=SoftSlots())
+    return Stages(SlotScorer(layer.dim, layer.columns, slots))
+
+
+@register_router(
+    "soft",
+    paper="Puigcerver et al. 2023, arXiv 2308.00951",
+    scores=slot_scores,
+    needs="softmax",
+    renormalize=False,
+    fixed_k=True,
+)
+def soft(layer: LayerSpec, stages: Stages) -> Stages:
+    """Soft MoE: each expert works on weighted means of a sequence's tokens (slots). Every token uses all experts."""
+    return replace(stages, select=SoftSlots())

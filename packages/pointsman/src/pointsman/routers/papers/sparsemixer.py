@@ -6,6 +6,7 @@ Experts are drawn, and the router gets the gradient of the expected output, esti
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from pointsman.ops.drawing import rand_like
 from pointsman.routers.frame.entries import Allowed, LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -90,9 +91,17 @@ class Drawn(Selector):
         return drawn, DrawnWeight.apply(left, q, drawn, factor, slope)  # type: ignore[no-untyped-call]
 
 
-@register_router("sparsemixer", paper="Liu et al. 2023, arXiv 2310.00811; 2024, arXiv 2409.12136", renormalize=False)
+@register_router(
+    "sparsemixer",
+    paper="Liu et al. 2023, arXiv 2310.00811; 2024, arXiv 2409.12136",
+    scores=linear_scores,
+    defaults={"bias": False},
+    needs="softmax",
+    renormalize=False,
+)
 def sparsemixer(
     layer: LayerSpec,
+    stages: Stages,
     *,
     r: Annotated[float, Allowed("numbers from 0 to 1000", lambda value: 0 <= value <= 1e3)] = 0.1,
     version: Literal["1", "2"] = "2",
@@ -102,5 +111,4 @@ def sparsemixer(
     r: experts further than 2 r below the largest logit (relative) are never drawn (version 1: 0.1; Phi-3.5-MoE: 0.01).
     version: of the estimate: 1 (one expert), 2 (GRIN).
     """
-    scorer = LinearScorer(layer.dim, layer.num_experts, bias=False)
-    return Stages(scorer, select=Drawn(r, int(version), layer.renormalize))
+    return replace(stages, select=Drawn(r, int(version), layer.renormalize))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,8 @@ from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import TINY, Scorer, Selector, Sigmoid, Stages
-from pointsman.routers.frame.token_ids import checked_ids
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages, inside
+from pointsman.routers.papers.hash import checked_ids
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 
@@ -37,13 +38,15 @@ class TwoStageScorer(Scorer):
     no_decay = ("token",)
     steps: Tensor
 
-    def __init__(self, dim: int, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token") -> None:
+    def __init__(
+        self, gate: Scorer, num_experts: int, vocab_size: int, stage_one: int, kind: str = "token", own: bool = True
+    ) -> None:
         super().__init__()
         self.vocab_size, self.stage_one, self.kind = vocab_size, stage_one, kind
-        self.gate = LinearScorer(dim, num_experts, bias=False)
+        self.gate = gate
         self.token = nn.Parameter(torch.randn(vocab_size, WIDTH))
         self.light = nn.Parameter(torch.empty(num_experts, WIDTH))
-        for weight in (self.gate.weight, self.light):
+        for weight in (*(gate.parameters() if own else ()), self.light):
             nn.init.orthogonal_(weight, gain=GAIN)
         self.kernel: nn.Parameter | None = None
         if kind == "cnn":
@@ -59,7 +62,8 @@ class TwoStageScorer(Scorer):
         light = self._features(seen, ids.shape[1]).to(hidden.dtype) @ self.light.to(hidden.dtype).T
         second = self.steps >= self.stage_one
         extra = {"light": torch.where(second, light.detach(), light), "second": second}
-        return Scored(self.gate(hidden, context), extra, carry=carry)
+        scored = inside(self.gate, hidden, context)
+        return replace(scored, extra={**scored.extra, **extra}, carry={**scored.carry, **carry})
 
     def _seen(self, ids: Tensor, context: RoutingContext) -> tuple[Tensor, dict[str, Tensor]]:
         """The ids [B, earlier + T] that the light router reads, -1 for padding and for none; and those to carry on."""
@@ -90,7 +94,7 @@ class TwoStageScorer(Scorer):
         """(1/N) sum_e (n_e - nbar) / nbar sum_{n: e in A_n} sigmoid(z_ne), of the choice by z; 0 at balance."""
         experts, gates = self._chosen(given)
         (counts,) = given.ranks.total(assignment_counts(experts, given.logits.shape[-1]).to(gates.dtype))
-        excess = counts / counts.mean().clamp_min(TINY) - 1
+        excess = counts / counts.mean().clamp_min(1e-9) - 1
         return self._first_stage(given.token_mean(gates * excess[experts.clamp_min(0)]).sum())
 
     def distill(self, given: LossInput) -> Tensor:
@@ -125,7 +129,7 @@ class TwoStageScorer(Scorer):
                 self._has_frozen |= parameter.requires_grad
                 parameter.requires_grad_(False)
                 parameter.grad = None  # momentum and weight decay would move it
-        elif self._has_frozen and self.gate.weight.requires_grad:
+        elif self._has_frozen and any(one.requires_grad for one in self.gate.parameters()):
             self._has_frozen = False
             for parameter in parts:
                 parameter.requires_grad_(True)
@@ -146,9 +150,18 @@ class TwoStages(Selector):
         return experts, self.renormalized(scores.probs.flatten(0, 1).gather(-1, experts))
 
 
-@register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", renormalize=False)
+def stage_scores(layer: LayerSpec) -> Stages:
+    """Sigmoids of products with trained centroids, which start orthogonal."""
+    scorer = LinearScorer(layer.dim, layer.columns, bias=False)
+    if layer.choice != layer.scores:  # whose scorer does that itself
+        nn.init.orthogonal_(scorer.weight, gain=GAIN)
+    return Stages(scorer, Sigmoid())
+
+
+@register_router("stable", paper="Dai et al. 2022, ACL, arXiv 2204.08396", scores=stage_scores, renormalize=False)
 def stable(
     layer: LayerSpec,
+    stages: Stages,
     *,
     stage_one: Whole = 6000,
     load: NotNegative = 0.3,
@@ -162,6 +175,7 @@ def stable(
     distill: weight of the distillation.
     light: what the distilled router sees: the token's id, also the one before it (bigram), or five ids (cnn).
     """
-    score = TwoStageScorer(layer.dim, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light)
+    own = layer.choice == layer.scores
+    score = TwoStageScorer(stages.score, layer.num_experts, layer.need_vocab_size("stable"), stage_one, light, own)
     losses = {"load": Loss(score.load, load), "distill": Loss(score.distill, distill)}
-    return Stages(score, Sigmoid(), select=TwoStages(layer.renormalize), losses=losses)
+    return replace(stages, score=score, select=TwoStages(layer.renormalize), losses=losses)

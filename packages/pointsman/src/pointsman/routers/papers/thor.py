@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.select import RandomExperts
-from pointsman.routers.frame.stages import Scorer, Stages
+from pointsman.routers.frame.stage_values import Scores, Selection
+from pointsman.routers.frame.stages import Scorer, Selector, Stages, equal_weights
 from pointsman.routing import RoutingContext
 
 
 class NoScorer(Scorer):
     """z = 0: every expert alike."""
+
+    tells_apart = False
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -22,11 +26,36 @@ class NoScorer(Scorer):
         return torch.zeros(*hidden.shape[:-1], self.num_experts, dtype=hidden.dtype, device=hidden.device)
 
 
-@register_router("thor", paper="Zuo et al. 2022, arXiv 2110.04260")
-def thor(layer: LayerSpec, *, alpha: NotNegative = 1.0) -> Stages:
+class RandomExperts(Selector):
+    """Experts drawn uniformly, each with weight 1/k (THOR, Zuo et al. 2022).
+
+    Training: one set of k experts for the whole forward. Evaluation: one for each token.
+    """
+
+    stochastic = True
+    overrides = frozenset({"balance", "z_loss", "mixer"})  # of scores that are all 0
+
+    def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
+        probs = scores.probs.flatten(0, 1)
+        tokens, num_experts = probs.shape
+        draws = torch.rand(1 if self.training else tokens, num_experts, device=probs.device)
+        experts = draws.topk(k, dim=-1).indices.expand(tokens, k)
+        return experts, torch.full((tokens, k), 1 / k, dtype=probs.dtype, device=probs.device)
+
+    def replay(self, scores: Scores, experts: Tensor) -> Selection:
+        return equal_weights(scores, experts)
+
+
+def no_scores(layer: LayerSpec) -> Stages:
+    """None: every expert alike."""
+    return Stages(NoScorer(layer.columns))
+
+
+@register_router("thor", paper="Zuo et al. 2022, arXiv 2110.04260", scores=no_scores, needs="nothing")
+def thor(layer: LayerSpec, stages: Stages, *, alpha: NotNegative = 1.0) -> Stages:
     """THOR: experts drawn uniformly, weights 1/k; one set of k for the whole forward in training, per token afterwards.
 
     alpha: weight of the consistency term. The trainer runs two passes and minimises L1 + L2 + alpha * C with
     C = 1/2 mean over tokens of sum_v (p - q)(log p - log q), the symmetric KL divergence of the two predictions.
     """
-    return Stages(NoScorer(layer.num_experts), select=RandomExperts(), objective="consistency", objective_weight=alpha)
+    return replace(stages, select=RandomExperts(), objective="consistency", objective_weight=alpha)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from pointsman.routers.frame.entries import LayerSpec, NotNegative, Share, regis
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scores
 from pointsman.routers.frame.stages import Selector, Stages
 from pointsman.routers.papers.gshard import first_choices
-from pointsman.routers.papers.topk import LinearScorer
+from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
 
@@ -49,12 +50,20 @@ def mean_entropy(given: LossInput) -> Tensor:
 @register_router(
     "top-p",
     paper="Huang et al. 2024, arXiv 2403.07652",
+    scores=linear_scores,
+    defaults={"bias": False},
+    needs="distribution",
     balance=0.01,
     renormalize=False,
     starts_at=lambda layer: layer.num_experts,
 )
 def top_p(
-    layer: LayerSpec, *, tau: Share = 0.4, dynamic: NotNegative = 0.0001, counted: Literal["all", "first"] = "all"
+    layer: LayerSpec,
+    stages: Stages,
+    *,
+    tau: Share = 0.4,
+    dynamic: NotNegative = 0.0001,
+    counted: Literal["all", "first"] = "all",
 ) -> Stages:
     """p = softmax(W h); the smallest set of best experts whose probabilities reach tau. k is a cap.
 
@@ -62,8 +71,8 @@ def top_p(
     dynamic: weight of the mean entropy of p.
     counted: what the balance loss counts: all chosen experts, or each token's best alone (XMoE).
     """
-    return Stages(
-        LinearScorer(layer.dim, layer.num_experts, bias=False),
+    return replace(
+        stages,
         select=TopP(tau, layer.renormalize),
         losses={"dynamic": Loss(mean_entropy, dynamic)},
         counted=first_choices if counted == "first" else None,

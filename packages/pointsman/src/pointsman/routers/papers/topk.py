@@ -11,8 +11,8 @@ from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Probability, Whole, register_router
 from pointsman.routers.frame.scoring import linear
-from pointsman.routers.frame.stages import Product, Scorer, Sigmoid, Softmax, Stages
-from pointsman.routers.frame.virtual import Kind, virtual_experts
+from pointsman.routers.frame.stages import GATES, Product, Scorer, Stages
+from pointsman.routers.frame.steps import Kind
 from pointsman.routing import RoutingContext
 
 INIT_STD = 0.02
@@ -58,50 +58,45 @@ class LinearScorer(Scorer):
         return None if self.training and (self.noise or self.jitter) else Product(hidden, self.weight, self.bias)
 
 
-@register_router("smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers")
-def smoe(
+def linear_scores(
     layer: LayerSpec,
     *,
-    gate: Literal["softmax", "sigmoid"] = "softmax",
+    gate: Literal["softmax", "sigmoid", "sqrtsoftplus", "relu"] = "softmax",
     bias: bool = True,
     noise: NotNegative = 0.0,
-    nulls: Whole = 0,
-    kind: Kind = "zero",
+    jitter: Probability = 0.0,
 ) -> Stages:
-    """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
+    """A trained linear map W h + b.
 
-    gate: softmax over all experts, or a sigmoid for each.
+    gate: softmax over all experts; or of each expert a sigmoid, sqrt(softplus(z)) (DeepSeek-V4) or a ReLU.
     bias: whether the linear map has one.
     noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
+    jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (Switch: 0.01).
+    """
+    return Stages(LinearScorer(layer.dim, layer.columns, bias=bias, noise=noise, jitter=jitter), GATES[gate]())
+
+
+@register_router(
+    "smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers", scores=linear_scores
+)
+def smoe(layer: LayerSpec, stages: Stages, *, nulls: Whole = 0, kind: Kind = "zero") -> Stages:
+    """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
+
     nulls: virtual experts that may be chosen besides the E experts.
     kind: what they give: nothing (zero: AdaMoE), the input (copy), a mix of it and a trained vector (constant), or
         one zero, one copy and the rest constants (mixed: MoE++).
     """
-    virtual = virtual_experts("smoe", nulls, kind)
-    return Stages(
-        LinearScorer(layer.dim, layer.num_experts + nulls, bias=bias, noise=noise),
-        Sigmoid() if gate == "sigmoid" else Softmax(),
-        virtual=virtual,
-    )
+    return stages
 
 
 @register_router(
     "switch",
     paper="Fedus et al. 2022, arXiv 2101.03961",
+    scores=linear_scores,
     balance=0.01,
     renormalize=False,
     starts_at=lambda layer: 1,
 )
-def switch(
-    layer: LayerSpec, *, gate: Literal["softmax", "sigmoid"] = "softmax", bias: bool = True, jitter: Probability = 0.0
-) -> Stages:
-    """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01.
-
-    gate: softmax over all experts, or a sigmoid for each (X-MoE's sigmoid-gated SMoE: gate=sigmoid:bias=false).
-    bias: whether the linear map has one.
-    jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (the paper: 0.01).
-    """
-    return Stages(
-        LinearScorer(layer.dim, layer.num_experts, bias=bias, jitter=jitter),
-        Sigmoid() if gate == "sigmoid" else Softmax(),
-    )
+def switch(layer: LayerSpec, stages: Stages) -> Stages:
+    """Switch Transformer: top-1, the weight is the expert's probability, balance loss 0.01."""
+    return stages

@@ -90,6 +90,8 @@ class TemperatureGate(Normalizer):
     def __init__(self, gate: str, temperature: float) -> None:
         super().__init__()
         self.gate = gate
+        self.gives = frozenset({"positive", "share"} | ({"distribution"} if gate == "softmax" else set()))
+        self.words = f"{gate}(s / tau)"
         self.temperature = nn.Parameter(torch.tensor(temperature))
 
     def forward(self, logits: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ def xmoe(
     tau0 = TAU0[gate] if tau0 is None else tau0
     scorer = CosineScorer(
         layer.dim,
-        layer.num_experts,
+        layer.columns,
         None if routing_dim == "full" else routing_dim,
         expert_norm=expert_norm,
         normalize_tokens=normalize,
@@ -170,7 +172,7 @@ def xmoe_torchscale(layer: LayerSpec, *, routing_dim: Count = 16, expert_norm: P
     return Stages(
         CosineScorer(
             layer.dim,
-            layer.num_experts,
+            layer.columns,
             routing_dim,
             expert_norm=expert_norm,
             normalize_tokens=False,
