@@ -18,9 +18,15 @@ NON_CAUSAL = (
     "vmoe:capacity",
 )  # fmt: skip
 NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
+UNMIXED = ("hash", "soft", "thor")  # their choice does not read mixed scores
 SPECS = [
     *list_routers(),
-    *(f"{router}+{mixer}" for router in list_routers() for mixer in ("similarity", "attention")),
+    *(
+        f"{router}+{mixer}"
+        for router in list_routers()
+        if router not in UNMIXED
+        for mixer in ("similarity", "attention")
+    ),
     *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in ("similarity", "attention")),
     "smoe:gate=sigmoid",
     "smoe:capacity=1.0",

@@ -56,24 +56,30 @@ def listing() -> str:
 
     mixers = ["mixers, on any router: ROUTER+MIXER", *lines(list_mixers(), "+")]
     baselines = ["baselines without a router", *(f"  {name:<20} {text}" for name, text in BASELINES.items())]
-    spec = "a spec: name[:option=value]*[+mixer[:option=value]*]; `pointsman routers NAME` explains one"
+    spec = (
+        "a spec: scores[:option=value]*[@choice[:option=value]*][+mixer[:option=value]*]; A@B scores as A, chooses as B"
+    )
+    spec += "\n`pointsman routers NAME` explains one, as scores and as choice"
     return "\n".join(["routers", *lines(list_routers()), "", *mixers, "", *baselines, "", spec])
 
 
 def explain_spec(spec: str) -> str:
     """`explain` of a name, or of the router and the mixer of a spec; "+similarity" is the mixer alone."""
-    from pointsman.routers.frame.registry import parse_spec
+    from pointsman.routers.frame.registry import canonical, parse_spec
 
-    if not any(sign in spec.removeprefix("+") for sign in ":+"):
+    if not any(sign in spec.removeprefix("+") for sign in ":+@"):
         return explain(spec.removeprefix("+"))
-    parsed = parse_spec(spec)
-    return "\n\n\n".join(explain(name) for name in (parsed.router, parsed.mixer) if name is not None)
+    parsed, plainest = parse_spec(spec), canonical(spec)
+    parts = [explain(name) for name in (parsed.router, parsed.choice, parsed.mixer) if name is not None]
+    same = [f"{spec} is the same router as {plainest}"] if "@" in spec and plainest != spec else []
+    return "\n\n\n".join([*same, *parts])
 
 
 def explain(name: str) -> str:
     """A router's summary, its paper, and its options with types and defaults."""
     from pointsman._values import describe, written
     from pointsman.routers.frame.registry import BASELINES, COMMON, entry, list_mixers
+    from pointsman.routers.frame.stages import NEEDS
 
     if name in BASELINES:
         return f"{name}\n\n{BASELINES[name]}"
@@ -90,7 +96,12 @@ def explain(name: str) -> str:
     own = lines(found.options) or ["  none of its own"]
     meanings = COMMON.summary.split("\n\n", 1)[1].splitlines()
     common = [] if mixer else ["", "options of every router", *lines(COMMON.options), "", *meanings]
-    head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}", "", "options"]
+    head = [f"+{name}" if mixer else name, "", found.summary, "", f"from: {found.paper}"]
+    if not mixer:
+        scores, choice = found.halves
+        needed = " or ".join(NEEDS[need] for need in found.needs.split("|"))
+        head += [f"as scores, {name}@…: {scores}", f"as choice, …@{name}: {choice} Needs {needed}."]
+    head += ["", "options"]
     return "\n".join([*head, *own, *common])
 
 

@@ -146,7 +146,7 @@ class Entry:
     def halves(self) -> tuple[str, str]:
         """What it is as scores and what as choice, a line each, without what they are of another router."""
         scores = inspect.getdoc(self.build) or ""
-        choice = (inspect.getdoc(self.choose) or "") if self.choose else "the k best"
+        choice = (inspect.getdoc(self.choose) or "") if self.choose else "The k best."
         return scores.partition("\n")[0], choice.partition("\n")[0]
 
 

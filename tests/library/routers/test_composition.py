@@ -1,0 +1,202 @@
+"""Scores @ choice: the grammar, what a choice needs, which compositions are equal, and what would change nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from pointsman import MoE, Router, build_router, list_routers, materialize, replay_routing
+from pointsman.routers.frame.registry import ROUTERS, canonical, parse_spec
+from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, route, router_for
+
+
+def build(spec: str, **options: object) -> Router:
+    return build_router(spec, dim=8, num_experts=4, vocab_size=64, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", [(a, b) for a in list_routers() for b in list_routers()], ids="@".join)
+def test_every_pair_works_or_is_refused_in_one_line(names: tuple[str, str]) -> None:
+    spec = "@".join(names)
+    router: Router | None
+    told = ""
+    try:
+        router = build(spec)
+    except ValueError as refusal:
+        told, router = str(refusal), None
+    if router is None:
+        assert "\n" not in told
+        assert "needs" in told or "allowed is false" in told
+        assert names[0] != names[1], "a router's own halves fit"
+        return
+    assert router.spec == spec
+    assert canonical(canonical(spec)) == canonical(spec)
+    assert build(canonical(spec)).state_dict().keys() == router.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", list_routers())
+def test_a_name_on_itself_is_the_name(name: str) -> None:
+    assert canonical(f"{name}@{name}") == canonical(name) == name
+    torch.manual_seed(0)
+    one = build(name)
+    torch.manual_seed(0)
+    other = build(f"{name}@{name}")
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for left, right in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("spec", "same"),
+    [
+        ("smoe:bias=false:gate=sigmoid@loss-free:rate=0.01", "loss-free:rate=0.01"),
+        ("gshard@top-p", "top-p"),
+        ("xmoe:gate=softmax:balance=0.01", "xmoe"),
+        ("hyperrouter@smoe:balance=0.1", "hyperrouter:balance=0.1"),
+        ("hyperrouter@recurrent", "hyperrouter"),
+        ("smoe@xmoe:balance=0.01", "smoe@xmoe"),
+        ("hyperrouter@loss-free:nulls=1+similarity:tau=0.2", "hyperrouter@loss-free:nulls=1+similarity:tau=0.2"),
+        ("loss-free:gate=softmax:bias=true", "smoe@loss-free"),
+    ],
+)
+def test_equal_compositions_have_one_plainest_spec(spec: str, same: str) -> None:
+    assert canonical(spec) == canonical(same)
+
+
+def test_only_the_noisy_routers_starting_values_belong_to_both_halves() -> None:
+    both = {name: (one.of_scores.keys() & one.of_choice.keys()) - one.defaults.keys() for name, one in ROUTERS.items()}
+    assert {name: found for name, found in both.items() if found} == {"noisy-topk": {"init"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("relu@loss-free", "'loss-free' needs scores above 0 .*'relu' gives relu"),
+        ("smoe:gate=sigmoid@top-p", "'top-p' needs probabilities that sum to 1"),
+        ("top-p:gate=sigmoid", "'top-p' needs probabilities that sum to 1"),
+        ("xmoe@thor", "'thor' needs no scores at all"),
+        ("thor@smoe", "'smoe' needs scores above 0 .*'thor' gives no scores at all"),
+        ("xmoe@soft", "'soft' needs the softmax of its logits, without a temperature"),
+        ("smoe:rate=0.1@loss-free", "'rate' is an option of the choice: write it after '@'"),
+        ("smoe:balance=0.1@loss-free", "'balance' is an option of the choice"),
+        ("xmoe@loss-free:routing_dim=4", "'routing_dim' is an option of the scores: write it before '@'"),
+        ("xmoe@loss-fre", "did you mean 'loss-free'"),
+        ("xmoe@loss-free:ratee=1", "did you mean 'rate'"),
+        ("smoe@xmoe@base", "at most one choice"),
+        ("similarity@smoe", "'similarity' is a mixer"),
+        ("dense@smoe", "has no router and takes no options"),
+        ("smoe@similarity", "unknown router 'similarity'"),
+        ("smoe:nulls=100000000", "nulls='100000000': allowed are whole numbers up to 4,096"),
+    ],
+)
+def test_refusals(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        build(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "soft:scale=2", "soft:weigh=input", "soft:balance=0.1", "soft+similarity", "soft+uniform", "hash+similarity",
+        "thor+similarity", "expert-choice:balance=0.1", "smoe:balance_on=scores", "smoe:balance_scope=step",
+        "smoe:balance=0.1:balance_on=scores", "thor:balance=0.1", "thor:z_loss=0.1", "thor:lr_scale=2",
+        "smoe-dropout:lr_scale=2", "smoe:kind=copy", "loss-free:kind=copy", "smoe:capacity_order=rank",
+    ],
+)  # fmt: skip
+def test_what_would_change_nothing_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=spec.partition("+")[0].partition(":")[0]):
+        build(spec)
+
+
+def test_options_by_keyword_go_to_the_half_that_has_them() -> None:
+    router = build("xmoe@loss-free", tau0=0.2, rate=0.01, balance=0.1)
+    assert router.spec == "xmoe:tau0=0.2@loss-free:rate=0.01:balance=0.1"
+    assert parse_spec(router.spec).choice_options == {"rate": "0.01", "balance": "0.1"}
+
+
+def test_hyperrouters_scores_with_a_bias_by_transcription() -> None:
+    """softmax(H(e) h), the k largest of p + b, weights p over their sum: scores of one paper, the choice of another."""
+    router = router_for("hyperrouter:hyper_dim=7@loss-free", 3)
+    router.select.bias.normal_()
+    hidden, mask = inputs()
+    routing = route(router, hidden, mask)
+    first, _, second = router.score.hypernetwork
+    units = torch.relu(first.weight @ router.score.embedding + first.bias)
+    table = (second.weight @ units + second.bias).view(EXPERTS, DIM + 1)
+    for n, (h, real) in enumerate(zip(hidden.flatten(0, 1), mask.flatten().tolist(), strict=True)):
+        p = torch.softmax(table[:, :-1] @ h + table[:, -1], -1)
+        chosen = ranked(p + router.select.bias, 3) if real else [-1] * 3
+        assert routing.experts[n].tolist() == chosen
+        if real:
+            torch.testing.assert_close(routing.weights[n], p[chosen] / p[chosen].sum(), rtol=1e-12, atol=1e-12)
+
+
+def test_sigmoid_gates_with_trained_noise_by_transcription() -> None:
+    router = router_for("smoe:gate=sigmoid@noisy-topk", 2)
+    hidden, mask = inputs()
+    routing = route(router, hidden, mask)
+    torch.manual_seed(3)
+    draws = torch.randn(*mask.shape, EXPERTS, dtype=torch.float64).flatten(0, 1)
+    for n, (h, real) in enumerate(zip(hidden.flatten(0, 1), mask.flatten().tolist(), strict=True)):
+        deviation = torch.log1p(torch.exp(router.score.noise_weight @ h))
+        s = torch.sigmoid(router.score.weight @ h + router.score.bias + deviation * draws[n])
+        chosen = ranked(s, 2) if real else [-1] * 2
+        assert routing.experts[n].tolist() == chosen
+        if real:
+            torch.testing.assert_close(routing.weights[n], s[chosen] / s[chosen].sum(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "spec", ["xmoe@noisy-topk", "recurrent@vmoe", "hyperrouter@compete", "smoe:gate=sigmoid@dynmoe"]
+)
+def test_an_extended_scorer_is_copied_and_pickled(spec: str) -> None:
+    router = build(spec)
+    for other in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        assert type(other.score) is type(router.score)
+        for left, right in zip(router.state_dict().values(), other.state_dict().values(), strict=True):
+            assert torch.equal(left, right)
+
+
+def test_a_generated_scorer_with_a_bias_materializes_with_the_bias() -> None:
+    layer = MoE(8, 8, 4, router="hyperrouter:gate=sigmoid@loss-free:rate=0.01").eval()
+    layer.router.select.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
+    hidden = torch.randn(5, 8)
+    before = layer.router(hidden)
+    materialize(layer)
+    assert layer.router.spec == "smoe:gate=sigmoid@loss-free:rate=0.01"
+    assert torch.equal(layer.router(hidden).experts, before.experts)
+    fresh = MoE(8, 8, 4, router=layer.router.spec).eval()
+    fresh.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(fresh.router(hidden).weights, before.weights)
+
+
+@pytest.mark.parametrize(
+    "spec", ["smoe:gate=sigmoid", "loss-free", "mask:visible=1+attention:heads=all", "sigma:renormalize=true"]
+)
+def test_a_replayed_routing_has_the_weights_of_the_original(spec: str) -> None:
+    """At logits near -40 the sigmoids of a token sum to 1e-17: both divide by the same floor."""
+    from pointsman.testing.case import context_for
+
+    torch.manual_seed(0)
+    router = build_router(spec, dim=16, num_experts=4, vocab_size=64).eval()
+    hidden = torch.randn(2, 7, 16)
+    context = context_for(router, hidden)
+    own = router.score.forward
+
+    def low(*args: object) -> Tensor:
+        found = own(*args)
+        return found - 40 if isinstance(found, Tensor) else found
+
+    router.score.forward = low  # type: ignore[method-assign]
+    before = router(hidden, context)
+    given: Mapping[str, Tensor] = {"": before.experts}
+    with replay_routing(router, given):
+        after = router(hidden, context)
+    torch.testing.assert_close(after.weights, before.weights)
+    some = (before.experts >= 0).any(-1)
+    torch.testing.assert_close(before.weights.sum(-1)[some], torch.ones(int(some.sum())))
