@@ -94,7 +94,7 @@ class Card(Forms):
         shown = [row for row in self.rows if row not in ("oracle", "plain")]
         for start in range(0, len(shown), wide):
             block = shown[start : start + wide]
-            view = Table(box=None, padding=(0, 1), title=self.shown_grids()[0].caption if not start else None)
+            view = Table(box=None, padding=(0, 1), title=None if start else "score: 0 = one expert, 1 = the oracle")
             view.add_column("task", no_wrap=True)
             for row in block:
                 view.add_column(row, justify="right", width=CELL, overflow="fold")

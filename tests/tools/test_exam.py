@@ -1,0 +1,41 @@
+"""The exam's page: rank correlation against scipy, and sentences that follow from figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.exam import ROOT, results, spearman, text
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(1, 2), (2, 1), (3, 5), (4, 4)], [(1, 1), (1, 2), (2, 2), (5, 0)], [(0, 1), (1, 2), (2, 3)]]
+)
+def test_rank_correlation_is_that_of_scipy(pairs: list[tuple[float, float]]) -> None:
+    from scipy.stats import spearmanr
+
+    assert spearman(pairs) == pytest.approx(spearmanr(*zip(*pairs, strict=True)).statistic)
+
+
+def test_a_constant_side_correlates_with_nothing() -> None:
+    assert spearman([(1, 1), (1, 2), (1, 3)]) == 0
+
+
+def test_the_page_says_what_the_figures_say() -> None:
+    values = {"oracle": 0.0, "plain": 1.0, "smoe": 0.2, "xmoe": 0.5, "hash": 1.1, "switch": 1.2}
+    cells = {("clusters", row): {"runs": {str(seed): {"value": value + 0.001 * seed * (row == "smoe"), "ami": 0.9}
+                                          for seed in range(8)}}
+             for row, value in values.items()}  # fmt: skip
+    cells["clusters", "soft"] = {"refused": "soft: every token uses all experts", "runs": {}}
+    page = text(cells, ["clusters"], [*values, "soft"], {"models": dict.fromkeys(values, 1.0)})
+    assert page.splitlines()[2].startswith("No task's scores are shown to correlate")
+    assert "The best is `smoe` with 0.80" in page
+    assert "2 routers are worse; the worst is `switch`" in page
+    assert "Worse than one expert: `switch`" in page
+    assert "Cannot take the task: `soft`" in page
+    assert "Too few routers are in both" in page
+
+
+def test_figures_of_trained_models_are_found() -> None:
+    found = results(ROOT / "docs" / "results")
+    assert found["enwik8-tiny"]["smoe"] < 0
+    assert found["cifar10-10k-tiny-vit"]["smoe"] > 0

@@ -1,0 +1,174 @@
+"""Makes the exam's record, which the package carries, and its page from an exam's directory.
+
+python -m tools.exam DIR        # after `pointsman exam all --again --out DIR`; `make` says what it writes
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError
+from pointsman._files import read_json, write_whole
+from pointsman._grid import NONE, Grid, wrapped
+from pointsman_lab.exam import exam
+from pointsman_lab.exam.card import Card
+from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, written_record
+from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
+from pointsman_lab.exam.student import ROWS
+from pointsman_lab.report.metrics import metric
+
+ROOT = Path(__file__).parents[1]
+DRAWS = 2000
+LEAST_ROUTERS = 5
+CHANCE = (*ROWS, "hash", "thor")
+
+
+def make(folder: Path, page: Path = ROOT / "docs" / "exam" / "index.md") -> None:
+    """Writes record and page of what a directory holds; cells without all seeds are left out."""
+    plan = read_json(folder / PLAN)
+    if plan is None:
+        raise RunError(f"{folder} holds no exam")
+    cells = collect(Plan(tuple(plan["rows"]), tuple(plan["tasks"]), plan["seeds"], again=True), folder)
+    whole = {place: cell for place, cell in cells.items() if "refused" in cell or len(cell["runs"]) == plan["seeds"]}
+    print(write_whole(Path(exam.__file__).with_name(RECORD), written_record(whole)))
+    print(write_whole(page, wrapped(text(whole, plan["tasks"], plan["rows"], results(ROOT / "docs" / "results")))))
+
+
+def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapping[str, Mapping[str, float]]) -> str:
+    """The page as Markdown; `measured`: comparison -> router -> figure, more is better."""
+    card = Card(tasks, cells, rows)
+    found = correlations(card, measured)
+    predicts = [row for row in found if row[5]]
+    first = (
+        f"{len(predicts)} of {len(found)} pairs of a task and a comparison of trained models have a rank correlation "
+        "whose interval is on one side of 0 (about one in twenty would by chance): see the end of the page."
+        if predicts
+        else "No task's scores are shown to correlate with a comparison of trained models. What the exam is still good "
+        "for: it says on which known structure a router fails, and why."
+    )
+    rules = {task: accept(cells, task, [row for row in rows if row not in CHANCE]) for task in tasks}
+    verdicts = Grid(
+        ["task", "floor", "oracle", "plain", "the pair that differs most", "stays"],
+        [
+            [task, *(_number(rule.get(key)) for key in ("floor", "oracle", "plain")),
+             " - ".join(rule["differ"]) if rule["differ"] else NONE, "yes" if rule["accepted"] else "no"]
+            for task, rule in rules.items()
+        ],
+    )  # fmt: skip
+    shown = [
+        [task, name, f"{rho:+.2f}", f"{low:+.2f} to {high:+.2f}", str(count)]
+        for task, name, rho, (low, high), count, _ in found
+    ]
+    ranks = Grid(["task", "comparison", "Spearman's rho", "95 %", "routers"], shown, labels=2)
+    paragraphs = [f"### {task}\n\n{paragraph(cells, task, card.rows)}" for task in tasks]
+    return "\n\n".join(
+        [
+            "# The exam of all routers", first,
+            "Made by `python -m tools.exam DIR` from `pointsman exam all --again --out DIR`. [What it is](guide.md).",
+            card.markdown().strip(), "## Which tasks stay", verdicts.markdown(), "## What was learned", *paragraphs,
+            "## Does the exam predict?",
+            "Rank correlation over routers of mean scores and mean figures (k = 2 where it was evaluated); the "
+            f"interval is a bootstrap over routers, {DRAWS} draws, not corrected for the number of pairs.",
+            ranks.markdown() if shown else "Too few routers are in both.",
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
+    """A task's question, and what its figures say."""
+    card = Card([task], cells, rows)
+    means = {row: score for row in rows if row not in CHANCE and (score := card.score(task, row)) is not None}
+    said = [TASKS[task].asks]
+    if not means:
+        return " ".join([*said, "No router has been examined."])
+    order = sorted(means, key=lambda row: -means[row])
+    best, others = order[0], order[1:]
+    agreement = mean_of_runs(cells, task, best, "ami")
+    said.append(f"The best is `{best}` with {card.text_of(task, best)} (mutual information {_number(agreement)}).")
+    level = [row for row in others if difference(cells, task, best, row, len(others)).sign == 0]
+    worse = [row for row in others if difference(cells, task, best, row, len(others)).sign == 1]
+    if level:
+        said.append(f"Not told apart from it: {', '.join(f'`{row}`' for row in level)}.")
+    if worse:
+        said.append(f"{len(worse)} routers are worse; the worst is `{order[-1]}` with {card.text_of(task, order[-1])}.")
+    for row, what in (("dense", "the dense layer"), ("thor", "chance (`thor`)")):
+        if card.score(task, row) is not None:
+            said.append(f"{what[0].upper()}{what[1:]} has {card.text_of(task, row)}.")
+    below = [row for row in order if means[row] < 0]
+    if below:
+        said.append(f"Worse than one expert: {', '.join(f'`{row}`' for row in below)}.")
+    refused = [row for row in rows if "refused" in cells.get((task, row), {})]
+    if refused:
+        said.append(f"Cannot take the task: {', '.join(f'`{row}`' for row in refused)}.")
+    return " ".join(said)
+
+
+def results(folder: Path) -> dict[str, dict[str, float]]:
+    """Comparison -> router -> mean figure on the test split, more is better."""
+    found: dict[str, dict[str, float]] = {}
+    for file in sorted(folder.glob("*/results.csv")):
+        with file.open(newline="", encoding="utf-8") as lines:
+            rows = [row for row in csv.DictReader(lines) if row["value"]]
+        values: dict[str, list[float]] = {}
+        ks = {row["k"] for row in rows}
+        for row in rows:
+            if row["k"] == "2" or "2" not in ks:
+                sign = -1 if metric(row["metric"]).lower_is_better else 1
+                values.setdefault(row["router"], []).append(sign * float(row["value"]))
+        found[file.parent.name] = {router: statistics.fmean(one) for router, one in values.items()}
+    return found
+
+
+Correlation = tuple[str, str, float, tuple[float, float], int, bool]
+"""task, comparison, rho, its interval, routers, whether the interval is on one side of 0."""
+
+
+def correlations(card: Card, measured: Mapping[str, Mapping[str, float]]) -> list[Correlation]:
+    """Each task with each comparison that has enough routers of the exam."""
+    rows = [row for row in card.rows if row not in CHANCE]
+    found: list[Correlation] = []
+    for task in card.tasks:
+        scores = {row: score for row in rows if (score := card.score(task, row)) is not None}
+        for name, figures in measured.items():
+            both = sorted(scores.keys() & figures.keys())
+            if len(both) < LEAST_ROUTERS:
+                continue
+            pairs = [(scores[row], figures[row]) for row in both]
+            draw = random.Random(f"{task} {name}")
+            drawn = sorted(spearman(draw.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+            low, high = drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS) - 1]
+            found.append((task, name, spearman(pairs), (low, high), len(both), low > 0 or high < 0))
+    return found
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's rank correlation, ties at their mean rank; 0 where one side is constant."""
+    first, second = (ranks([pair[side] for pair in pairs]) for side in (0, 1))
+    spread = math.sqrt(sum(a * a for a in first) * sum(b * b for b in second))
+    return sum(a * b for a, b in zip(first, second, strict=True)) / spread if spread else 0.0
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Ranks about their mean."""
+    order = sorted(values)
+    places = {value: order.index(value) + (order.count(value) - 1) / 2 for value in set(values)}
+    return [places[value] - (len(values) - 1) / 2 for value in values]
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    try:
+        make(Path(sys.argv[1]))
+    except (IndexError, RunError) as error:
+        print(error if isinstance(error, RunError) else __doc__, file=sys.stderr)
+        sys.exit(2)
