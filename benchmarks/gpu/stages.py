@@ -133,7 +133,7 @@ def micro(record: Record) -> None:
 
 
 def ways() -> list[str]:
-    return ["grouped_mm"] if on_gpu.without_triton(None) else ["fused", "triton", "mixed", "grouped_mm"]
+    return ["grouped_mm"] if on_gpu.without_triton(None) else ["triton", "grouped_mm"]
 
 
 def layer(record: Record) -> None:
@@ -146,7 +146,7 @@ def layer(record: Record) -> None:
     ):
         for shape in shapes:
             case = Case("x".join(map(str, shape)), *shape, dtype, train=train, device=device)
-            own = [*ways(), *(["decode"] if not train and "fused" in ways() else [])]
+            own = [*ways(), *(["decode"] if not train and "triton" in ways() else [])]
             limit = "limit" if train else "limit (reading weights)"
             times = {name: timed(record, case, name) for name in (*own, *PEERS, limit)}
             record[case.name] = times
@@ -226,11 +226,12 @@ def tune(record: Record) -> None:
     ):
         record["summary"] = missing or "needs a GPU"
         return
-    from pointsman.kernels.triton import fused, gemm, tiles
+    from pointsman.kernels.triton import fused, tiles
+    from pointsman.kernels.triton import products as grouped
 
     candidates = [tiles.Tile(16, 32, 16, 4, 1)] if record.tiny else tiles.CANDIDATES
     name = torch.cuda.get_device_name(record.device) if record.device.type == "cuda" else record.device.type
-    plain, own, best = gemm.chosen, record.file.with_name("tiles.json"), {}
+    plain, own, best = grouped.chosen, record.file.with_name("tiles.json"), {}
     done = json.loads(own.read_text()).get(name, {}) if own.exists() else {}
     for shape in TINY if record.tiny else SHAPES:
         for key, call in products(record, shape):
@@ -238,12 +239,12 @@ def tune(record: Record) -> None:
                 continue
             times = {}
             for tile in candidates:
-                gemm.chosen = fused.chosen = lambda *_, tile=tile: tile
+                grouped.chosen = fused.chosen = lambda *_, tile=tile: tile
                 try:
                     times[tile] = record.milliseconds(call, warm=0.02)
                 except Exception as error:  # too much shared memory, for instance
                     print(tile, str(error).partition("\n")[0])
-            gemm.chosen = fused.chosen = plain
+            grouped.chosen = fused.chosen = plain
             if not times:
                 continue
             best[key] = min(times, key=times.__getitem__)
@@ -255,19 +256,20 @@ def tune(record: Record) -> None:
 
 def products(record: Record, shape: tuple[int, int, int, int, int]) -> list[tuple[str, Callable[[], object]]]:
     """The grouped products of a layer of this shape, by their names in the table of tiles."""
-    from pointsman.kernels.triton import fused, gemm, sort, tiles, units
+    from pointsman.kernels.triton import fused, permute, tiles, units
+    from pointsman.kernels.triton import products as grouped
 
     tokens, dim, hidden, experts, k = shape
     weights, expert = torch.rand(tokens, experts, device=record.device).topk(k, -1)
-    where, left, inner = sort.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
+    where, left, inner = permute.sort(expert, experts), record.randn(tokens, dim), record.randn(tokens * k, hidden)
     w_in, w_out = record.randn(experts, hidden, dim), record.randn(experts, dim, hidden)
-    seed = torch.zeros(1, dtype=torch.int64, device=record.device)
+    rows, seed = record.randn(tokens * k, dim), torch.zeros(1, dtype=torch.int64, device=record.device)
     relu, silu = (units.Setting(act, 0.0, seed, None, None) for act in ("relu", "silu"))
     calls = (
-        (tiles.TIMES, hidden, lambda: gemm.times(left, w_in.mT, where, k)),
-        (tiles.TIMES, dim, lambda: gemm.times(inner, w_out.mT, where)),
-        (tiles.OUTER, dim, lambda: gemm.outer(inner, left, where, right_k=k)),
-        (tiles.OUTER, hidden, lambda: gemm.outer(left, inner, where, left_k=k)),
+        (tiles.TIMES, hidden, lambda: grouped.times(rows, w_in.mT, where)),
+        (tiles.TIMES, dim, lambda: grouped.times(inner, w_out.mT, where)),
+        (tiles.OUTER, dim, lambda: grouped.outer(inner, left, where, right_k=k)),
+        (tiles.OUTER, hidden, lambda: grouped.outer(left, inner, where, left_k=k)),
         (tiles.UP, hidden, lambda: fused.up(left, w_in, None, where, k, relu)),
         (tiles.GATED_UP, hidden, lambda: fused.up(left, w_in, w_in, where, k, silu)),
         (tiles.INNER, hidden, lambda: fused.inner(left, w_out, inner, None, weights, where, relu)),

@@ -381,13 +381,13 @@ def test_batches_norm_clipping_and_adam_are_in_the_graph(
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="test_triton_kernels_on_the_tape runs it")
-@pytest.mark.parametrize(("router", "way"), [("hyperrouter", "fused"), ("xmoe+similarity", "triton")])
+@pytest.mark.parametrize("router", ["hyperrouter", "xmoe+similarity"])
 def test_a_step_of_triton_kernels(
-    settings: Settings, corpus: Corpus, router: str, way: str, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, corpus: Corpus, router: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts, routers, attention and mixers through our kernels: graphed steps equal eager ones bit for bit."""
     monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    monkeypatch.setattr(experts, "_way", lambda *_: way)
+    monkeypatch.setattr(experts, "with_triton", lambda *_: True)
     for module in (attention, router_kernel, mixing):
         monkeypatch.setattr(module, "wanted", lambda *_: True)
     small = {"batch_size": 2, "segment_length": 6, "memory_length": 6, "model.num_layers": 1, "model.dim": 16}
@@ -399,8 +399,8 @@ def test_a_step_of_triton_kernels(
     assert recorder.replayed == 2
     assert_equal(eager, graphed)
     called = {func for func, *_ in recorder.tape.calls}
-    names = ["experts", "experts_backward", "attention", "attention_backward"]
-    names += ["inform", "inform_backward"] if "similarity" in router else ["route", "route_backward"]
+    names = ["experts", "experts_backward", "flash", "flash_backward"]
+    names += [] if "similarity" in router else ["route", "route_backward"]
     assert {getattr(torch.ops.pointsman, f"triton_{name}").default for name in names} <= called
 
 

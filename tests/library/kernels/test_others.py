@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.library.kernels.tools import (
     FLOAT_ATOMICS,
@@ -23,7 +24,7 @@ from tests.library.kernels.tools import (
 
 QUICK = (
     "(test_against_float64 and route and case1 and ((dtype0 and softmax) or (dtype1 and sigmoid)))"
-    " or (test_against_float64 and attention and (((case0 or case1) and dtype0) or (case3 and dtype2)))"
+    " or (test_against_float64 and relative and (((case0 or case1) and dtype0) or (case3 and dtype2)))"
     " or (test_against_float64 and inform and 5 and ((surer and False) or (padded and True))) or test_without_values"
     " or test_what_the_kernels or test_ties or test_strided"
     " or (test_whole_routers and (z_loss or xmoe)) or test_others"
@@ -56,21 +57,21 @@ MUTATIONS = {
     "one expert twice": ("route.py", "left = tl.where(taken, -2147483648, left)", "left = left"),
     "the sum of the weights in backward": ("route.py", "(of_chosen - through_sum[:, None] * chosen)", "of_chosen"),
     "later keys": (
-        "relative_attention.py",
-        'tl.where(seen, scores, float("-inf")), here',
-        "scores, here",
+        "flash.py",
+        "visible = visible & (j[None, :] <= own[:, None])",
+        "pass",
     ),
     "the skew": (
-        "relative_attention.py",
-        "skewed = i[:, None] * (W - 1) + (T - 1) + j[None, :]\n        tl.store",
-        "skewed = i[:, None] * (W - 1) + T + j[None, :]\n        tl.store",
+        "flash.py",
+        "(T - 1) + j[None, :]\n            tl.store",
+        "T + j[None, :]\n            tl.store",
     ),
-    "padded keys in backward": ("relative_attention.py", "d_scores = tl.where(real[None, :], d_scores, 0.0)", "pass"),
-    "the shrinking of the sum": ("relative_attention.py", "total = total * shrink + ", "total = total + "),
-    "the first block of queries": ("relative_attention.py", "tl.maximum(0, start - (S - T)) // BM * BM", "start"),
-    "whom a token informs": ("inform.py", "visible = visible | (j[None, :] == own[:, None])", "pass"),
-    "padding": ("inform.py", "visible & real[None, :] & own_real[:, None]", "visible & own_real[:, None]"),
-    "the gradient of biases": ("inform.py", "d_bias += tl.sum(d_scores, 0)", "d_bias += 0"),
+    "padded keys in backward": ("flash.py", "here, here & flows", "here, here"),
+    "the shrinking of the sum": ("flash.py", "total = total * shrink + ", "total = total + "),
+    "the first block of queries": ("flash.py", "tl.maximum(0, start - (S - T)) // BM * BM", "start"),
+    "whom a token informs": ("flash.py", "visible = visible | (j[None, :] == own[:, None])", "pass"),
+    "padding": ("flash.py", "visible & real[None, :] & own_real[:, None]", "visible & own_real[:, None]"),
+    "the gradient of biases": ("flash.py", "d_bias += tl.sum(d_scores, 0)", "d_bias += 0"),
     "the scale": ("route.py", "d_z = d_scaled * tl.load(scale_ptr)", "d_z = d_scaled"),
 }
 
@@ -90,7 +91,7 @@ def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
 
 HALF = ("x_ptr", "d_x_ptr", "q_ptr", "k_ptr", "v_ptr", "products_ptr", "out_ptr", "upper_ptr", "d_k_ptr", "d_v_ptr",
         "d_products_ptr", "d_q_ptr")  # fmt: skip
-LOOSE = ("N", "SPLITS", "B", "T", "S", "tolerance")
+LOOSE = ("N", "SPLITS", "B", "T", "S", "E", "W", "blocks", "tolerance")
 
 
 def one_compiled(
@@ -161,28 +162,38 @@ def test_the_router_compiles(kernel: str, experts: int, capability: int, tmp_pat
     check(found, f"{kernel} {experts}", capability, tmp_path)
 
 
+FLASH = dict.fromkeys(["BIAS", "POSITIONS", "CAUSAL", "VALUES", "ENTROPY"], False) | {"PADDING": 0}
+
+
+def flash(kernel: str, width: int, values: int, dtype: str, capability: int) -> Any:
+    """A kernel of `flash.py`: of a mixer in float32, of an attention in bfloat16."""
+    from pointsman.kernels.triton.flash_ops import tile
+
+    mixer = dtype == "float32"
+    t = tile(width, values, getattr(torch, dtype), capability // 10, kernel != "forward_kernel")
+    constants = FLASH | dict.fromkeys(["POSITIONS", "CAUSAL", "VALUES"], True) | {"BIAS": mixer}
+    constants |= {"PRECISION": "tf32x3" if mixer else "ieee", "BM": t.queries, "BN": t.keys, "DP": width, "EP": values}
+    constants |= {"BD": min(t.inner, width), "BE": min(t.inner, values)}
+    half = () if mixer else HALF
+    return one_compiled("flash", kernel, constants, capability, t.warps, t.stages, half)
+
+
 @needs_triton
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kernel", "width"),
     [
-        ("backward_kernel", 32),
+        ("keys_kernel", 32),
         *(
             pytest.param(kernel, width, marks=pytest.mark.slow)
-            for kernel in ("forward_kernel", "backward_kernel", "query_kernel")
+            for kernel in ("forward_kernel", "keys_kernel", "queries_kernel")
             for width in (32, 64, 128)
         ),
     ],
 )
 def test_attention_compiles(kernel: str, width: int, capability: int, tmp_path: Path) -> None:
-    from pointsman.kernels.triton.relative_attention import tile
-
-    t = tile(width, capability // 10, kernel != "forward_kernel")
-    constants = {"PRECISION": "ieee", "BM": t.queries, "BN": t.keys, "DP": width}
-    if kernel != "query_kernel":
-        constants["MASK"] = False
-    found = one_compiled("relative_attention", kernel, constants, capability, t.warps, t.stages)
-    check(found, f"{kernel} {width}", capability, tmp_path)
+    found = flash(kernel, width, width, "bfloat16", capability)
+    check(found, f"attention {kernel} {width}", capability, tmp_path)
 
 
 @needs_triton
@@ -193,18 +204,11 @@ def test_attention_compiles(kernel: str, width: int, capability: int, tmp_path: 
         ("keys_kernel", 256, 16),
         *(
             pytest.param(kernel, *sizes, marks=pytest.mark.slow)
-            for kernel in ("inform_kernel", "keys_kernel", "queries_kernel")
+            for kernel in ("forward_kernel", "keys_kernel", "queries_kernel")
             for sizes in ((64, 16), (256, 256), (512, 64))
         ),
     ],
 )
 def test_mixing_compiles(kernel: str, width: int, experts: int, capability: int, tmp_path: Path) -> None:
-    from pointsman.kernels.triton.inform import tile
-
-    t = tile(width, experts, capability // 10)
-    constants = dict.fromkeys(["BIAS", "POSITIONS", "CAUSAL", "VALUES"], True)
-    constants |= dict.fromkeys(["REAL", "ENTROPY"], False)
-    constants |= {"PRECISION": "tf32x3", "BM": t.queries, "BN": t.keys, "DP": width, "EP": experts}
-    constants |= {"BD": t.inner, "BE": min(t.inner, experts)}
-    found = one_compiled("inform", kernel, constants, capability, t.warps, 2, half=())
-    check(found, f"{kernel} {width} {experts}", capability, tmp_path)
+    found = flash(kernel, width, experts, "float32", capability)
+    check(found, f"mixers {kernel} {width} {experts}", capability, tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,27 @@ from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the experts' kernels, in the order in which they are launched."""
+    from pointsman.kernels.triton import fused, permute, products
+
+    names: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module in (fused, permute, products):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Noted(name, getattr(module, name)))
+    return names
 
 
 @pytest.fixture

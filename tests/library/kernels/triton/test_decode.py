@@ -70,7 +70,6 @@ def test_an_expert_that_does_not_exist_is_none(problem: Callable[..., Any]) -> N
 def test_the_dispatch(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A few assignments without gradients and dropout, in weights that can be read where they lie."""
     monkeypatch.setattr(on_gpu, "with_triton", lambda *_: True)
-    monkeypatch.setattr(on_gpu, "_way", lambda *_: "fused")
     case, calls = problem(tokens=6, gated=True, activation="silu", bias=False), []
     plain = decode.apply
     monkeypatch.setattr(decode, "apply", lambda *given: calls.append(1) or plain(*given))
@@ -93,11 +92,17 @@ def test_the_dispatch(problem: Callable[..., Any], monkeypatch: pytest.MonkeyPat
         assert not taken(torch.zeros(33, 2, dtype=torch.int64)), "too many"
 
 
-@pytest.mark.parametrize("few", [on_gpu.TRITON, on_gpu.TORCH])
-def test_what_is_timed(few: str) -> None:
-    run = on_gpu.candidate_few(few, torch.device("cpu"), (2, 16, 24, 4, 2))
-    assert torch.isfinite(run()).all()
-    assert torch.equal(run(), run())
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("work", [on_gpu.work, on_gpu.work_few])
+def test_what_is_timed(work: Callable[..., Any], name: str, gated: bool) -> None:
+    run = work(name, torch.device("cpu"), 2, 16, 24, 4, 2, gated, torch.float32)
+    first, second = ([found] if isinstance(found, Tensor) else found for found in (run(), run()))
+    assert all(one.isfinite().all() and torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_no_tokens(problem: Callable[..., Any]) -> None:
+    assert run(problem(tokens=0)).shape == (0, 24)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own

@@ -72,6 +72,14 @@ def test_ties_infinities_and_nan() -> None:
         assert torch.equal(experts, top_k(row[None], 4)), row
 
 
+def test_no_tokens() -> None:
+    x, weight = torch.randn(0, 12, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+    found = route(x, weight, None, torch.ones(()), Setting(2, "softmax", True))
+    assert [tuple(one.shape) for one in found] == [(0, 4), (0, 4), (0, 2), (0, 2)]
+    gradients = torch.autograd.grad(found[3].sum() + found[1].sum(), [x, weight])
+    assert not any(one.any() for one in gradients)
+
+
 def test_strided_weights_and_frozen_ones() -> None:
     x, full = torch.randn(9, 12, requires_grad=True), torch.randn(4, 13)
     weight = full[:, :-1]
@@ -108,7 +116,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_whole_routers(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's routing is that of the stages, in float64, gradients of weights and losses included."""
-    monkeypatch.setattr(kernel, "wanted", lambda hidden: hidden.dtype != torch.float64)
+    monkeypatch.setattr(kernel, "wanted", lambda hidden, *_: hidden.dtype != torch.float64)
     ran: list[Any] = []
     plain = fused.route
     monkeypatch.setattr(fused, "route", lambda *given: ran.append(plain(*given)) or ran[-1])
@@ -138,7 +146,7 @@ def test_whole_routers(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "spec", ["smoe:noise=0.5", "noisy-topk", "vmoe", "smoe+similarity", "thor", "compete", "top-p"]
 )
 def test_others_go_stage_by_stage(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "wanted", lambda _: True)
+    monkeypatch.setattr(kernel, "wanted", lambda *_: True)
     router = build_router(spec, dim=12, num_experts=5, top_k=2)
     ran: list[Any] = []
     plain = fused.route

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,12 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.kernels import attention, experts, mixing, router
+from pointsman.kernels.choice import TOKENS, Case, Work, measured
 from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
 from pointsman.routers.mutual.streaming import informed
 from pointsman_lab.models.traced_attention import attend
 from pointsman_lab.runs.checkpoints import Checkpoint
 from pointsman_lab.training.config import RunConfig
-
-ON_GPU: dict[str, Callable[[torch.device], str]] = {
-    "gpu": experts.measured,
-    "gpu_decode": experts.measured_few,
-    "gpu_router": router.measured,
-    "gpu_attention": partial(attention.measured, attend=attend),
-    "gpu_mixing": partial(mixing.measured, inform=informed),
-}
-"""What chooses the kernels of a GPU by a timing."""
 
 
 def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
@@ -44,14 +35,32 @@ def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
 
 def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.device | None = None) -> Kernels:
     """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the faster ones by a
-    timing. On a CUDA device also those of the GPU."""
+    timing. On a CUDA device also those of the GPU, in this run's own shapes."""
     if config.deterministic:
         return PLAIN
     chosen = given or measure_kernels()
     if device is None or device.type != "cuda":
         return chosen
-    found = {name: measured(device) for name, measured in ON_GPU.items() if getattr(chosen, name) == "auto"}
-    return replace(chosen, **found)
+    open_ = {name: work for name, work in _work(config).items() if getattr(chosen, name) == "auto"}
+    return replace(chosen, **{name: measured(name, device, *work) for name, work in open_.items()})
+
+
+def _work(config: RunConfig) -> dict[str, tuple[Work, Case]]:
+    """What the choices for a GPU are timed on: this run's own shapes, at its middle k."""
+    model, schedule = config.model, config.top_k_schedule
+    k, gated = (schedule.low + schedule.high) // 2, bool(getattr(model, "gated", False))
+    dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+    length = config.segment_length
+    rows = max(1, min(config.batch_size // config.accumulation, TOKENS // length))
+    layer = model.dim, model.expert_width, model.num_experts, k, gated, dtype
+    keys = length + config.memory_length
+    return {
+        "gpu": (experts.work, (min(TOKENS, rows * length), *layer)),
+        "gpu_decode": (experts.work_few, (1, *layer)),
+        "gpu_router": (router.work, (min(TOKENS, rows * length), model.dim, model.num_experts, k)),
+        "gpu_attention": (attention.work, (attend, model.num_heads, rows, length, keys, model.head_dim)),
+        "gpu_mixing": (mixing.work, (informed, rows, length, model.dim)),
+    }
 
 
 def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:

@@ -55,7 +55,11 @@ def activation_of(experts: Any) -> str | None:
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden_states [tokens, dim], top_k_index and top_k_weights [tokens, k] -> [tokens, dim]."""
     activation, on_cpu = activation_of(self), hidden_states.device.type == "cpu"
-    few_of_ours = activation is not None and on_gpu.takes_few(hidden_states, top_k_index.numel())
+    parameters = None
+    if activation is not None:
+        gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
+        parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
+    few_of_ours = parameters is not None and on_gpu.takes_few(hidden_states, top_k_index, parameters)
     if not on_cpu and top_k_index.numel() <= FEW and not few_of_ours and not torch.compiler.is_exporting():
         few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return few
@@ -70,10 +74,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return _one_token(self, hidden_states, top_k_index[0].tolist(), weights)
     scores = weights.new_empty(0, self.num_experts)
     routing = Routing(top_k_index, weights, scores, scores)
-    if activation is None:
+    if activation is None or parameters is None:
         return _expert_by_expert(self, hidden_states, routing)
-    gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
-    parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
     return apply_experts(hidden_states, routing, parameters, activation).to(hidden_states.dtype)
 
 

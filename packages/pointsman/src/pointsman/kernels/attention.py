@@ -1,6 +1,6 @@
 """Attention with relative positions on a GPU: one aligned product of positions, the rest as flash kernels.
 
-The equation is that of `triton/relative_attention.py`. Shapes: H heads, B sequences, T queries, S keys, D head width.
+The equation is that of `triton/flash.py`. Shapes: H heads, B sequences, T queries, S keys, D head width.
 No probabilities are stored; for a moment there are position products [H B, T, W], in forward and, with their gradient,
 in backward.
 """
@@ -8,19 +8,17 @@ in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pointsman.kernels.choice import TORCH, TRITON, capability, fastest_that_runs, with_triton, without_triton
+from pointsman.kernels.choice import TOKENS, TRITON, Case, tokens_of, with_triton
 from pointsman.ops.kernels import plain_wanted
 
 WIDEST = 128  # head
 MOST = 2**30  # position products at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPE = 8, 8, 512, 1024, 32  # of the timing: heads, sequences, queries, keys, head width
 
 
 class Inputs(NamedTuple):
@@ -41,19 +39,18 @@ def suits(query: Tensor, positions: Tensor, dropout: float, attend: Attend) -> b
     """Whether the kernels are active and take this attention. They drop no probabilities."""
     heads, batch, length, width = query.shape
     few = heads * batch * length * (positions.shape[1] + 8) <= MOST
-    return (
-        wanted(query, attend)
-        and few
-        and not dropout
-        and width <= WIDEST
-        and query.dtype in DTYPES
-        and not plain_wanted()
-    )
+    known = few and not dropout and width <= WIDEST and query.dtype in DTYPES and not plain_wanted()
+    return known and wanted(query, positions.shape[1], attend)
 
 
-def wanted(query: Tensor, attend: Attend) -> bool:
+def wanted(query: Tensor, keys: int, attend: Attend) -> bool:
     """Whether the active choice is the kernels, on this device."""
-    return with_triton("gpu_attention", query, partial(measured, attend=attend))
+
+    def case() -> Case:
+        heads, batch, length, width = query.shape
+        return attend, heads, min(tokens_of(batch), max(1, TOKENS // max(1, length))), length, keys, width
+
+    return with_triton("gpu_attention", query, work, case)
 
 
 def _products(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -75,11 +72,12 @@ def _products(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor, Tensor, Ten
 
 def forward(inputs: Inputs, scale: float, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """[H, B, T, D] with the strides of a contiguous [B, T, H, D], and what backward needs."""
-    from pointsman.kernels.triton import relative_attention
+    from pointsman.kernels.triton import flash_ops
 
     content, _, _, products = _products(inputs, scale)
     key, value = (part.flatten(0, 1) for part in inputs.key_value.contiguous().unbind(0))
-    output, most, total = relative_attention.forward(content, key, value, products, key_mask, len(inputs.query))
+    given = content, key, value, None, products, key_mask, None
+    output, most, total = flash_ops.forward(*given, True, 0.0, len(inputs.query))
     return output.permute(2, 0, 1, 3), most, total
 
 
@@ -87,7 +85,7 @@ def backward(
     gradient: Tensor, output: Tensor, most: Tensor, total: Tensor, inputs: Inputs, scale: float, key_mask: Tensor | None
 ) -> Inputs:
     """Gradients of the inputs."""
-    from pointsman.kernels.triton import relative_attention
+    from pointsman.kernels.triton import flash_ops
 
     heads, batch, length, width = inputs.query.shape
     content, position, positions, products = _products(inputs, scale)
@@ -95,8 +93,9 @@ def backward(
     upper = gradient.contiguous()
     delta = (upper.float() * output).sum(-1).view(heads * batch, length)
     upper = upper.view(heads * batch, length, width)
-    given = upper, delta, content, key, value, products, key_mask, most, total
-    d_content, d_key, d_value, d_products = relative_attention.backward(*given)
+    given = content, key, value, None, products, key_mask, None
+    found = flash_ops.backward(*given, True, 0.0, heads, upper, delta, most, total)
+    d_content, d_key, d_value, d_products = found
     d_products = d_products.view(heads, batch * length, -1)
     d_position = torch.bmm(d_products, positions)
     d_positions = torch.bmm(d_products.transpose(1, 2), position)[:, : inputs.positions.shape[1]]
@@ -106,21 +105,10 @@ def backward(
     return Inputs(d_query, d_key_value, d_positions, *(part.to(d_query.dtype) for part in of_biases))
 
 
-@cache
-def measured(device: torch.device, attend: Attend) -> str:
-    """The faster of "triton" and "torch" on a CUDA device: forward and backward in bfloat16."""
-    if without_triton(capability(device)):
-        return TORCH
-    return fastest_that_runs(
-        "attention kernels", {name: candidate(name, device, attend) for name in (TRITON, TORCH)}, TORCH
-    )
-
-
-def candidate(
-    name: str, device: torch.device, attend: Attend, shape: tuple[int, int, int, int, int] = SHAPE
+def work(
+    name: str, device: torch.device, attend: Attend, heads: int, batch: int, length: int, keys: int, width: int
 ) -> Callable[[], object]:
-    """Forward and backward of this shape, until the device has finished."""
-    heads, batch, length, keys, width = shape
+    """Forward and backward in bfloat16."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -132,11 +120,7 @@ def candidate(
     )  # fmt: skip
 
     def run() -> object:
-        with torch.enable_grad():
-            output = attend(inputs, width**-0.5, triton=name == TRITON)
-            found = torch.autograd.grad(output, list(inputs), torch.ones_like(output))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return found
+        output = attend(inputs, width**-0.5, triton=name == TRITON)
+        return torch.autograd.grad(output, list(inputs), torch.ones_like(output))
 
     return run

@@ -1,18 +1,26 @@
-"""Whether Triton's kernels can be used on a GPU, and which of several ways is the fastest that runs."""
+"""Whether our kernels or torch's operators do the work on a GPU: as the run says, or by a timing of that very work."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pointsman.ops.kernels import active_gpu, fastest
+from pointsman.ops.kernels import active_gpu, as_constant, fastest
 
 OLDEST = (3, 3)  # Triton's versions before lack operations that the kernels use
-TRITON, TORCH = "triton", "torch"
+TRITON, TORCH, GROUPED_MM = "triton", "torch", "grouped_mm"  # the last in place of "torch" for the experts
+TOKENS = 8192
+"""Of a timing at most, and where their number is not known: in a graph of torch.compile, or before a run begins."""
+
+Case = tuple[Any, ...]
+"""The sizes of some work. It decides which way is the faster, so each case has a timing of its own."""
+Work = Callable[..., Callable[[], object]]
+"""(`TRITON` or another name, device, *case) -> a function that does such work once, forward and backward."""
 
 
 @cache
@@ -37,29 +45,60 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def with_triton(what: str, tensor: Tensor, measured: Callable[[torch.device], str]) -> bool:
-    """Whether the active choice for `what` (a field of `Kernels`) is our kernel, on the device of this tensor.
+def with_triton(what: str, tensor: Tensor, work: Work, case: Callable[[], Case]) -> bool:
+    """Whether our kernel does this work, on the device of this tensor.
 
     Args:
-        measured: the faster way on a device, where the choice is left to a timing; not while torch.compile traces,
-            which then fuses torch's operators itself.
+        what: the field of `Kernels` that says so; "auto": as `measured`.
+        case: asked only where a timing decides.
     """
-    if not tensor.is_cuda or (chosen := active_gpu(what)) == TORCH or without_triton(capability(tensor.device)):
+    if not tensor.is_cuda or without_triton(capability(tensor.device)):
         return False
-    if chosen == "auto":
-        return not torch.compiler.is_compiling() and measured(tensor.device) == TRITON
-    return True
+    chosen = active_gpu(what)
+    if chosen == "auto" and torch.compiler.is_compiling() and what != "gpu":
+        return False  # the compiler fuses torch's operators itself, all but grouped products
+    return (measured(what, tensor.device, work, case()) if chosen == "auto" else chosen) == TRITON
 
 
-def fastest_that_runs(what: str, ways: Mapping[str, Callable[[], object]], otherwise: str) -> str:
-    """The name of the fastest way by a timing. One that fails is named in a warning and left out; `otherwise` if all
-    do."""
+def measured(what: str, device: torch.device, work: Work, case: Case) -> str:
+    """`TRITON` or torch's way, whichever is the faster at this work on a CUDA device. Timed once for each case.
+
+    What cannot run is named in a warning and left out.
+    """
+    return str(as_constant(_measured, what, device, work, case))
+
+
+@cache
+def _measured(what: str, device: torch.device, work: Work, case: Case) -> str:
+    otherwise = GROUPED_MM if what == "gpu" else TORCH
+    if without_triton(capability(device)):
+        return otherwise
     running: dict[str, Callable[[], object]] = {}
-    for name, way in ways.items():
+    for name in (TRITON, otherwise):
+        run = awaited(work(name, device, *case), device)
         try:
-            way()
-        except Exception as error:
-            warnings.warn(f"the {what} {name!r} do not run here: {str(error).partition(chr(10))[0]}", stacklevel=3)
+            run()
+        except Exception as error:  # the compiler's, the driver's, whatever it is
+            told = str(error).partition("\n")[0]
+            warnings.warn(f"{what}={name} does not run here on {case}: {told}", stacklevel=2)
         else:
-            running[name] = way
+            running[name] = run
     return fastest(running, 15) if running else otherwise
+
+
+def awaited(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The same work, until the device has finished."""
+
+    def run() -> object:
+        with torch.enable_grad():
+            found = work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return found
+
+    return run
+
+
+def tokens_of(count: int) -> int:
+    """So many tokens (or sequences) for a case: the next power of 2, so that batches of all sizes are few cases."""
+    return TOKENS if torch.compiler.is_compiling() else min(TOKENS, 1 << max(0, count - 1).bit_length())

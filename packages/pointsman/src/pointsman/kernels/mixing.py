@@ -1,4 +1,4 @@
-"""Tokens inform each other through flash kernels (`triton/inform.py`): on a GPU no block of scores is stored.
+"""Tokens inform each other through flash kernels (`triton/flash.py`): on a GPU no block of scores is stored.
 
 Shapes as in `ops/visible.py`. Products of float32 are three TF32 products each; those with positions are torch's.
 """
@@ -6,30 +6,33 @@ Shapes as in `ops/visible.py`. Products of float32 are three TF32 products each;
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pointsman.kernels.choice import TORCH, TRITON, capability, fastest_that_runs, with_triton, without_triton
+from pointsman.kernels.choice import TOKENS, TRITON, Case, tokens_of, with_triton
 from pointsman.ops.kernels import plain_wanted
 from pointsman.ops.visible import ENTROPY_TOLERANCE, Prepared, Visible
 
 if TYPE_CHECKING:
-    from pointsman.kernels.triton.inform import Given
+    from pointsman.kernels.triton.flash_ops import Given
 
 Inform = Callable[..., Any]
 """`routers.mutual.streaming.informed`: what a timing runs."""
 
 WIDEST, MOST_VALUES = 512, 256
 LONGEST = 4096  # queries with positions, whose products [N, T, W] are in memory for a moment
-SHAPE = 16, 512, 256, 16  # of the timing: sequences, tokens, width, experts
 
 
 def wanted(tensor: Tensor, inform: Inform) -> bool:
-    """Whether the active choice is the kernels, on this device."""
-    return with_triton("gpu_mixing", tensor, partial(measured, inform=inform)) and not plain_wanted()
+    """Whether the active choice is the kernels, on the device of this tensor [N, T, width]."""
+
+    def case() -> Case:
+        count, length, width = tensor.shape
+        return inform, min(tokens_of(count), max(1, TOKENS // max(1, length))), length, width
+
+    return with_triton("gpu_mixing", tensor, work, case) and not plain_wanted()
 
 
 def suits(prepared: Prepared, visible: Visible) -> bool:
@@ -41,24 +44,29 @@ def suits(prepared: Prepared, visible: Visible) -> bool:
 
 def forward(prepared: Prepared, visible: Visible) -> tuple[Tensor, Tensor]:
     """out [N, T, E] and the log-sum-exp [N, T]."""
-    from pointsman.kernels.triton import inform
+    from pointsman.kernels.triton import flash_ops
 
-    return inform.forward(_given(prepared, visible), visible.causal, ENTROPY_TOLERANCE)
+    out, most, total = flash_ops.forward(*_given(prepared, visible), visible.causal, ENTROPY_TOLERANCE, 0)
+    return out, most + total.log_()
 
 
 def backward(
     prepared: Prepared, visible: Visible, out: Tensor, lse: Tensor, upper: Tensor | None, lse_gradient: Tensor | None
 ) -> Prepared:
     """Gradients of what was prepared, by the same names; `upper` is that of out."""
-    from pointsman.kernels.triton import inform
+    from pointsman.kernels.triton import flash_ops
 
     given = _given(prepared, visible)
-    upper = None if upper is None or given.v is None else upper.contiguous()
-    delta = torch.zeros_like(lse) if upper is None else (upper * out).sum(-1)
+    if upper is None or given.v is None:
+        upper, given, delta = None, given._replace(v=None), torch.zeros_like(lse)
+    else:
+        upper = upper.contiguous()
+        delta = (upper * out).sum(-1)
     delta = delta if lse_gradient is None else delta - lse_gradient
-    d_query, d_key, d_value, d_bias, d_products = inform.backward(
-        given, visible.causal, ENTROPY_TOLERANCE, upper, delta, lse.contiguous()
-    )
+    sums = lse.contiguous(), torch.ones_like(lse)  # exp(s - m) / l = exp(s - lse) / 1
+    found = iter(flash_ops.backward(*given, visible.causal, ENTROPY_TOLERANCE, 0, upper, delta, *sums))
+    d_query, d_key = next(found), next(found)
+    d_value, d_bias, d_products = (None if one is None else next(found) for one in given[2:5])
     _, key, value, bias, position_query, positions = prepared
     if value is not None:
         d_value = torch.zeros_like(value) if d_value is None else _summed(d_value, value)
@@ -82,7 +90,7 @@ def _positions(prepared: Prepared, visible: Visible) -> Tensor:
 
 
 def _given(prepared: Prepared, visible: Visible) -> Given:
-    from pointsman.kernels.triton.inform import Given
+    from pointsman.kernels.triton.flash_ops import Given
 
     query, key, value, bias, position_query, _ = prepared
     products = None if position_query is None else position_query @ _positions(prepared, visible).mT
@@ -102,36 +110,19 @@ def _summed(gradient: Tensor, of: Tensor) -> Tensor:
     return gradient if len(of) == len(gradient) else gradient.sum(0, keepdim=True)
 
 
-@cache
-def measured(device: torch.device, inform: Inform) -> str:
-    """The faster of "triton" and "torch" on a CUDA device: forward and backward of similarities."""
-    if without_triton(capability(device)):
-        return TORCH
-    return fastest_that_runs(
-        "mixing kernels", {name: candidate(name, device, inform) for name in (TRITON, TORCH)}, TORCH
-    )
-
-
-def candidate(
-    name: str, device: torch.device, inform: Inform, shape: tuple[int, int, int, int] = SHAPE
-) -> Callable[[], object]:
-    """Forward and backward of this shape, until the device has finished."""
-    count, length, width, experts = shape
+def work(name: str, device: torch.device, inform: Inform, count: int, length: int, width: int) -> Callable[[], object]:
+    """Forward and backward of similarities, of as many sequences and tokens, to mix the scores of 16 experts."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(count, length, width, device=device, generator=generator)
     unit = (hidden / hidden.norm(dim=-1, keepdim=True)).requires_grad_()
-    probs = torch.randn(count, length, experts, device=device, generator=generator).softmax(-1).requires_grad_()
+    probs = torch.randn(count, length, 16, device=device, generator=generator).softmax(-1).requires_grad_()
     visible = Visible(length, length)
 
     def prepare(*tensors: Tensor) -> Prepared:
         return Prepared(tensors[0] * 10, tensors[0], tensors[1])
 
     def run() -> object:
-        with torch.enable_grad():
-            out, _ = inform(prepare, (unit, probs), (), visible, triton=name == TRITON)
-            found = torch.autograd.grad(out, [unit, probs], torch.ones_like(out))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return found
+        out, _ = inform(prepare, (unit, probs), (), visible, triton=name == TRITON)
+        return torch.autograd.grad(out, [unit, probs], torch.ones_like(out))
 
     return run

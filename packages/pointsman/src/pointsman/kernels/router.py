@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.kernels.choice import TORCH, TRITON, capability, fastest_that_runs, with_triton, without_triton
+from pointsman.kernels.choice import TRITON, Case, tokens_of, with_triton
 from pointsman.ops.kernels import plain_wanted
 from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 
 MOST_EXPERTS, MOST_K = 256, 32
-SHAPE = 8192, 1024, 64, 8  # of the timing: tokens, dim, num_experts, k
 
 
 def route(
@@ -39,40 +38,32 @@ def route(
     return kernel(rows, weight, bias, scale, Setting(k, gate, renormalize))
 
 
-def wanted(hidden: Tensor) -> bool:
-    """Whether the active choice is the kernel, on this device."""
-    return with_triton("gpu_router", hidden, measured) and not plain_wanted()
+def wanted(hidden: Tensor, num_experts: int, k: int) -> bool:
+    """Whether the active choice is the kernel, on the device of these hidden states [..., dim]."""
+
+    def case() -> Case:
+        *tokens, dim = hidden.shape
+        return tokens_of(math.prod(tokens)), dim, num_experts, k
+
+    return with_triton("gpu_router", hidden, work, case) and not plain_wanted()
 
 
-@cache
-def measured(device: torch.device) -> str:
-    """The faster of "triton" and "torch" on a CUDA device: forward and backward of a linear router in bfloat16."""
-    if without_triton(capability(device)):
-        return TORCH
-    return fastest_that_runs("router kernels", {name: candidate(name, device) for name in (TRITON, TORCH)}, TORCH)
-
-
-def candidate(name: str, device: torch.device, shape: tuple[int, int, int, int] = SHAPE) -> Callable[[], object]:
-    """Forward and backward of a linear router of this shape, until the device has finished."""
-    tokens, dim, num_experts, k = shape
+def work(name: str, device: torch.device, tokens: int, dim: int, num_experts: int, k: int) -> Callable[[], object]:
+    """Forward and backward of a linear router on bfloat16 hidden states."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(tokens, dim, device=device, generator=generator, dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(num_experts, dim, device=device, generator=generator).mul_(dim**-0.5).requires_grad_()
     gradient = torch.randn(tokens, k, device=device, generator=generator)
 
     def run() -> object:
-        with torch.enable_grad():
-            if name == TRITON:
-                found = route(hidden, weight, None, "softmax", None, k, True)
-                assert found is not None
-                weights = found[3]
-            else:
-                logits = F.linear(hidden.float(), weight)
-                weights = torch.softmax(logits, -1).gather(-1, top_k(logits, k))
-                weights = weights / weights.sum(-1, keepdim=True)
-            gradients = torch.autograd.grad(weights, [hidden, weight], gradient)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return gradients
+        if name == TRITON:
+            found = route(hidden, weight, None, "softmax", None, k, True)
+            assert found is not None
+            weights = found[3]
+        else:
+            logits = F.linear(hidden.float(), weight)
+            weights = torch.softmax(logits, -1).gather(-1, top_k(logits, k))
+            weights = weights / weights.sum(-1, keepdim=True)
+        return torch.autograd.grad(weights, [hidden, weight], gradient)
 
     return run

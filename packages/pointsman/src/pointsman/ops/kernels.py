@@ -30,7 +30,7 @@ _ALLOWED = {
     "row": _ROW,
     "row_bf16": _ROW,
     "batched_bf16": ("small", "padded"),
-    "gpu": ("auto", "fused", "triton", "mixed", "grouped_mm", "liger", "sonicmoe"),
+    "gpu": ("auto", "triton", "grouped_mm"),
     "gpu_decode": _OTHERS,
     "gpu_router": _OTHERS,
     "gpu_attention": _OTHERS,
@@ -51,13 +51,11 @@ class Kernels:
         row_bf16: `row` for bfloat16.
         batched_bf16: in bfloat16, which experts with many tokens share a torch.bmm: only "small" ones, where the calls
             would take the time, or all, "padded" to the same number of rows by up to a fifth.
-        gpu: the experts on a GPU: "fused" (our kernels, the activation's work inside the products), "triton" (our
-            kernels, the activation apart), "mixed" (our kernels around torch's grouped_mm), "grouped_mm" (torch alone);
-            "auto" times these four at the first use. "liger" and "sonicmoe" are other packages', by name only: an error
-            says what they cannot do.
+        gpu: the experts on a GPU: "triton" (our kernels) or "grouped_mm" (torch's); "auto" times both at the first use
+            of each shape.
         gpu_decode: the experts on a GPU for a few assignments without gradients: "triton" (kernels of their own) or
-            "torch" (as `gpu` says); "auto" times both at the first use.
-        gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" times both at the first use.
+            "torch" (as `gpu` says); "auto" as above.
+        gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" as above.
         gpu_attention: Transformer-XL's attention on a GPU: the same choice.
         gpu_mixing: the mixers on a GPU: the same choice.
     """

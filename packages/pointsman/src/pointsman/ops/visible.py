@@ -52,7 +52,7 @@ class Visible(NamedTuple):
     def groups(self, count: int, device: torch.device) -> list[slice]:
         """Slices of sequences that share a block: on a CPU one sequence, unless they are short."""
         rows, most = (CPU_ROWS, CPU_CELLS) if device.type == "cpu" else (GPU_ROWS, GPU_CELLS)
-        together = max(1, most // (min(self.length, rows) * self.keys))
+        together = max(1, most // max(1, min(self.length, rows) * self.keys))
         return [slice(start, min(start + together, count)) for start in range(0, count, together)]
 
     def hide_(self, scores: Tensor, start: int) -> Tensor:

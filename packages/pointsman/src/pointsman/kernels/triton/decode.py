@@ -163,7 +163,7 @@ def second_tile(dtype: torch.dtype, capability: int) -> Tile:
 def _split(programs: int, inner: int, block: int) -> tuple[int, int]:
     """How many parts an inner dimension is split into, and how much each has: whole blocks."""
     blocks = triton.cdiv(inner, block)
-    share = triton.cdiv(blocks, max(1, min(PARTS, PROGRAMS // programs, blocks // BLOCKS)))
+    share = triton.cdiv(blocks, max(1, min(PARTS, PROGRAMS // max(1, programs), blocks // BLOCKS)))
     return triton.cdiv(blocks, share), share * block
 
 

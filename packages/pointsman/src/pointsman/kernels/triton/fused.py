@@ -2,7 +2,7 @@
 
 Forward: u (and g) = x W_in', h = drop(act(…)), x read through `order`. Backward: q = dy W_out, dy read through `order`,
 which itself is never stored: from its tile follow the gradients of u and g, the weighted units, and a part of h . q.
-Shapes: S rows sorted by expert, H units, D wide; what `units.py` computes, without its passes over [S, H].
+Shapes: S rows sorted by expert, H units, D wide.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pointsman.kernels.triton.gemm import accumulated
 from pointsman.kernels.triton.language import FUSED, dot, power_of_2, precision, tile_of
-from pointsman.kernels.triton.sort import Sorted
-from pointsman.kernels.triton.tiles import GATED_INNER, GATED_UP, INNER, UP, Tile, chosen
+from pointsman.kernels.triton.permute import Sorted
+from pointsman.kernels.triton.products import accumulated
+from pointsman.kernels.triton.tiles import GATED_INNER, GATED_UP, INNER, UP, chosen
 from pointsman.kernels.triton.units import ACTIVATIONS, Setting, hidden, kept, through
 
 
 @triton.jit
 def up_kernel(
     x_ptr, w_ptr, gate_w_ptr, up_bias_ptr, gate_bias_ptr, order_ptr, ends_ptr, seed_ptr, up_ptr, gate_ptr, out_ptr,
-    D, H, stride_e, gate_stride_e, K, rate, scale,
+    D, H, stride_e, gate_stride_e, K, rate, scale, rows, columns,
     E: tl.constexpr, EP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """u, g [S, H] before biases, and h, from x [tokens, D] and weights [E, H, D]."""
-    expert, start, end = tile_of(ends_ptr, tl.program_id(0), E, EP, BM)
+    expert, start, end, column = tile_of(ends_ptr, rows, columns, E, EP, BM)
     if expert >= E:
         return
     row = start + tl.arange(0, BM)
     inside = row < end
     slot = tl.load(order_ptr + row, mask=inside, other=0)
-    first = tl.program_id(1) * BN
+    first = column * BN
     n = first + tl.arange(0, BN)
     inner = tl.arange(0, BK)
     x_ptrs = x_ptr + (slot // K)[:, None].to(tl.int64) * D + inner[None, :]
@@ -78,19 +78,19 @@ def up_kernel(
 @triton.jit
 def inner_kernel(
     dy_ptr, w_ptr, up_ptr, gate_ptr, up_bias_ptr, gate_bias_ptr, weight_ptr, order_ptr, ends_ptr, seed_ptr,
-    d_up_ptr, d_gate_ptr, units_ptr, parts_ptr, D, H, stride_e, K, tiles, rate, scale,
+    d_up_ptr, d_gate_ptr, units_ptr, parts_ptr, D, H, stride_e, K, rate, scale, rows, columns,
     E: tl.constexpr, EP: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """From dy [tokens, D] and W_out [E, D, H] the weighted gradients of u and g, the weighted units, all [S, H], and
-    parts [S, tiles], by assignment: h . q over the units of one tile."""
-    expert, start, end = tile_of(ends_ptr, tl.program_id(0), E, EP, BM)
+    parts [S, columns], by assignment: h . q over the units of one tile."""
+    expert, start, end, column = tile_of(ends_ptr, rows, columns, E, EP, BM)
     if expert >= E:
         return
     row = start + tl.arange(0, BM)
     inside = row < end
     slot = tl.load(order_ptr + row, mask=inside, other=0)
-    first = tl.program_id(1) * BN
+    first = column * BN
     n = first + tl.arange(0, BN)
     deep = tl.arange(0, BK)
     dy_ptrs = dy_ptr + (slot // K)[:, None].to(tl.int64) * D + deep[None, :]
@@ -118,7 +118,7 @@ def inner_kernel(
     if GATED:
         tl.store(d_gate_ptr + at, (d_gate * weight).to(kind), mask=mask)
     total = tl.sum(tl.where(mask, units * inner, 0.0), 1)
-    tl.store(parts_ptr + slot.to(tl.int64) * tiles + tl.program_id(1), total, mask=inside)
+    tl.store(parts_ptr + slot.to(tl.int64) * columns + column, total, mask=inside)
     weighted = units * weight
     if DROP:
         weighted = weighted * mask_of_units
@@ -134,11 +134,6 @@ def _plain(weight: Tensor) -> Tensor:
     return weight if weight.stride()[1:] == (weight.shape[2], 1) else weight.contiguous()
 
 
-def _sizes(slots: int, experts: int, t: Tile, width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    grid = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
-    return grid, {"BM": t.rows, "BN": t.columns, "BK": t.inner, "num_warps": t.warps, "num_stages": t.stages}
-
-
 def up(
     rows: Tensor, w_in: Tensor, w_gate: Tensor | None, where: Sorted, k: int, setting: Setting
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -148,12 +143,14 @@ def up(
     u, h = rows.new_empty(slots, width), rows.new_empty(slots, width)
     g = None if w_gate is None else rows.new_empty(slots, width)
     name = UP if g is None else GATED_UP
-    grid, sizes = _sizes(slots, experts, chosen(name, rows.dtype, slots // experts, width, rows.device), width)
+    t = chosen(name, rows.dtype, slots // experts, width, rows.device)
+    tiles = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
     b_in, b_gate = setting.b_in, setting.b_gate
-    up_kernel[grid](
+    up_kernel[tiles[0] * tiles[1],](
         rows, w_in, other, u if b_in is None else b_in, u if b_gate is None else b_gate, where.order, where.ends,
         setting.seed, u, u if g is None else g, h, dim, width, w_in.stride(0), other.stride(0), k, *setting.numbers,
-        experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(rows), **sizes, **FUSED,
+        *tiles, experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(rows),
+        **t.options, **FUSED,
     )  # fmt: skip
     return u, g, h
 
@@ -161,19 +158,21 @@ def up(
 def inner(
     gradient: Tensor, w_out: Tensor, u: Tensor, g: Tensor | None, weight: Tensor, where: Sorted, setting: Setting
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """gradient [tokens, D], w_out [E, D, H]: what `units.units_backward` gives of q = gradient W_out."""
+    """From gradient [tokens, D] and w_out [E, D, H]: the weighted gradients of u and g, the weighted units, all [S, H],
+    and the gradient of weight [T, k]."""
     (slots, width), (experts, dim, _) = u.shape, w_out.shape
     w_out = _plain(w_out)
     d_up, weighted = torch.empty_like(u), torch.empty_like(u)
     d_gate = None if g is None else torch.empty_like(u)
     name = INNER if g is None else GATED_INNER
-    grid, sizes = _sizes(slots, experts, chosen(name, u.dtype, slots // experts, width, u.device), width)
-    parts = u.new_zeros(slots, grid[1], dtype=torch.float32)  # dropped assignments have no row, and no gradient
+    t = chosen(name, u.dtype, slots // experts, width, u.device)
+    tiles = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
+    parts = u.new_zeros(slots, tiles[1], dtype=torch.float32)  # dropped assignments have no row, and no gradient
     b_in, b_gate = setting.b_in, setting.b_gate
-    inner_kernel[grid](
+    inner_kernel[tiles[0] * tiles[1],](
         gradient, w_out, u, u if g is None else g, u if b_in is None else b_in, u if b_gate is None else b_gate, weight,
         where.order, where.ends, setting.seed, d_up, u if d_gate is None else d_gate, weighted, parts,
-        dim, width, w_out.stride(0), weight.shape[1], grid[1], *setting.numbers,
-        experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(u), **sizes, **FUSED,
+        dim, width, w_out.stride(0), weight.shape[1], *setting.numbers,
+        *tiles, experts, power_of_2(experts + 1), *_given(setting, g is not None), precision(u), **t.options, **FUSED,
     )  # fmt: skip
     return d_up, d_gate, weighted, parts.sum(1).view_as(weight).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""What several kernels share."""
+"""What several kernels share: products, the order of tiles, and sizes known on the host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ FUSED = {"enable_fp_fusion": True}
 """Option of every launch: a product and a sum as one operation. Triton 3.9 warns where it is left open."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True"))
+GROUP = tl.constexpr(8)
+"""Tiles of rows that go through all columns together: what they read stays in the second-level cache."""
 
 
 @triton.jit
@@ -25,12 +27,27 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def tile_of(ends_ptr, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-    """The expert that a tile of rows belongs to (E: none), its first row, and where that expert's rows end.
+def in_groups(program, rows, columns):
+    """The tile (row, column) of a program, of `rows` times `columns` tiles.
 
-    Every expert has as many tiles as its rows need; their number on the device is at most ceil(S / BM) + E, which the
-    host knows. So there are no tables, and nobody waits.
+    Programs that follow each other share a column's weights, `GROUP` of them, and then the rows of their group with the
+    next column. Row by row, weights that do not fit into the cache would be read for every row; column by column,
+    the rows for every column.
     """
+    group = program // (GROUP * columns)
+    here = tl.minimum(rows - group * GROUP, GROUP)
+    inside = program % (GROUP * columns)
+    return group * GROUP + inside % here, inside // here
+
+
+@triton.jit
+def tile_of(ends_ptr, rows, columns, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """The expert of this program's tile (E: none), its first row, where that expert's rows end, and its column.
+
+    Every expert has as many tiles of BM rows as its rows need; `rows`, the number of these tiles, is at most
+    ceil(S / BM) + E, which the host knows. So there are no tables, and nobody waits.
+    """
+    tile, column = in_groups(tl.program_id(0), rows, columns)
     e = tl.arange(0, EP)
     ends = tl.load(ends_ptr + e, mask=e < E, other=0)
     starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -41,7 +58,7 @@ def tile_of(ends_ptr, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr)
     before = tl.sum(tl.where(mine, upto - tiles, 0), 0)
     start = tl.sum(tl.where(mine, starts, 0), 0)
     end = tl.sum(tl.where(mine, ends, 0), 0)
-    return expert, start + (tile - before) * BM, end
+    return expert, start + (tile - before) * BM, end, column
 
 
 def power_of_2(number: int, least: int = 1) -> int:
@@ -50,8 +67,8 @@ def power_of_2(number: int, least: int = 1) -> int:
 
 
 def precision(tensor: Tensor) -> str:
-    """Of float32 products: on a device three TF32 products each, in the interpreter exact ones."""
-    return "tf32x3" if tensor.is_cuda else "ieee"
+    """Of products: float32 on a device as three TF32 products each, in the interpreter exact ones."""
+    return "tf32x3" if tensor.is_cuda and tensor.dtype == torch.float32 else "ieee"
 
 
 def major_capability(device: torch.device) -> int:

@@ -235,7 +235,7 @@ def forward(
         route_kernel[triton.cdiv(tokens, rows),](
             x, weight, weight if bias is None else bias.contiguous(), scale, logits, probs, expert, weights, tokens,
             width, width, experts, padded, k, power_of_2(k), bias is not None, gate == SIGMOID, renormalize,
-            precision(x), rows, inner, num_warps=warps, **FUSED,
+            precision(weight), rows, inner, num_warps=warps, **FUSED,
         )  # fmt: skip
         return logits, probs, expert, weights
 
@@ -263,7 +263,7 @@ def backward(
         (rows, inner, warps), padded = _constants(x, weight, backward=True)
         programs = triton.cdiv(tokens, rows)
         d_scale = logits.new_empty(programs)
-        exact = precision(x)
+        exact = precision(weight)
         route_backward_kernel[programs,](
             weight, scale, logits, probs, expert, *(logits if one is None else one for one in given), d_z, d_x,
             d_scale, tokens, width, width, experts, padded, k, *(one is not None for one in given), gate == SIGMOID,

@@ -32,6 +32,12 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The arguments of a kernel's launch."""
+        rows, columns, inner, warps, stages = self
+        return {"BM": rows, "BN": columns, "BK": inner, "num_warps": warps, "num_stages": stages}
+
 
 CANDIDATES = tuple(
     Tile(rows, columns, 64, 8 if rows * columns > 64 * 128 else 4, stages)
@@ -42,51 +48,37 @@ CANDIDATES = tuple(
 """What tuning tries."""
 
 
-def tile(rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
-    """The tile for experts of about so many rows, on a device of this major compute capability (0: the interpreter)."""
-    if capability == 0:
-        return Tile(16, 32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(16 if rows_each <= 16 else 64, 64, 32, 4, 3)
-    if rows_each <= 16:
-        return Tile(16, 128, 64, 4, 4)
-    if rows_each <= 64 or capability < 9:
-        return Tile(64, 128, 64 if capability >= 9 else 32, 4, 4)
-    return Tile(128, 128, 64, 8, 4)
-
-
-def outer_tile(dtype: torch.dtype, capability: int) -> Tile:
-    """The tile of outer products; its `inner` are rows."""
-    if capability == 0:
-        return Tile(16, 32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(64, 64, 32, 4, 3)
-    return Tile(128, 128, 64, 8, 3) if capability >= 9 else Tile(64, 128, 32, 4, 4)
-
-
-def fused_tile(product: str, rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
-    """The tile of a product with the units' work at its end, which wants registers of its own."""
-    plain = tile(rows_each, dtype, capability)
-    if capability == 0 or plain.rows <= 16:
-        return plain
-    if dtype == torch.float32:
-        return plain._replace(columns=32)
-    if product == GATED_INNER:
-        return plain._replace(rows=64, columns=64 if capability >= 9 else 32)
-    return plain._replace(columns=plain.columns if product == UP else 64)
-
-
 def estimate(product: str, rows_each: int, dtype: torch.dtype, capability: int) -> Tile:
-    """The tile of a product that nobody has measured."""
+    """The tile of a product that nobody has measured, for experts of about so many rows, on a device of this major
+    compute capability (0: the interpreter)."""
+    exact, hopper = dtype == torch.float32, capability >= 9
+    if capability == 0:
+        return Tile(16, 32, 16, 4, 1)
     if product == OUTER:
-        return outer_tile(dtype, capability)
-    return tile(rows_each, dtype, capability) if product == TIMES else fused_tile(product, rows_each, dtype, capability)
+        if exact:
+            return Tile(64, 64, 32, 4, 3)
+        return Tile(128, 128, 64, 8, 3) if hopper else Tile(64, 128, 32, 4, 4)
+    if rows_each <= 16:
+        return Tile(16, 64, 32, 4, 3) if exact else Tile(16, 128, 64, 4, 4)
+    if exact:
+        return Tile(64, 64 if product == TIMES else 32, 32, 4, 3)
+    large = hopper and rows_each > 64
+    plain = Tile(128, 128, 64, 8, 4) if large else Tile(64, 128, 64 if hopper else 32, 4, 4)
+    if product in (TIMES, UP):
+        return plain
+    if product == GATED_INNER:  # what follows the product wants registers of its own
+        return plain._replace(rows=64, columns=64 if hopper else 32)
+    return plain._replace(columns=64)
+
+
+def near(size: int) -> int:
+    """The nearest power of 2."""
+    return int(2 ** round(math.log2(max(size, 1))))
 
 
 def key(product: str, dtype: torch.dtype, rows_each: int, columns: int) -> str:
     """The name of a product in the table."""
-    rows, wide = (2 ** round(math.log2(max(size, 1))) for size in (rows_each, columns))
-    return f"{product} {str(dtype).removeprefix('torch.')} {rows} x {wide}"
+    return f"{product} {str(dtype).removeprefix('torch.')} {near(rows_each)} x {near(columns)}"
 
 
 @cache
@@ -102,11 +94,16 @@ def write(file: Path, device: str, tiles: Mapping[str, Tile]) -> None:
     whole[device] = dict(sorted({**whole.get(device, {}), **tiles}.items()))
     file.write_text(json.dumps(whole, indent=1) + "\n")
     table.cache_clear()
+    _chosen.cache_clear()
+
+
+def chosen(product: str, dtype: torch.dtype, rows_each: int, columns: int, device: torch.device) -> Tile:
+    """The tile of a product: measured, or estimated."""
+    return _chosen(product, dtype, near(rows_each), near(columns), device)  # batches of all sizes, few classes
 
 
 @cache
-def chosen(product: str, dtype: torch.dtype, rows_each: int, columns: int, device: torch.device) -> Tile:
-    """The tile of a product: measured, or estimated."""
+def _chosen(product: str, dtype: torch.dtype, rows_each: int, columns: int, device: torch.device) -> Tile:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     measured = table().get(name, {}).get(key(product, dtype, rows_each, columns))
     return measured or estimate(product, rows_each, dtype, major_capability(device))

@@ -28,11 +28,12 @@ class Routed(NamedTuple):
 
 
 def route(
-    score: Scorer, normalize: Normalizer, select: Selector, top_k: int, hidden: Tensor, context: RoutingContext
+    stages: tuple[Scorer, Normalizer, Selector], num_experts: int, top_k: int, hidden: Tensor, context: RoutingContext
 ) -> Routed | None:
     """hidden [B, T, dim]; None where the stages are to be run one after the other."""
-    if not kernel.wanted(hidden):
+    if not kernel.wanted(hidden, num_experts, top_k):
         return None
+    score, normalize, select = stages
     gate = normalize.gate_and_scale() if type(select) is TopK else None
     if gate is None or transformed() or torch.compiler.is_exporting() or not hidden.numel():
         return None

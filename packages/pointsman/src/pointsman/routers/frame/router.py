@@ -141,7 +141,8 @@ class Router(nn.Module):
             hidden = upcast(hidden)
         at_once = None
         if self.mix is None and self.replayed is None:
-            at_once = fused.route(self.score, self.normalize, self.select, self.top_k, hidden, context)
+            stages = self.score, self.normalize, self.select
+            at_once = fused.route(stages, self.num_experts, self.top_k, hidden, context)
         if at_once is None:
             scored, scores, carry = self._score(hidden, context, statistics)
             selection = self._choose(scores, context)

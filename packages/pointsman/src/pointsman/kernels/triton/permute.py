@@ -1,6 +1,7 @@
-"""A stable counting sort of the assignments by expert: two kernels and a prefix sum, nothing on the host.
+"""Assignments to experts and back: a stable counting sort (two kernels and a prefix sum, nothing on the host), combine.
 
-Shapes: S = tokens * k assignments, E experts; dropped assignments (an expert below 0, or from E on) come last.
+Shapes: S = T k assignments of T tokens, E experts, D wide; dropped assignments (an expert below 0, or from E on) come
+last.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def sort(expert: Tensor, num_experts: int) -> Sorted:
     slots = expert.numel()
     padded = power_of_2(num_experts + 2)  # one for dropped assignments, one for what is beyond the last
     size = min(BLOCK, power_of_2(slots, 16))
-    blocks = triton.cdiv(slots, size)
+    blocks = max(1, triton.cdiv(slots, size))  # one writes `ends`, also of no assignment
     count = expert.new_empty(num_experts + 1, blocks, dtype=torch.int32)
     count_kernel[blocks,](expert, count, slots, blocks, num_experts, padded, size, **FUSED)
     upto = count.view(-1).cumsum(0, dtype=torch.int32)
@@ -81,3 +82,37 @@ def sort(expert: Tensor, num_experts: int) -> Sorted:
     given = expert, count, upto, order, row, of_rows, ends, slots, blocks
     place_kernel[blocks,](*given, num_experts, padded, size, **FUSED)
     return Sorted(order, row, of_rows, ends)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr, row_ptr, weight_ptr, out_ptr, T, D, columns,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out [T, D]: the (weighted) sum of each token's rows, those at -1 left out, added up in float32 in order of k."""
+    t = tl.program_id(0) // columns * BT + tl.arange(0, BT)
+    d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
+    acc = tl.zeros((BT, BD), dtype=tl.float32)
+    for j in range(K):
+        row = tl.load(row_ptr + t * K + j, mask=t < T, other=-1)
+        there = (row[:, None] >= 0) & (d[None, :] < D)
+        value = tl.load(rows_ptr + row[:, None].to(tl.int64) * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + t * K + j, mask=(t < T) & (row >= 0), other=0.0)
+            value = value * weight.to(tl.float32)[:, None]
+        acc += value
+    mask = (t[:, None] < T) & (d[None, :] < D)
+    tl.store(out_ptr + t[:, None].to(tl.int64) * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def combine(rows: Tensor, where: Sorted, k: int, weight: Tensor | None = None) -> Tensor:
+    """rows [S, D], weight [T, k], contiguous: [T, D]; without `weight` the plain sum."""
+    slots, dim = rows.shape
+    output = rows.new_empty(slots // k, dim)
+    wide = min(1024, power_of_2(dim, 16))
+    tall, columns = max(1, 4096 // wide), triton.cdiv(dim, wide)
+    combine_kernel[triton.cdiv(len(output), tall) * columns,](
+        rows, where.row, output if weight is None else weight, output, len(output), dim, columns,
+        k, weight is not None, tall, wide, **FUSED,
+    )  # fmt: skip
+    return output

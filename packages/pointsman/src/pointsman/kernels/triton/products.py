@@ -1,7 +1,7 @@
 """Grouped matrix products: each expert's rows times its weights, and each expert's outer products.
 
-Rows of the left operand can lie in token order: then they are fetched through `order`, and no copy sorted by expert is
-made. Shapes: S rows sorted by expert, E experts.
+Rows can lie in token order: then they are fetched through `order`, and no copy sorted by expert is made. Shapes: S rows
+sorted by expert, E experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pointsman.kernels.triton.language import FUSED, dot, power_of_2, precision, tile_of
-from pointsman.kernels.triton.sort import Sorted
+from pointsman.kernels.triton.permute import Sorted
 from pointsman.kernels.triton.tiles import OUTER, TIMES, chosen
 
 
@@ -33,32 +33,28 @@ def accumulated(acc, a_ptrs, w_ptrs, rows, columns, A, stride, PRECISION: tl.con
 
 @triton.jit
 def rows_kernel(
-    a_ptr, w_ptr, b_ptr, v_ptr, order_ptr, ends_ptr, out_ptr,
-    A, N, stride_e, stride_n, stride_a, other_e, other_n, other_a, K,
-    E: tl.constexpr, EP: tl.constexpr, GATHER: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
+    a_ptr, w_ptr, b_ptr, v_ptr, ends_ptr, out_ptr,
+    A, N, stride_e, stride_n, stride_a, other_e, other_n, other_a, rows, columns,
+    E: tl.constexpr, EP: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [S, N] = a [S, A], or a [tokens, A] through `order`, times w [E, A, N] of the row's expert; with SUM plus
-    b [S, A] times v [E, A, N]."""
-    expert, first, end = tile_of(ends_ptr, tl.program_id(0), E, EP, BM)
+    """out [S, N] = a [S, A] times w [E, A, N] of the row's expert; with SUM plus b [S, A] times v [E, A, N]."""
+    expert, first, end, column = tile_of(ends_ptr, rows, columns, E, EP, BM)
     if expert >= E:
         return
     row = first + tl.arange(0, BM)
     inside = row < end
-    source = row
-    if GATHER:
-        source = tl.load(order_ptr + row, mask=inside, other=0) // K
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = column * BN + tl.arange(0, BN)
     inner = tl.arange(0, BK)
-    a_ptrs = a_ptr + source[:, None].to(tl.int64) * A + inner[None, :]
+    at = row[:, None].to(tl.int64) * A + inner[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64) * stride_e + n[None, :].to(tl.int64) * stride_n
     w_ptrs += inner[:, None].to(tl.int64) * stride_a
-    acc = accumulated(tl.zeros((BM, BN), dtype=tl.float32), a_ptrs, w_ptrs, inside, n < N, A, stride_a, PRECISION, BK)
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    acc = accumulated(acc, a_ptr + at, w_ptrs, inside, n < N, A, stride_a, PRECISION, BK)
     if SUM:
-        b_ptrs = b_ptr + row[:, None].to(tl.int64) * A + inner[None, :]
         v_ptrs = v_ptr + expert.to(tl.int64) * other_e + n[None, :].to(tl.int64) * other_n
         v_ptrs += inner[:, None].to(tl.int64) * other_a
-        acc = accumulated(acc, b_ptrs, v_ptrs, inside, n < N, A, other_a, PRECISION, BK)
+        acc = accumulated(acc, b_ptr + at, v_ptrs, inside, n < N, A, other_a, PRECISION, BK)
     out = out_ptr + row[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n[None, :] < N))
 
@@ -71,7 +67,7 @@ def outer_kernel(
 ):  # fmt: skip
     """out [E, M, N] = each expert's left [rows, M]' right [rows, N], either in token order; zeros without rows.
     With SUMS also sums [E, M] of left's rows."""
-    expert = tl.program_id(2)
+    expert = tl.program_id(2)  # the slowest: all tiles of an expert, whose rows they share, follow each other
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
@@ -100,46 +96,35 @@ def outer_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
-def times(
-    left: Tensor, weight: Tensor, where: Sorted, k: int = 0, second: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """left [S, A], or [tokens, A] with the number k of assignments of each, times weight [E, A, N]: [S, N].
+def times(left: Tensor, weight: Tensor, where: Sorted, second: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """left [S, A] times weight [E, A, N]: [S, N]. Rows of dropped assignments are undefined.
 
-    `second`: another such pair, whose product is added; its left is [S, A]. Rows of dropped assignments are undefined.
+    `second`: another such pair, whose product is added.
     """
-    slots, (experts, inner, columns) = where.order.numel(), weight.shape
-    output = left.new_empty(slots, columns)
+    slots, (experts, inner, width) = len(left), weight.shape
+    output = left.new_empty(slots, width)
     other, more = second or (left, weight)
-    t = chosen(TIMES, left.dtype, slots // experts, columns, left.device)
-    grid = triton.cdiv(slots, t.rows) + experts, triton.cdiv(columns, t.columns)
-    rows_kernel[grid](
-        left, weight, other, more, where.order, where.ends, output, inner, columns,
-        weight.stride(0), weight.stride(2), weight.stride(1), more.stride(0), more.stride(2), more.stride(1), max(k, 1),
-        experts, power_of_2(experts + 1), k > 0, second is not None, precision(left),
-        t.rows, t.columns, t.inner, num_warps=t.warps, num_stages=t.stages, **FUSED,
+    t = chosen(TIMES, left.dtype, slots // experts, width, left.device)
+    rows, columns = triton.cdiv(slots, t.rows) + experts, triton.cdiv(width, t.columns)
+    rows_kernel[rows * columns,](
+        left, weight, other, more, where.ends, output, inner, width,
+        weight.stride(0), weight.stride(2), weight.stride(1), more.stride(0), more.stride(2), more.stride(1),
+        rows, columns, experts, power_of_2(experts + 1), second is not None, precision(left), **t.options, **FUSED,
     )  # fmt: skip
     return output
 
 
-def outer(left: Tensor, right: Tensor, where: Sorted, left_k: int = 0, right_k: int = 0) -> Tensor:
-    """left [S, M] and right [S, N], either in token order (then with its k): [E, M, N]."""
-    return _outer(left, right, where, left_k, right_k, None)
-
-
-def outer_and_sums(left: Tensor, right: Tensor, where: Sorted, right_k: int) -> tuple[Tensor, Tensor]:
-    """`outer`, and the sums [E, M] of each expert's rows of left."""
-    sums = left.new_empty(len(where.ends), left.shape[1])
-    return _outer(left, right, where, 0, right_k, sums), sums
-
-
-def _outer(left: Tensor, right: Tensor, where: Sorted, left_k: int, right_k: int, sums: Tensor | None) -> Tensor:
+def outer(
+    left: Tensor, right: Tensor, where: Sorted, *, left_k: int = 0, right_k: int = 0, sums: bool = False
+) -> list[Tensor]:
+    """left [S, M] and right [S, N], either in token order (then with its k): [E, M, N]; with `sums` also the sums
+    [E, M] of each expert's rows of left."""
     experts, m, n = len(where.ends), left.shape[1], right.shape[1]
     output = left.new_empty(experts, m, n)
+    found = [output, left.new_empty(experts, m)] if sums else [output]
     t = chosen(OUTER, left.dtype, where.order.numel() // experts, n, left.device)
-    grid = triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts
-    outer_kernel[grid](
-        left, right, where.order, where.ends, output, output if sums is None else sums, m, n, max(left_k, right_k, 1),
-        left_k > 0, right_k > 0, sums is not None, precision(left),
-        t.rows, t.columns, t.inner, num_warps=t.warps, num_stages=t.stages, **FUSED,
+    outer_kernel[triton.cdiv(m, t.rows), triton.cdiv(n, t.columns), experts](
+        left, right, where.order, where.ends, output, found[-1], m, n, max(left_k, right_k, 1),
+        left_k > 0, right_k > 0, sums, precision(left), **t.options, **FUSED,
     )  # fmt: skip
-    return output
+    return found
