@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pointsman._errors import RunError, Stopped
+from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab.cli.main import main
 from pointsman_lab.exam import cell as cells_module
 from pointsman_lab.exam.card import Card, write_card
@@ -166,6 +167,10 @@ def test_open_options_are_tried_unless_the_spec_says_one() -> None:
     assert variants("smoe") == ["smoe"]
     assert variants("oracle") == ["oracle"]
     assert variants("smoe+similarity:tau=1") == ["smoe+similarity:tau=1"]
+    assert variants("hyperrouter@loss-free")[1] == "hyperrouter@loss-free:rate=0.01"
+    assert variants("hyperrouter@sigma+uniform")[0] == "hyperrouter:embed_dim=8@sigma+uniform"
+    for row in ("xmoe@expert-choice", "hyperrouter@loss-free+similarity", "loss-free", "depths"):
+        assert all(parse_spec(spec) for spec in variants(row))
     assert variants("xmoe+uniform")[0] == "xmoe:routing_dim=4+uniform"
 
 

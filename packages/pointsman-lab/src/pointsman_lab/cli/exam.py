@@ -90,6 +90,8 @@ def plan_of(values: argparse.Namespace) -> Plan:
 
 
 MORE = (
+    "hyperrouter@loss-free",
+    "xmoe@expert-choice",
     "smoe:balance=0.01", "smoe+similarity", "smoe+uniform", "smoe+shuffled", "loss-free+similarity",
     "xmoe+similarity", "loss-free:nulls=8", "smoe:gate=sigmoid",
 )  # fmt: skip

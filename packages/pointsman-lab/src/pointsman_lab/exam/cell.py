@@ -41,11 +41,16 @@ def variants(row: str) -> list[str]:
     if row in ROWS:
         return [row]
     parsed = parse_spec(row)
-    for name, options in ((parsed.mixer, parsed.mixer_options), (parsed.router, parsed.options)):
+    routers, plus, mixer = row.partition("+")
+    scores, at, choice = routers.partition("@")
+    for name, options, head, tail in (
+        (parsed.mixer, parsed.mixer_options, row, ""),
+        (parsed.choice, parsed.choice_options, routers, plus + mixer),
+        (parsed.router, parsed.options, scores, at + choice + plus + mixer),
+    ):
         if name in OPEN and OPEN[name][0] not in options:
             option, choices = OPEN[name]
-            head, plus, tail = (row, "", "") if name == parsed.mixer else row.partition("+")
-            return [f"{head}:{option}={one}{plus}{tail}" for one in choices]
+            return [f"{head}:{option}={one}{tail}" for one in choices]
     return [row]
 
 

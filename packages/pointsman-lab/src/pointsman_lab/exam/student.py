@@ -23,7 +23,12 @@ CAPPED = ("top-p", "dynmoe")
 
 def first_k(task: Task, spec: str) -> int:
     """The k that a router is trained with."""
-    return task.cap if task.cap and parse_spec(spec).router in CAPPED else task.top_k
+    return task.cap if task.cap and parse_spec(spec).chooses in CAPPED else task.top_k
+
+
+def _says(spec: str, option: str) -> bool:
+    parsed = parse_spec(spec)
+    return option in parsed.options or option in parsed.choice_options
 
 
 class Student(nn.Module):
@@ -53,7 +58,7 @@ class Student(nn.Module):
         k = first_k(task, row)
         router = build_router(row, top_k=k, **sizes)  # type: ignore[arg-type]
         # renormalised over one expert the weight is 1, and the router would learn nothing
-        if k == 1 and router.select.renormalize and "renormalize" not in parse_spec(row).options:
+        if k == 1 and router.select.renormalize and not _says(row, "renormalize"):
             torch.manual_seed(seed + 1)
             router = build_router(row, top_k=k, renormalize=False, **sizes)  # type: ignore[arg-type]
         if task.causal and not router.causal:
