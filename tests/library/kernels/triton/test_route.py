@@ -13,7 +13,7 @@ from pointsman.kernels import router as kernel
 from pointsman.kernels.triton.route import Setting, route
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame import fused
-from pointsman.routers.frame.stages import TINY
+from pointsman.routers.frame.stages import FLOOR
 
 CASES: list[tuple[int, int, int, int]] = [(37, 24, 5, 2), (3, 17, 3, 3), (18, 33, 20, 8), (1, 7, 1, 1)]
 """Tokens, width, experts, k."""
@@ -26,7 +26,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, sett
     experts = top_k(logits, setting.k)
     weights = probs.gather(-1, experts)
     if setting.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(TINY)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(FLOOR)
     return [logits, probs, experts, weights]
 
 

@@ -21,7 +21,7 @@ from pointsman.kernels.triton.language import FUSED, dot, major_capability, powe
 from pointsman.ops.linear import refuse_second_derivatives
 
 TINY = tl.constexpr(1e-9)
-"""What keeps a sum of sigmoids away from zero: as in `routers.select`."""
+"""What keeps a sum of sigmoids away from zero: as in `routers.frame.stages`."""
 
 MOST_EXPERTS = 256
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
