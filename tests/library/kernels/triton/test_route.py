@@ -153,3 +153,11 @@ def test_others_go_stage_by_stage(spec: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fused, "route", lambda *given: ran.append(plain(*given)) or ran[-1])
     router(torch.randn(1, 3, 12))
     assert ran in ([], [None])
+
+
+def test_the_floor_of_a_sum_is_that_of_the_stages() -> None:
+    """Sigmoids so small that another floor would give other weights."""
+    x, weight = torch.ones(1, 16), torch.full((3, 16), -2.0)
+    found = route(x, weight, None, torch.ones(()), Setting(2, "sigmoid", True))
+    assert found[1].sum() < 1e-9
+    torch.testing.assert_close(found[3], torch.full((1, 2), 0.5))

@@ -20,7 +20,7 @@ from torch import Tensor
 from pointsman.kernels.triton.language import FUSED, dot, major_capability, power_of_2, precision
 from pointsman.ops.linear import refuse_second_derivatives
 
-TINY = tl.constexpr(1e-9)
+TINY = tl.constexpr(1e-20)
 """What keeps a sum of sigmoids away from zero: as in `routers.frame.stages`."""
 
 MOST_EXPERTS = 256
