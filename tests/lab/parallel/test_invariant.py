@@ -10,7 +10,7 @@ from tests.lab.parallel.ranks import on_ranks
 BOUND = 1e-10
 FEW = [
     "smoe:balance=0.05:z_loss=0.01",
-    "smoe:balance=0.05:balance_scope=step:balance_on=scores",
+    "smoe:gate=sigmoid:balance=0.05:balance_scope=step:balance_on=scores",
     "xmoe+similarity",
     "hyperrouter+attention",
     "loss-free",

@@ -22,6 +22,7 @@ from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
 from pointsman.control import add_losses, named_routers, set_loss_scale
 from pointsman.diagnostics.monitor import RoutingMonitor
+from pointsman.experts.combine import PerPair
 from pointsman.experts.modules import EXPERTS
 from pointsman.ops import kernels
 from pointsman.ops.exchange import Exchange
@@ -177,7 +178,8 @@ def one_exchange(
         routing = Routing(experts[rows], w, probs, probs)
         if case == "flat":
             pairs = routing.pairs
-            routing = replace(routing, flat=Pairs(pairs.token, pairs.expert, pairs.weight, pairs.offsets))
+            flat = Pairs(pairs.token, pairs.expert, pairs.weight, pairs.offsets)
+            routing = replace(routing, how=PerPair(flat=flat))
         output = layer(x, routing)
         (output * cotangent[rows]).sum().backward()
         assert x.grad is not None
