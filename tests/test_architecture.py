@@ -36,7 +36,6 @@ EXCEPTIONS = {
 }
 CIRCLES = {
     ("data.subwords", "data.vocabulary"),
-    ("training.sharded", "training.state"),
     ("report.page", "report.paper"),
 }
 """Imports inside functions that close a circle between files: to be taken apart."""

@@ -33,7 +33,7 @@ from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.finetuning.run import load_finetuned
 from pointsman_lab.progress import Quiet
 from pointsman_lab.runs.metrics import read_metrics
-from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.run import load_run
 from tests.lab.finetuning.crosslingual import WORDS, pretrained, questions, sentence, write_data
 

@@ -19,7 +19,7 @@ from pointsman_lab.runs.checkpoints import last_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.record import read_run
 from pointsman_lab.training.checkpoint import checkpoint_tensors
-from pointsman_lab.training.progress import Interrupted
+from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.run import load_run
 
 FAST = {"learning_rate": 5e-3, "batch_size": 8, "log_every": 1}

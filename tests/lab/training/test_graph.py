@@ -32,9 +32,9 @@ from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training import state as state_module
 from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.graph import WARM_UP, Passed, cuda_recorder
+from pointsman_lab.training.failures import Diverged
+from pointsman_lab.training.graph import WARM_UP, PassResult, cuda_recorder
 from pointsman_lab.training.objectives import objective_of
-from pointsman_lab.training.progress import Diverged
 from pointsman_lab.training.state import TrainingState
 from pointsman_lab.training.trainer import train
 from tests.library.kernels.tools import interpreted, needs_triton
@@ -121,10 +121,10 @@ class TapeRecorder:
         self.captured = self.replayed = 0
         self.tape = Tape()
 
-    def run(self, function: Callable[[], Passed]) -> Passed:
+    def run(self, function: Callable[[], PassResult]) -> PassResult:
         return function()
 
-    def capture(self, function: Callable[[], Passed]) -> tuple[Callable[[], None], Passed]:
+    def capture(self, function: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
         self.captured += 1
         random = torch.get_rng_state()
         with Tape() as tape:

@@ -28,7 +28,7 @@ from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.masked_language_modelling import MaskedLanguageModelling
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.state import TrainingState
-from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.task import pretraining_task
 from pointsman_lab.training.trainer import train
 
 

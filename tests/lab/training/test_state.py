@@ -11,8 +11,8 @@ from torch import Tensor
 from pointsman_lab.data import Corpus
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.failures import Diverged
 from pointsman_lab.training.optimizer import optimizer_tensors, restore_optimizer
-from pointsman_lab.training.progress import Diverged
 from pointsman_lab.training.state import TrainingState
 
 Settings = Callable[..., RunConfig]

@@ -23,7 +23,7 @@ from pointsman_lab.tasks.translation.evaluation import padded, search
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run
-from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.task import pretraining_task
 from pointsman_lab.training.trainer import train
 
 SOURCES = padded([[5, 6, 7, 8, 9, 2], [10, 11, 2], [12, 2]])

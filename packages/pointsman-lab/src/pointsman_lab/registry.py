@@ -73,7 +73,7 @@ class TaskEntry:
         raise NotImplementedError
 
     def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        """The `Task` of these settings, with its data; see `training.tasks.pretraining_task`."""
+        """The `Task` of these settings, with its data; see `training.task.pretraining_task`."""
         raise NotImplementedError
 
     def vocabulary(self, text: str) -> Any:

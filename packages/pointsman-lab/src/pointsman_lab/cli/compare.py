@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
 
     def check(count: int, layout: Layout) -> None:
-        from pointsman_lab.training.tasks import check_on_ranks
+        from pointsman_lab.training.task import check_on_ranks
 
         plan = _plan(values, arguments)
         with Display() as display:

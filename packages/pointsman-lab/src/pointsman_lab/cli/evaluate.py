@@ -89,7 +89,7 @@ def evaluated(
     from pointsman.ops.kernels import using
     from pointsman_lab.evaluation.passes import EvaluationContext
     from pointsman_lab.runs.paths import slug
-    from pointsman_lab.training.precision import autocast
+    from pointsman_lab.training.kernels import autocast
 
     given = {} if values.eval_tokens is None else {"eval_tokens": values.eval_tokens}
     config = saved.config.with_overrides({**changes, **given})

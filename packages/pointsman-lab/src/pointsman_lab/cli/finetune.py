@@ -181,7 +181,7 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman_lab.finetuning import finetune
     from pointsman_lab.finetuning.run import finetuned_path, open_task
     from pointsman_lab.runs.record import read_run
-    from pointsman_lab.training.progress import Interrupted
+    from pointsman_lab.training.failures import Interrupted
 
     changes: dict[str, Any] = dict(options.overrides(values.set))
     if values.top_k:

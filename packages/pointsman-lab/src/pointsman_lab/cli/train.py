@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     device = choose_device(values.device)
 
     def check(count: int, layout: Layout) -> None:
-        from pointsman_lab.training.tasks import check_on_ranks
+        from pointsman_lab.training.task import check_on_ranks
 
         check_on_ranks([_config(values)], count, layout)
 

@@ -18,9 +18,9 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, REPEAT, run_path
 from pointsman_lab.training.compare import Watcher, default_jobs
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.jobs import Work, do_all
 from pointsman_lab.training.kernels import recorded_kernels
-from pointsman_lab.training.progress import Interrupted
 
 
 def compare_tasks(

@@ -30,8 +30,8 @@ from pointsman_lab.models.classifier import Classifier, Pooling
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.token_classifier import TokenClassifier
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of
-from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.task import Batches, Observed
 
 

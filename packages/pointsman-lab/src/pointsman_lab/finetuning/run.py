@@ -21,13 +21,12 @@ from pointsman_lab.finetuning.classification import Classification
 from pointsman_lab.finetuning.crosslingual import CrossLingual, head_on
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.models.classifier import Classifier
-from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
 from pointsman_lab.runs import paths
 from pointsman_lab.runs.checkpoints import checksums, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import EVALUATION, FINETUNE
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.progress import Monitor
 from pointsman_lab.training.run import Run, load_run, model_of, vocabulary_of
 from pointsman_lab.training.trainer import TrainResult, train
 

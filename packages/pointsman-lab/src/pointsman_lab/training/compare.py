@@ -35,12 +35,10 @@ from pointsman_lab.runs.comparison import read_plan, write_plan
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig, flat, without_effect
+from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.jobs import Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
-from pointsman_lab.training.progress import Interrupted
-from pointsman_lab.training.state import check_ranks
-from pointsman_lab.training.task import Task
-from pointsman_lab.training.tasks import check_models, pretraining_task
+from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
 from pointsman_lab.training.trainer import train
 
 SMALL_MODEL = 4_000_000  # parameters; a step of `tiny` (0.7 million) takes as long with one thread as with two

@@ -35,7 +35,7 @@ Memories = Sequence[Memory | None]
 Observe = Callable[[], AbstractContextManager[None]]
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """What forward and backward of all micro-batches leave, besides gradients.
 
     Attributes:
@@ -47,11 +47,11 @@ class Passed(NamedTuple):
     memories: list[Memory | None]
 
 
-Pass = Callable[[Batches, Memories, Observe], Passed]
+Pass = Callable[[Batches, Memories, Observe], PassResult]
 """Forward and backward of the micro-batches, each forward inside an `Observe` of its own."""
 
 Finish = Callable[[Tensor], Tensor]
-"""Clips the gradient and changes the weights, given `Passed.figures`; if those or earlier ones are not finite it
+"""Clips the gradient and changes the weights, given `PassResult.figures`; if those or earlier ones are not finite it
 changes nothing. Returns a bool tensor []: whether they are not. Nothing waits for the device."""
 
 Draw = Callable[[], Batches]
@@ -86,7 +86,7 @@ class GraphedStep:
         self._k, self._warm = 0, 0
         self._graph: _Graph | None = None
 
-    def __call__(self, k: int, draw: Draw, memories: Memories, observe: Observe) -> Passed:
+    def __call__(self, k: int, draw: Draw, memories: Memories, observe: Observe) -> PassResult:
         """The step with this k; gradients must be None before. The next call may write over the memories that it
         returns."""
         full = [memory for memory in memories if memory is not None and memory.length == self.memory_length]
@@ -100,7 +100,7 @@ class GraphedStep:
             self._graph = _Graph(self, draw, full)
         return self._graph.replay(draw, full, observe)
 
-    def _eager(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
+    def _eager(self, batches: Batches, memories: Memories, observe: Observe) -> PassResult:
         passed = self.run(batches, memories, observe)
         self.finish(passed.figures)
         return passed
@@ -139,16 +139,16 @@ class _Graph:
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._losses = [(module, module.last_losses) for module in model.modules() if isinstance(module, MoE)]
 
-    def _whole(self, step: GraphedStep, draw: Draw, observe: Observe) -> Passed:
+    def _whole(self, step: GraphedStep, draw: Draw, observe: Observe) -> PassResult:
         """The step, whose memories take the place of those before it."""
         passed = step.run(draw() if step.resident else self._batches, self._memories, observe)
         bad = step.finish(passed.figures)
         after = [memory for memory in passed.memories if memory is not None]
         for own, new in zip(_tensors([], self._memories), _tensors([], after), strict=True):
             own.copy_(torch.where(bad, own, new))
-        return Passed(passed.figures, list(self._memories))
+        return PassResult(passed.figures, list(self._memories))
 
-    def replay(self, draw: Draw, memories: Sequence[Memory], observe: Observe) -> Passed:
+    def replay(self, draw: Draw, memories: Sequence[Memory], observe: Observe) -> PassResult:
         batches = draw() if self._batches else []
         for buffer, tensor in zip(_tensors(self._batches, self._memories), _tensors(batches, memories), strict=True):
             if buffer is not tensor:

@@ -1,4 +1,4 @@
-"""Which kernels a run uses, so that a resumed run and all runs of a comparison use the same."""
+"""The kernels and the precision of a run. A resumed run, and all runs of a comparison, use the same kernels."""
 
 from __future__ import annotations
 
@@ -86,3 +86,9 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
+    """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
+    wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,19 +12,45 @@ from pointsman._errors import Stopped
 from pointsman._files import within, write_whole
 from pointsman_lab.evaluation.over_ranks import AgreedStop, each_its_own
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.progress import Progress, Stop
+from pointsman_lab.progress import Monitor, Progress, Stop
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.metrics import MetricsFile
 from pointsman_lab.runs.paths import EVALUATION, METRICS
 from pointsman_lab.runs.record import label
 from pointsman_lab.training.best import FILE, Best
 from pointsman_lab.training.checkpoint import write_checkpoint
-from pointsman_lab.training.precision import autocast
-from pointsman_lab.training.progress import Diverged, Interrupted, Monitor
+from pointsman_lab.training.failures import Diverged, Interrupted
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.sharded import Saver
 from pointsman_lab.training.state import TrainingState
-from pointsman_lab.training.times import Times
 from pointsman_lab.training.trackers import Tracker, begin_trackers, tracked
+
+
+class Times:
+    """Times of the steps since the last line of metrics; entered around each turn of the loop."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self._work = self._before = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._before += time.perf_counter() - self._began
+
+    def step(self, seconds: float, work: float) -> None:
+        """A step took so long, of which forward, backward and optimizer `work`."""
+        self.steps.append(seconds)
+        self._work += work
+
+    def take(self) -> tuple[float, float]:
+        """Median seconds a step, and the share of the loop's time outside forward, backward and optimizer."""
+        now = time.perf_counter()
+        whole = self._before + now - self._began
+        median, overhead = statistics.median(self.steps), 1 - self._work / whole
+        self.steps, self._work, self._before, self._began = [], 0.0, 0.0, now
+        return median, overhead
 
 
 class TrainingLoop:

@@ -22,8 +22,8 @@ from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of
-from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.task import Batches, Observed, Task
 
 

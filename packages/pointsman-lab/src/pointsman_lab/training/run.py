@@ -21,10 +21,8 @@ from pointsman_lab.runs.paths import VOCABULARY
 from pointsman_lab.training import best
 from pointsman_lab.training.checkpoint import load_weights
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.kernels import saved_kernels
-from pointsman_lab.training.precision import autocast
-from pointsman_lab.training.task import Task
-from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.kernels import autocast, saved_kernels
+from pointsman_lab.training.task import Task, pretraining_task
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,11 @@ from pointsman._errors import RunError
 from pointsman._files import open_own
 from pointsman.ops.exchange import local_part
 from pointsman.ranks import Ranks
-from pointsman_lab.models.memory import Memory
-from pointsman_lab.runs.checkpoints import (
-    SHARDED,
-    Checkpoint,
-    CheckpointError,
-    begin_folder,
-    complete_folder,
-    writing,
-)
+from pointsman_lab.runs.checkpoints import SHARDED, Checkpoint, begin_folder, complete_folder, writing
 from pointsman_lab.training.checkpoint import Files, checkpoint_tensors, read_into, stored_tensors
-from pointsman_lab.training.optimizer import restore_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from pointsman_lab.training.progress import Monitor
-    from pointsman_lab.training.state import TrainingState
 
 
 class Saver:
@@ -166,45 +154,42 @@ def _aliases(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: kept for name in names if (kept := first.setdefault(id(every[name]), name)) != name}
 
 
-def restore_sharded(checkpoint: Checkpoint, state: TrainingState, monitor: Monitor | None) -> None:
-    """Puts a checkpoint of any number of ranks, or of one process, into the parts of this rank.
+def restore_sharded(
+    checkpoint: Checkpoint, model: nn.Module, parameters: Mapping[str, Tensor], ranks: Ranks, device: torch.device
+) -> dict[str, Tensor]:
+    """Reads a checkpoint of any number of ranks, or of one process, into this rank's parts of the model.
+
+    Returns:
+        This rank's parts of the trainer's tensors, by name.
 
     Raises:
         CheckpointError: its tensors belong to another model.
     """
-    own = state.model.state_dict()
+    own = model.state_dict()
     read_into(checkpoint, "model", {name: tensor for name, tensor in own.items() if local_part(tensor) is not tensor})
     whole = [name for name, tensor in own.items() if local_part(tensor) is tensor]
     buffers = checkpoint_tensors(checkpoint, "model", whole)  # not in place: an empty one takes what it finds
-    state.model.load_state_dict(buffers, strict=False)
+    model.load_state_dict(buffers, strict=False)
     wanted: dict[str, Tensor] = {}
     for name, meta in stored_tensors(checkpoint, "trainer").items():
         kind, key, parameter = [*name.split(".", 2), "", ""][:3]
-        if kind == "optimizer" and key != "step" and parameter in state.parameters:
-            wanted[name] = torch.zeros_like(state.parameters[parameter].detach())
+        if kind == "optimizer" and key != "step" and parameter in parameters:
+            wanted[name] = torch.zeros_like(parameters[parameter].detach())
         elif kind == "memory":
-            wanted[name] = rows_of_all(torch.zeros_like(meta, device="cpu")[state.ranks.rows(len(meta))], state)
+            wanted[name] = rows_of_all(torch.zeros_like(meta, device="cpu")[ranks.rows(len(meta))], device, ranks)
         else:
             wanted[name] = torch.zeros_like(meta, device="cpu")
     read_into(checkpoint, "trainer", wanted)
-    try:
-        restore_optimizer(state.optimizer, state.parameters, _under("optimizer.", wanted))
-    except ValueError as error:
-        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {error}") from None
-    for index in range(state.config.accumulation):
-        rows = {name: local_part(tensor) for name, tensor in _under(f"memory.{index}.", wanted).items()}
-        state.memories[index] = Memory.from_tensors(rows) if rows else None  # type: ignore[arg-type]
-    watched = _under("monitor.", wanted)
-    if monitor and watched:
-        monitor.load_state_dict(watched)
+    memories = {name: part for name, tensor in wanted.items()
+                if name.startswith("memory.") and (part := local_part(tensor)) is not None}  # fmt: skip
+    return wanted | memories
 
 
-def rows_of_all(rows: Tensor, state: TrainingState) -> Tensor:
+def rows_of_all(rows: Tensor, device: torch.device, ranks: Ranks) -> Tensor:
     """This rank's rows [rows, ...] as its part of the rows of all ranks."""
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = _mesh(state.device.type, state.ranks.count)
-    return DTensor.from_local(rows.to(state.device), mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(rows.to(device), _mesh(device.type, ranks.count), [Shard(0)], run_check=False)
 
 
 @cache
@@ -212,7 +197,3 @@ def _mesh(kind: str, count: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(kind, (count,))
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}

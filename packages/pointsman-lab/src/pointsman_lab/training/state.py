@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman._errors import RunError
 from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import parallelize
@@ -20,13 +19,13 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman_lab.data import BatchStream
 from pointsman_lab.models.capture import Recorder
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.progress import Stop
+from pointsman_lab.progress import Monitor, Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError
 from pointsman_lab.training.checkpoint import checkpoint_tensors, load_weights
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import first_bad_gradient, first_bad_layer
-from pointsman_lab.training.finite import Finite
-from pointsman_lab.training.graph import Batches, GraphedStep, Memories, Observe, Passed, cuda_recorder
+from pointsman_lab.training.failures import Diverged, Finite, first_bad_gradient, first_bad_layer
+from pointsman_lab.training.graph import Batches, GraphedStep, Memories, Observe, PassResult, cuda_recorder
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import with_a_target
 from pointsman_lab.training.optimizer import (
     build_adam,
@@ -41,11 +40,8 @@ from pointsman_lab.training.optimizer import (
     set_learning_rate,
     trainable,
 )
-from pointsman_lab.training.precision import autocast
-from pointsman_lab.training.progress import Diverged, Monitor
 from pointsman_lab.training.sharded import restore_sharded, rows_of_all
-from pointsman_lab.training.task import Task
-from pointsman_lab.training.times import Clock
+from pointsman_lab.training.task import Task, check_ranks
 
 
 class TrainingState:
@@ -134,7 +130,6 @@ class TrainingState:
             Diverged: loss or gradient are not finite; no weight has changed.
         """
         began = time.perf_counter()
-        work = Clock()
         config, step = self.config, self.step
         if self.batches.is_epoch_start(step):
             self.check()
@@ -148,23 +143,23 @@ class TrainingState:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         batches = None if self.graph else self._micro_batches()
-        with work:
-            passed = self._forward_and_backward(k, batches, monitor)
-            self._unread += 1
-            read = read or self.graph is None or not self.graph.replayed
-            told = self._told(passed.figures, stop, step + 1) if read else None  # the one wait for a GPU
-        with work:
-            if self.graph is None:
-                clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
-                self.optimizer.step()
-            step_end(self.model, unless=None if read else self._finite.bad)
+        work_began = time.perf_counter()
+        passed = self._forward_and_backward(k, batches, monitor)
+        self._unread += 1
+        read = read or self.graph is None or not self.graph.replayed
+        figures = self._read(passed.figures, stop, step + 1) if read else None  # the one wait for a GPU
+        if self.graph is None:
+            clip_gradient(self.parameters, passed.figures[1], config.clip_norm)
+            self.optimizer.step()
+        step_end(self.model, unless=None if read else self._finite.bad)
+        ended = time.perf_counter()
         self.memories = passed.memories
         self.step += 1
         row: dict[str, Any] = {"kind": "train", "step": self.step, "top_k": k, "learning_rate": rate}
-        self._seconds, self._work = self._seconds + time.perf_counter() - began, self._work + work.seconds
-        if told is None:
+        self._seconds, self._work = self._seconds + ended - began, self._work + ended - work_began
+        if figures is None:
             return row
-        (loss, size, steps), seconds, worked = told, self._seconds, self._work
+        (loss, size, steps), seconds, worked = figures, self._seconds, self._work
         self._seconds = self._work = 0.0
         row |= {"loss": loss, "bits": loss / math.log(2), "gradient_norm": size}
         return row | {"step_seconds": seconds / steps, "work_seconds": worked}
@@ -176,9 +171,9 @@ class TrainingState:
             Diverged: the loss or the gradient of one is not finite; no weight has changed since.
         """
         if self._unread:
-            self._told(None, None, self.step)
+            self._read(None, None, self.step)
 
-    def _told(self, figures: Tensor | None, stop: Stop | None, done: int) -> tuple[float, float, int]:
+    def _read(self, figures: Tensor | None, stop: Stop | None, done: int) -> tuple[float, float, int]:
         """Loss and norm of the last of `done` steps, and how many nobody had read. Raises Diverged."""
         steps, self._unread = self._unread, 0
         if self.graph is None:
@@ -192,7 +187,7 @@ class TrainingState:
             raise Diverged(self._what_diverged(loss, size))
         return loss, size, steps
 
-    def _forward_and_backward(self, k: int, batches: Batches | None, monitor: Monitor | None) -> Passed:
+    def _forward_and_backward(self, k: int, batches: Batches | None, monitor: Monitor | None) -> PassResult:
         """As a graph, and whenever steps may become one, with `_finish`; the others without."""
         step = self.step + 1
 
@@ -215,7 +210,7 @@ class TrainingState:
         self.optimizer.step()
         return bad
 
-    def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> Passed:
+    def _pass(self, batches: Batches, memories: Memories, observe: Observe) -> PassResult:
         """Leaves gradients of the (weighted) mean over micro-batches, and nothing else: a graph may stand for it."""
         losses: list[Tensor] = []
         kept: list[Memory | None] = []
@@ -232,7 +227,7 @@ class TrainingState:
         each = torch.stack(losses)
         mean = each.mean() if shares is None else (each * torch.stack(shares)).sum()
         norm = gradient_norm(self.parameters, self.ranks)
-        return Passed(torch.stack([mean, norm.to(mean.dtype)]), kept)
+        return PassResult(torch.stack([mean, norm.to(mean.dtype)]), kept)
 
     def _over_ranks(self, figures: Tensor, stop: Stop | None) -> Tensor:
         """The figures with the loss of all ranks, and whether one was asked to stop."""
@@ -295,7 +290,7 @@ class TrainingState:
         for index, memory in enumerate(self.memories):
             tensors = memory.to_tensors() if memory else {}
             if self.ranks.count > 1:
-                tensors = {name: rows_of_all(rows, self) for name, rows in tensors.items()}
+                tensors = {name: rows_of_all(rows, self.device, self.ranks) for name, rows in tensors.items()}
             rest |= {f"memory.{index}.{name}": value for name, value in tensors.items()}
         if monitor:
             rest |= {f"monitor.{name}": value for name, value in monitor.state_dict().items()}
@@ -308,11 +303,10 @@ class TrainingState:
             CheckpointError: its tensors belong to another model; this state is then unusable.
         """
         if self.ranks.count > 1:
-            restore_sharded(checkpoint, self, monitor)
-            self.step = checkpoint.step
-            return
-        load_weights(self.model, checkpoint)
-        rest = checkpoint_tensors(checkpoint, "trainer")
+            rest = restore_sharded(checkpoint, self.model, self.parameters, self.ranks, self.device)
+        else:
+            load_weights(self.model, checkpoint)
+            rest = checkpoint_tensors(checkpoint, "trainer")
         try:
             restore_optimizer(self.optimizer, self.parameters, _under("optimizer.", rest))
         except ValueError as error:
@@ -330,18 +324,6 @@ def seed_step(seed: int, step: int) -> None:
     """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
     digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def check_ranks(config: RunConfig, ranks: Ranks) -> None:
-    """Raises RunError for ranks that do not divide a micro-batch, or settings that one process only can have."""
-    parts = config.accumulation
-    each = config.batch_size // parts
-    if each % ranks.count:
-        allowed = ", ".join(str(count) for count in range(1, each + 1) if each % count == 0)
-        of = f"batch_size={config.batch_size}" + (f" in accumulation={parts} parts" if parts > 1 else "")
-        raise RunError(f"{ranks.count} ranks cannot share {of} evenly; {allowed} can")
-    if config.cuda_graph:
-        raise RunError(f"cuda_graph=true: a graph holds one process; there are {ranks.count} ranks")
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,9 +16,15 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import Batch, Reader
+from pointsman.parallel.layout import Layout
+from pointsman.parallel.shard import check_layers
+from pointsman.ranks import Ranks
 from pointsman.routers.frame.registry import has_one_k
+from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.models.config import build_model
+from pointsman_lab.registry import trains
 from pointsman_lab.runs.evaluation import evaluation_record, is_current
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective
@@ -175,3 +181,54 @@ class Task(ABC):
 def evaluated_k(config: RunConfig) -> set[int]:
     """The values of k that an evaluation by these settings has: a baseline's is its number of experts."""
     return {config.model.num_experts} if has_one_k(config.model.router) else set(config.eval_top_k)
+
+
+def pretraining_task(config: RunConfig, progress: DataProgress | None = None, vocabulary: Any = None) -> Task:
+    """The task of these settings, by the family of their model, with its data.
+
+    Args:
+        progress: called as progress(what, done, total).
+        vocabulary: that of a trained run; None: built from the data.
+
+    Raises:
+        RunError: what reading the data raises.
+    """
+    task: Task = trains(config.model.family).open(config, progress, vocabulary)
+    return task
+
+
+def check_models(configs: Sequence[RunConfig], task: Task, layout: Layout) -> None:
+    """Refuses settings whose model cannot be built or divided, before anything is trained."""
+    for config in configs:
+        prepared = task.prepared(config)
+        with torch.device("meta"):
+            model = build_model(prepared.model) if config.own.get("start_from") else task.build_model(prepared)
+        if layout.world > 1:
+            check_layers(model, layout)
+
+
+def check_on_ranks(
+    configs: Sequence[RunConfig], count: int, layout: Layout, progress: DataProgress | None = None
+) -> None:
+    """Reads the data and checks all that ranks will train, before one of them starts: settings of the same data.
+
+    Raises:
+        RunError: what every rank would raise.
+    """
+    for config in configs:
+        check_ranks(config, Ranks(count=count))
+    task = pretraining_task(configs[0], progress)
+    task.check(configs[0])
+    check_models(configs, task, layout)
+
+
+def check_ranks(config: RunConfig, ranks: Ranks) -> None:
+    """Raises RunError for ranks that do not divide a micro-batch, or settings that one process only can have."""
+    parts = config.accumulation
+    each = config.batch_size // parts
+    if each % ranks.count:
+        allowed = ", ".join(str(count) for count in range(1, each + 1) if each % count == 0)
+        of = f"batch_size={config.batch_size}" + (f" in accumulation={parts} parts" if parts > 1 else "")
+        raise RunError(f"{ranks.count} ranks cannot share {of} evenly; {allowed} can")
+    if config.cuda_graph:
+        raise RunError(f"cuda_graph=true: a graph holds one process; there are {ranks.count} ranks")

@@ -16,7 +16,7 @@ from pointsman.ops.kernels import Kernels, using
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, last_checkpoint, prune, remove_leftovers
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.environment import differing_bits, environment
@@ -26,10 +26,8 @@ from pointsman_lab.training.checkpoint import misfit, stored_tensors
 from pointsman_lab.training.config import RunConfig, flat
 from pointsman_lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
 from pointsman_lab.training.loop import TrainingLoop
-from pointsman_lab.training.progress import Monitor
 from pointsman_lab.training.state import TrainingState
-from pointsman_lab.training.task import Task
-from pointsman_lab.training.tasks import pretraining_task
+from pointsman_lab.training.task import Task, pretraining_task
 from pointsman_lab.training.trackers import find_library
 
 

@@ -12,12 +12,11 @@ from torch import nn
 from pointsman._errors import RunError
 from pointsman._files import within
 from pointsman_lab.finetuning.run import identity
-from pointsman_lab.progress import Progress, Quiet, Stop
+from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import slug
 from pointsman_lab.tasks.images.task import ImageClassification, open_images
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.progress import Monitor
 from pointsman_lab.training.run import load_run
 from pointsman_lab.training.trainer import TrainResult, train
 

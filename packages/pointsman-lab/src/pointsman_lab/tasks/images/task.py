@@ -23,8 +23,8 @@ from pointsman_lab.tasks.images.evaluation import evaluate_images, image_nats
 from pointsman_lab.tasks.images.image_set import ClassNames, ImageSet, load_images
 from pointsman_lab.tasks.images.vit import VisionTransformerConfig, resized
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Loss, Objective, Outcome, objective_of
-from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.task import Batches, Observed, Task
 
 

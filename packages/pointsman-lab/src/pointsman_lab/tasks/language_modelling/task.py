@@ -22,8 +22,8 @@ from pointsman_lab.models.capture import CudaRecorder
 from pointsman_lab.models.config import build_model
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, objective_of
-from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.run import Run
 from pointsman_lab.training.task import Batches, Observed, Task
 

@@ -24,8 +24,8 @@ from pointsman_lab.tasks.translation.data import ParallelText, ids_of, open_para
 from pointsman_lab.tasks.translation.evaluation import LENGTH_PENALTY, LONGER, MORE, evaluate_translation
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
 from pointsman_lab.training.objectives import Objective, objective_of, smoothed
-from pointsman_lab.training.precision import autocast
 from pointsman_lab.training.task import Batches, Observed, Task
 
 TOKENS_A_SENTENCE = 20
