@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pointsman.routers.frame.registry import ParsedSpec
+
 Values = Mapping[str, Tensor]
 """Parameters and buffers by name, float64."""
 
@@ -22,12 +24,12 @@ class Layer:
     """One layer of a stack.
 
     Args:
-        router, options, mixer, mixer_options: the spec, taken apart. built_with: k at construction.
-        shape: what the layer was built with: dim, num_experts, activation.
+        spec: taken apart. shape: what the layer was built with: dim, num_experts, activation.
     """
 
-    def __init__(self, spec: tuple[str, Mapping[str, str], str | None, Mapping[str, str]], shape: Mapping[str, Any]):
-        self.router, self.options, self.mixer, self.mixer_options = spec
+    def __init__(self, spec: ParsedSpec, shape: Mapping[str, Any]):
+        assert spec.choice is None, "compositions have a campaign of their own"
+        self.router, self.options, self.mixer, self.mixer_options = spec[:4]
         self.shape = shape
 
     def __call__(
