@@ -4,14 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RUN := $(VENV)/.run
+CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test test-slow campaign check bench results docs wheel clean
+.PHONY: help quickstart test-core test test-slow test-contract campaign check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
+	@echo "make test-core    run the tests of the library alone, but for the slow ones"
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
+	@echo "make test-contract  the contract for every router with every mixer, all compiled (weekly)"
 	@echo "make campaign     random programs against the promises of docs/reliability.md (three minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
@@ -24,6 +27,11 @@ $(RUN): packages/pointsman/pyproject.toml packages/pointsman-lab/pyproject.toml 
 	$(INSTALL) --editable packages/pointsman --editable 'packages/pointsman-lab[report]'
 	@touch $@
 
+$(CORE): packages/pointsman/pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable 'packages/pointsman[hf,dev]'
+	@touch $@
+
 $(DEV): $(RUN)
 	$(INSTALL) --editable 'packages/pointsman[hf]' --editable 'packages/pointsman-lab[report,track,dev]'
 	@touch $@
@@ -31,11 +39,17 @@ $(DEV): $(RUN)
 quickstart: $(RUN)
 	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --steps 700 --eval-tokens 100000 --out runs/quickstart
 
+test-core: $(CORE)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" tests/library
+
 test: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
 
 test-slow: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+
+test-contract: $(CORE)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --all-specs tests/library/contract
 
 campaign: $(DEV)
 	$(BIN)/python tests/campaigns

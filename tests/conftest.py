@@ -11,6 +11,12 @@ from pointsman.ops import gemm
 torch.set_num_threads(1)  # one process a core runs the tests
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-specs", action="store_true", help="the contract for every router with every mixer, compiled"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.relative import RelativeBias
+from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models import attention_blocks as ops
 from pointsman_lab.models.traced_attention import traced_attention
 from tests.library.kernels.relative import draw, padding, reference
@@ -169,3 +170,21 @@ def test_nothing_is_kept_but_the_inputs_and_no_score_matrix_is_made(monkeypatch)
         relative_attention(*inputs, scale=0.5).sum().backward()
     assert largest < length * (length + memory)
     assert output.shape == (2, 2, length, width)
+
+
+def own_attention(tokens):
+    query = torch.randn(4, 1, tokens, 16, requires_grad=True)
+    key_value, positions = torch.randn(2, 4, 1, tokens, 16), torch.randn(4, tokens, 16)
+    return traced_attention(query, key_value, positions, *torch.randn(2, 4, 16), scale=0.25)[0]
+
+
+@pytest.mark.slow
+def test_memory_grows_linearly():
+    """KiB a token that one forward and backward hold at the most."""
+    own_attention(300).square().sum().backward()  # kernels are chosen
+    half, whole = (
+        peak_bytes(lambda tokens=tokens: own_attention(tokens).square().sum().backward()) / 1024 / tokens
+        for tokens in (4096, 8192)
+    )
+    assert whole < 8
+    assert whole < 1.1 * half

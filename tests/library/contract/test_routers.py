@@ -19,15 +19,17 @@ NON_CAUSAL = (
 )  # fmt: skip
 NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
 UNMIXED = ("hash", "soft", "thor")  # their choice does not read mixed scores
-SPECS = [
+MIXERS = ("similarity", "attention")
+CHOICES = (
+    "smoe", "hyperrouter", "xmoe",  # top-k; of generated scores; of a gate with a temperature
+    "base", "compete", "default", "depths", "dselect", "dynmoe", "expert-choice", "expert-threshold", "gshard",
+    "loss-free", "mask", "relu", "sigma", "sinkhorn", "sparsemixer", "stable", "top-p",
+)  # fmt: skip
+"""One router of each kind of choice: mixed in every run. The weekly workflow (`--all-specs`) mixes all routers."""
+PLAIN = [
     *list_routers(),
-    *(
-        f"{router}+{mixer}"
-        for router in list_routers()
-        if router not in UNMIXED
-        for mixer in ("similarity", "attention")
-    ),
-    *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in ("similarity", "attention")),
+    *(f"{router}+{mixer}" for router in CHOICES for mixer in MIXERS),
+    *(f"smoe+{mixer}" for mixer in list_mixers() if mixer not in MIXERS),
     "smoe:gate=sigmoid",
     "smoe:capacity=1.0",
     "smoe:capacity=1.0:capacity_order=rank",
@@ -67,33 +69,46 @@ SPECS = [
 ]
 
 
-PAPERS = ("smoe", "smoe-dropout", "hyperrouter", "xmoe")
-"""Routers whose mixtures are always run; those of all others are marked slow."""
+OTHERS = [f"{router}+{mixer}" for router in list_routers() if router not in (*CHOICES, *UNMIXED) for mixer in MIXERS]
+SPECS = [*PLAIN, *OTHERS]
 
-
-COMPILED = (checks.compiles, compiles_in_training, trains_the_same_parameters)
-
-
-def spec_param(spec: str) -> object:
-    """The spec as a parameter; slow if it is a mixer on another router than those of the papers."""
-    router, mixer, _ = spec.partition("+")
-    return pytest.param(spec, marks=[pytest.mark.slow] if mixer and router not in PAPERS else [])
+COMPILED = [
+    "base", "compete", "default", "depths", "dselect", "dynmoe", "expert-choice", "expert-threshold", "gshard", "hash",
+    "hyperrouter", "loss-free", "mask", "noisy-topk", "recurrent", "relu", "sigma", "sinkhorn", "smoe", "smoe-dropout",
+    "soft", "sparsemixer", "stable", "switch", "thor", "top-p", "vmoe", "xmoe", "smoe+similarity", "smoe+attention",
+    "smoe+similarity:source=attention", "smoe:capacity=1.0:capacity_order=rank",
+    "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6", "smoe:weigh=input",
+]  # fmt: skip
+"""One spec a mechanism: compilation takes seconds for each, so the others are compiled weekly."""
+IN_FLOAT64 = ("smoe", "loss-free", "relu", "soft", "smoe+similarity", "smoe:weigh=input")
+COMPILING = (checks.compiles, compiles_in_training, trains_the_same_parameters)
 
 
 def case(spec: str) -> Case:
     return Case(spec, dim=24, num_experts=6)
 
 
-@pytest.mark.parametrize("spec", [spec_param(spec) for spec in SPECS])
-@pytest.mark.parametrize(
-    "check",
-    [pytest.param(check, marks=[pytest.mark.slow] if check in COMPILED else []) for check in CHECKS],
-    ids=lambda check: check.__name__,
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each check with each spec; those that compile with a spec a mechanism, unless `--all-specs` is given."""
+    if metafunc.function is not test_contract:
+        return
+    everything = metafunc.config.getoption("--all-specs")
+    pairs = []
+    for check in CHECKS:
+        specs = SPECS if everything else PLAIN
+        if check in COMPILING and not everything:
+            specs = list(IN_FLOAT64) if check is trains_the_same_parameters else COMPILED
+        marks = [pytest.mark.slow] if check in COMPILING else []
+        pairs += [pytest.param(check, spec, marks=marks, id=f"{check.__name__}-{spec}") for spec in specs]
+    metafunc.parametrize(("check", "spec"), pairs)
+
+
 def test_contract(check: Check, spec: str) -> None:
-    if check in COMPILED[1:] and "+" in spec and not spec.startswith("smoe+"):
-        pytest.skip("a mixer compiles alike on every router")
     check(case(spec))
+
+
+def test_a_layer_in_training_compiles() -> None:
+    compiles_in_training(case("smoe:balance=0.1:z_loss=0.1"))
 
 
 @pytest.mark.slow
@@ -102,15 +117,10 @@ def test_generated_code_trains_as_eager(spec: str) -> None:
     compiles_in_training(case(spec), "inductor")
 
 
-def test_a_layer_in_training_compiles() -> None:
-    compiles_in_training(case("smoe:balance=0.1:z_loss=0.1"))
-
-
-@pytest.mark.parametrize("spec", ["smoe:balance=0.5", "smoe:balance=0.1:weigh=input", "top-p:weigh=input"])
-def test_a_compiled_layer_with_attached_losses_trains_its_experts(spec: str) -> None:
-    trains_the_same_parameters(case(spec))
-    if "weigh" in spec:
-        compiles_in_training(case(spec))
+@pytest.mark.slow
+def test_weights_before_the_experts_compile_where_their_number_varies() -> None:
+    trains_the_same_parameters(case("top-p:weigh=input"))
+    compiles_in_training(case("top-p:weigh=input"))
 
 
 @pytest.mark.parametrize("spec", SPECS)

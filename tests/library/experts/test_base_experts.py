@@ -9,8 +9,6 @@ from torch import Tensor
 import pointsman
 from pointsman import MoE, RoutingContext
 from pointsman.experts.modules import BaseExperts
-from pointsman_lab.models.cost import inference_flops, parameter_table
-from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 DIM, HIDDEN, EXPERTS, TOKENS = 6, 10, 4, 9
 
@@ -103,24 +101,6 @@ def test_frozen_in_fine_tuning_the_balance_loss_still_reaches_the_hidden_states(
     (moe(hidden) * 0).sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().sum() > 0
-
-
-def test_x_moes_layer_in_a_model() -> None:
-    """One BASE-style layer after half of the layers: with zero weights it changes nothing."""
-    shape = {"vocab_size": 11, "num_layers": 2, "dim": 8, "num_heads": 2, "head_dim": 4, "hidden_dim": 8,
-             "num_experts": 4, "top_k": 1, "router": "xmoe", "moe_layers": "after:1"}  # fmt: skip
-    model = TransformerXL(TransformerXLConfig(**shape, experts="base", dropout=0.0))
-    tokens = torch.randint(11, (2, 7))
-    assert isinstance(model.inserted.moe.experts, BaseExperts)
-    assert model.inserted.feed_forward_norm is None
-    hidden = torch.randn(2, 7, 8)
-    assert torch.equal(model.inserted.moe(hidden), hidden)
-    model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
-    assert model.inserted.moe.experts.sublayers[0].w_out.grad.abs().sum() > 0
-    plain = TransformerXL(TransformerXLConfig(**shape))
-    table = parameter_table(model)
-    assert table.experts == 4 * 3 * (8 * 8 + 8 + 8 * 8 + 8 + 2 * 8)
-    assert inference_flops(model, 1) - inference_flops(plain, 1) == 2 * 10 * 128 * 2 * (2 * 8 * 8)
 
 
 def test_unknown_experts_get_a_hint() -> None:

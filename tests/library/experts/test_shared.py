@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from pointsman import MoE, freeze, set_top_k
 from pointsman.experts.shared import SharedExperts
-from pointsman_lab.models import TransformerXL, TransformerXLConfig
-from pointsman_lab.models.cost import Protocol, inference_flops, parameter_table
 
 DIM, HIDDEN, EXPERTS = 6, 5, 4
 
@@ -80,27 +77,9 @@ def test_names_roles_and_any_k() -> None:
 def test_bad_settings(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         MoE(DIM, HIDDEN, EXPERTS, **options)
-    with pytest.raises(ValueError, match=says):
-        TransformerXLConfig(9, **options)
 
 
 def test_base_experts_may_have_shared_ones() -> None:
     moe = layer(experts="base")
     x = torch.randn(7, DIM)
     torch.testing.assert_close(moe(x), x + moe.shared(x))  # experts start as the identity
-
-
-def test_a_model_with_shared_experts_and_its_cost() -> None:
-    sizes = {"num_layers": 1, "dim": 16, "num_heads": 2, "head_dim": 4, "hidden_dim": 12, "num_experts": 4}
-    plain, more, dense = (
-        TransformerXL(TransformerXLConfig(50, **sizes, **options))
-        for options in ({}, {"shared_experts": 2, "shared_gate": True}, {"shared_experts": 2, "router": "dense"})
-    )
-    shared = 2 * 24 * 16 + 24 + 16 + 16
-    assert parameter_table(more).experts - parameter_table(plain).experts == shared
-    protocol = Protocol(batch=2, length=3, memory=5)
-    difference = inference_flops(more, 1, protocol) - inference_flops(plain, 1, protocol)
-    assert difference == 2 * 6 * (2 * 24 * 16 + 16)
-    assert dense.layers[0].feed_forward.w_in.shape == (6 * 12, 16)
-    assert isinstance(more.layers[0].moe.shared.gate, nn.Parameter)
-    assert torch.equal(plain.layers[0].moe.experts.w_in, more.layers[0].moe.experts.w_in)

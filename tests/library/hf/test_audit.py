@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import html
 import json
 import math
 import tracemalloc
@@ -235,36 +234,6 @@ def test_findings_and_summary(tmp_path: Path) -> None:
     assert "`model.layers.1.mlp`" in text
     assert result.cheapest_top_k() in [row["top_k"] for row in result.quality]
     assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["model"] == "GptOssForCausalLM"
-
-
-def test_the_report_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    from pointsman_lab.report import write_report
-
-    result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(12), top_k=[1, 2])
-    result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
-    notes: list[str] = []
-    page = write_report(tmp_path / "audit", samples="pca", note=notes.append).read_text(encoding="utf-8")
-    assert not notes
-    assert "pointsman audit some-model --data words" in page
-    assert 'id="loss"' not in page
-    assert all(html.escape(sentence) in page for sentence in result.findings())
-    assert "MixtralForCausalLM" in page
-    assert "a few words" in page
-    assert (tmp_path / "audit" / "audit.md").read_text().startswith("# Audit of MixtralForCausalLM")
-
-
-def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    from pointsman_lab.report import write_report
-
-    model = spread(zoo.tiny_model("mixtral"))
-    for name, tokens in (("before", 64), ("after", 0)):
-        hf.audit(model, tokenizer(), texts(8), top_k=[1], sample_tokens=tokens).save(tmp_path / name)
-    page = write_report([tmp_path / "before", tmp_path / "after"], out=tmp_path, samples="pca").read_text("utf-8")
-    assert "MixtralForCausalLM (before)" in page
-    assert "MixtralForCausalLM (after)" in page
-    assert not (tmp_path / "after" / "explorer.json").exists()
 
 
 @pytest.mark.parametrize("part", ["lm_head.weight", "model.layers.0.mlp.gate.weight"])

@@ -1,4 +1,4 @@
-"""RMoE and the depth average against float64 transcriptions over several layers, and through a model."""
+"""RMoE and the depth average against float64 transcriptions over several layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pointsman import Router, RoutingContext, build_router, record_routing
+from pointsman import Router, RoutingContext, build_router
 from pointsman.routers.frame.registry import build_routers
-from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from tests.library.routers.oracle import DIM, EXPERTS, Expected, compare, inputs, ranked, softmax
 
 WIDTH = 3
@@ -87,25 +86,6 @@ def test_layers_share_one_cell_and_states_of_other_widths_stay_apart() -> None:
     small, large = stack("recurrent:width=3|recurrent:width=4")[:2]
     above = large(hidden, RoutingContext(below=small(hidden).above)).above
     assert {name: state.shape[-1] for name, state in above.items()} == {"gru-3": 3, "gru-4": 4}
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_model_hands_the_state_up(checkpointed: bool) -> None:
-    config = TransformerXLConfig(
-        vocab_size=11, num_layers=3, dim=8, num_heads=2, head_dim=4, hidden_dim=8, num_experts=4, top_k=2,
-        router="recurrent:width=3|smoe|recurrent:width=3", checkpoint_activations=checkpointed, dropout=0.0,
-    )  # fmt: skip
-    model = TransformerXL(config)
-    tokens = torch.arange(10).view(2, 5)
-    with record_routing(model) as records:
-        model(tokens, tokens).loss.backward()
-    first, middle, last = (records[f"layers.{i}.moe"] for i in range(3))
-    assert first.above["gru-3"] is not None
-    assert torch.equal(first.above["gru-3"], middle.above["gru-3"])
-    assert not torch.equal(first.above["gru-3"], last.above["gru-3"])
-    state = model.layers[2].moe.router.score.cell.state.weight
-    assert state.grad is not None
-    assert state.grad.any()  # only the last layer has a state below
 
 
 def test_a_state_of_another_shape_is_refused() -> None:

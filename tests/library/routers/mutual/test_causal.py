@@ -1,4 +1,4 @@
-"""Nothing looks ahead: routers and models with mixers, whole, in segments, a token at a time; the head's state."""
+"""Nothing looks ahead: routers with mixers, whole, in segments, a token at a time; the head's state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from pointsman.ops.relative import RelativeBias
 from pointsman.ops.visible import Visible
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routing import Routing
-from pointsman_lab.models import blocks
-from pointsman_lab.models.traced_attention import traced_attention
-from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 B, T, DIM, EXPERTS, HEADS, WIDTH = 2, 9, 8, 5, 2, 4
 MIXERS = [
@@ -236,98 +233,3 @@ def test_the_sample_is_four_blocks_of_four_rows_of_about_four_sequences(bias: st
     sums, counts = head_entropies(seen, Visible(length, length, real=real), sample=True)
     assert counts.sum() == rows
     torch.testing.assert_close(sums.sum(0), expected)
-
-
-@pytest.mark.parametrize("spec", ["smoe+attention", "smoe+attention:heads=all"])
-def test_single_heads_of_the_trace_give_the_gradients_of_the_whole(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = torch.randint(23, (B, 12), generator=torch.Generator().manual_seed(0))
-    results = []
-    for whole in (False, True):
-        if whole:
-            monkeypatch.setattr(blocks, "traced_attention", lambda *a, **b: (traced_attention(*a, **b)[0], None))
-        built = model(spec, dropout=0.0).train()
-        memory = built(tokens, memory_length=7).memory
-        built(tokens[:, :-1], tokens[:, 1:], memory=memory, memory_length=7).loss.backward()
-        results.append([parameter.grad for parameter in built.parameters()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def model(spec: str, **changes: object) -> TransformerXL:
-    settings = {"num_layers": 2, "dim": 16, "num_heads": 2, "head_dim": 8, "hidden_dim": 16, "num_experts": 4}
-    config = TransformerXLConfig(vocab_size=23, router=spec, **{**settings, **changes})
-    built = TransformerXL(config).double().eval()
-    with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            if ".score." in name and parameter.dim() == 2:
-                parameter.mul_(20)
-        for name, buffer in built.named_buffers():
-            if name.endswith("sigma"):
-                buffer.fill_(0.5)
-    return built
-
-
-MODELS = [
-    "smoe+similarity",
-    "smoe+attention",
-    "xmoe+attention:heads=all",
-    "smoe+similarity:neighbours=surer|smoe+attention",
-]
-
-
-@pytest.mark.parametrize("changes", [{}, {"pre_norm": True}, {"moe_layers": "every:2"}, {"moe_layers": "after:1"}])
-@pytest.mark.parametrize("spec", MODELS)
-def test_a_model_token_by_token_is_the_model_in_one_pass(spec: str, changes: dict[str, object]) -> None:
-    built = model(spec, **changes)
-    tokens = torch.randint(23, (B, 12), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        together = built(tokens)
-        memory, logits = None, []
-        for t in range(12):
-            output = built(tokens[:, t : t + 1], memory=memory, memory_length=20)
-            memory = output.memory
-            logits.append(output.logits)
-        torch.testing.assert_close(torch.cat(logits, 1), together.logits)
-        other = tokens.clone()
-        other[:, 8] = (other[:, 8] + 1) % 23
-        after = built(other).logits
-    torch.testing.assert_close(after[:, :8], together.logits[:, :8], atol=0, rtol=1e-12)
-    assert not torch.allclose(after[:, 8:], together.logits[:, 8:])
-
-
-@pytest.mark.parametrize("spec", MODELS)
-def test_a_model_in_segments_with_a_short_memory_and_padding(spec: str) -> None:
-    """Segments of 3 with a memory of 5: carries and memory are cut alike."""
-    built = model(spec)
-    tokens = torch.randint(23, (B, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(B, 12, dtype=torch.bool)
-    mask[0, :4] = False
-    with torch.no_grad():
-        memory, logits = None, []
-        for start in range(0, 12, 3):
-            piece = mask[:, start : start + 3]
-            output = built(tokens[:, start : start + 3], memory=memory, memory_length=5, padding_mask=piece)
-            memory = output.memory
-            logits.append(output.logits)
-            for carry in memory.carries.values():
-                assert all(tensor.shape[1] == memory.length for tensor in carry.values())
-        alone, memory = [], None
-        for start in range(3, 12, 3):  # the first sequence without its padding, as it is cut
-            skip = 1 if start == 3 else 0
-            output = built(tokens[:1, start + skip : start + 3], memory=memory, memory_length=5)
-            memory = output.memory
-            alone.append(output.logits)
-    torch.testing.assert_close(torch.cat(logits, 1)[0, 4:9], torch.cat(alone, 1)[0, :5])
-
-
-@pytest.mark.parametrize("spec", ["smoe+similarity", "smoe+attention"])
-def test_checkpointed_activations_change_nothing(spec: str) -> None:
-    tokens = torch.randint(23, (B, 12), generator=torch.Generator().manual_seed(0))
-    results = []
-    for checkpointed in (False, True):
-        built = model(spec, checkpoint_activations=checkpointed, dropout=0.0).train()
-        built(tokens[:, :-1], tokens[:, 1:]).loss.backward()
-        pointsman.step_end(built)
-        results.append([*(p.grad for p in built.parameters() if p.grad is not None), *built.buffers()])
-    for plain, again in zip(*results, strict=True):
-        torch.testing.assert_close(plain, again)
