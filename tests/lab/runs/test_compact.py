@@ -104,18 +104,6 @@ def test_columns_give_the_rows_back() -> None:
     assert to_columns(again) == columns
 
 
-def test_a_record_of_rows_is_still_read(tmp_path: Path) -> None:
-    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
-    write_record(out)
-    content = (out / RECORD).read_bytes()
-    old = {"format": 1, "path": "runs/r0/seed-0", "files": packed(out / "runs" / "r0" / "seed-0")}
-    shutil.rmtree(out / "runs")
-    (out / RECORD).write_text(json.dumps(old) + "\n")
-    assert len(restore(out)) == 1
-    write_record(out)
-    assert (out / RECORD).read_bytes() == content
-
-
 def test_restoring_writes_through_no_link_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 7)
     mine = tmp_path / "mine"

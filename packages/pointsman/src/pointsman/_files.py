@@ -1,13 +1,13 @@
-"""Files written whole or not at all, one process at a time, and JSON read back; what the disk refuses is one line.
+"""The one way to files that may come from somebody else, and files written whole; what the disk refuses is one line.
 
-A run directory may come from somebody else. Its folders are entered through `within` and `find`, its files opened
-through `open_own`: none of them follows a link that leads out, and nothing is truncated.
+A folder of a run is entered through `within` and `find`, its files are opened by the functions here: none follows a
+link that leads out, waits for a pipe, truncates anything, or reads more than a file of its name may hold (`_shapes`).
+A test refuses every other way to open a file (`tests/test_files_are_opened_here.py`).
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
 import re
@@ -22,7 +22,8 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from pointsman._errors import RunError
-from pointsman._shapes import check_shape, shape_of
+from pointsman._shapes import MOST_BYTES, MOST_LINE, MOST_OTHERS, check_shape, shape_of
+from pointsman._shapes import parse_json as parse_json
 
 LOCK = ".lock"
 SCRATCH = ".tmp-"
@@ -83,16 +84,38 @@ def open_own(file: Path, flags: int = os.O_RDONLY) -> int:
     return open_ordinary(file, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
-def read_ordinary(file: Path) -> bytes:
-    """The content of a file that the user named; raises as `open_ordinary` does."""
-    with open(open_ordinary(file), "rb") as opened:
-        return opened.read()
+def open_named(file: Path) -> IO[bytes]:
+    """A file that the user named, open for reading; raises as `open_ordinary` does."""
+    return open(open_ordinary(file), "rb")
+
+
+def read_ordinary(file: Path, most: int = MOST_OTHERS) -> bytes:
+    """The content of a file that the user named, of at most `most` bytes; raises as `open_ordinary` does."""
+    return _content(open_ordinary(file), file, most)
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file of a run directory; raises as `open_own` does."""
+    """The content of a file of a run directory; raises as `open_own` does, and where it is too large for its name."""
+    return _content(open_own(file), file, MOST_BYTES.get(file.name, MOST_OTHERS))
+
+
+def _content(descriptor: int, file: Path, most: int) -> bytes:
+    with open(descriptor, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > most:
+            raise RunError(f"{file}: {size:,} bytes; at most {most:,} are read")
+        return opened.read(size)
+
+
+def read_lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file of a run directory; raises as `open_own` does, and at a line longer than `MOST_LINE`."""
     with open(open_own(file), "rb") as opened:
-        return opened.read()
+        number = 0
+        while line := opened.readline(MOST_LINE + 1):
+            number += 1
+            if len(line) > MOST_LINE:
+                raise RunError(f"{file}, line {number}: more than {MOST_LINE:,} bytes")
+            yield line
 
 
 def read_text(file: Path, errors: str = "strict") -> str:
@@ -209,19 +232,6 @@ def disk_errors(place: Path, consequence: str) -> Iterator[None]:
     except OSError as error:
         why = _REFUSED.get(error.errno or 0, error.strerror or str(error))
         raise RunError(f"{place}: {why}; {consequence}; what was saved before is untouched") from error
-
-
-def parse_json(text: str) -> Any:
-    """`json.loads`; a ValueError also for what is nested too deeply, and for half a surrogate pair in a text."""
-    try:
-        value = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair, which is no character") from None
-    return value
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pointsman._values import printable
+
+_NUMBER = re.compile(r"[+-]?[0-9]")
 NONE = "-"
 """The cell of a figure that does not exist."""
 
@@ -52,7 +56,7 @@ class Grid:
 
     def text(self, *, rule: bool = True) -> str:
         """Aligned columns, the first to the left and the others to the right; a rule below the header."""
-        lines = [self.header, *self.rows]
+        lines = [[printable(cell) for cell in line] for line in (self.header, *self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
         shown = [
             "  ".join(
@@ -64,11 +68,11 @@ class Grid:
         return "\n".join([shown[0], *(["-" * (sum(widths) + 2 * (len(widths) - 1))] if rule else []), *shown[1:]])
 
     def csv(self) -> str:
-        """Comma-separated; '-' for None."""
+        """Comma-separated; '-' for None. A text that a spreadsheet would compute gets an apostrophe in front."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(self.header)
-        writer.writerows([NONE if cell is None else cell for cell in row] for row in self.rows)
+        writer.writerows([NONE if cell is None else _no_formula(cell) for cell in row] for row in self.rows)
         return out.getvalue()
 
     def markdown(self) -> str:
@@ -121,6 +125,11 @@ class Grid:
             cells[0] = code.format(cells[0]) if self.code else cells[0]
             rows.append([bold.format(cell) if (i, j) in self.best else cell for j, cell in enumerate(cells)])
         return rows
+
+
+def _no_formula(cell: Any) -> Any:
+    formula = isinstance(cell, str) and cell != NONE and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{cell}" if formula and not _NUMBER.match(cell) else cell
 
 
 def wrapped(markdown: str, width: int = 120) -> str:

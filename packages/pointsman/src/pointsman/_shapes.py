@@ -1,7 +1,10 @@
-"""The shape of every JSON file of a run directory, for `_files.read_json`: what a reader may rely on."""
+"""What a file of a run directory may hold: the shape and size of each, known before anything is allocated."""
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
@@ -25,7 +28,11 @@ SHAPES: dict[str, Any] = {
     "evaluation-*.json": EVALUATION,
     "attacks-*.json": EVALUATION,
     "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
-    "pictures.json": {"classes!": [str], "images!": list, "labels!": [int], "layers!": [str], "found!": {"*": [int]}},
+    "pictures.json": {
+        "format!": int, "classes!": [str], "images!": [str], "labels!": [int], "layers!": [str], "found!": {"*": [int]},
+        "top_k!": [int], "trained_k!": int, "num_experts!": int, "grid!": int, "first!": str, "sampled!": int,
+        "best!": {"*": {"png!": str, "counts!": [int]}},
+    },
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
     },
@@ -56,6 +63,55 @@ SHAPES: dict[str, Any] = {
     "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},
 }  # fmt: skip
 """File name, in which "*" stands for anything, -> shape."""
+METRICS_ROW = {"kind!": str, "step!": int, "layer": str, "load": [MAYBE]}
+
+MOST_BYTES = {"config.json": 2**20, "environment.json": 2**20, "comparison.json": 2**22}
+"""The largest size of a file by its name; of all others it is `MOST_OTHERS`."""
+MOST_OTHERS = 2**26
+MOST_LINE = 2**24
+"""Bytes of a line of a file that is read by lines."""
+MOST_VALUES = 2**22
+"""Values in a JSON text: a list of nothing takes two bytes in a file and sixty in memory."""
+MOST_GROWTH = 10
+"""How many times as large as its file a file's content may become."""
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads`; a ValueError also for what is too deep or has too many values, and for half a surrogate pair."""
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
+    try:
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair, which is no character") from None
+    return value
+
+
+def unpacked(text: str, size: int) -> bytes:
+    """The `size` bytes that base64 of zlib holds; ValueError if it holds another number, of which no more are made."""
+    if not 0 <= size <= MOST_OTHERS:
+        raise ValueError(f"{size:,} bytes; at most {MOST_OTHERS:,} are unpacked")
+    try:
+        stream = zlib.decompressobj()
+        content = stream.decompress(base64.b64decode(text), size + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(content) != size or not stream.eof:
+        raise ValueError(f"it does not hold {size:,} bytes")
+    return content
+
+
+def is_shaped(value: Any, shape: Any) -> bool:
+    """Whether `check_shape` finds nothing."""
+    try:
+        check_shape(value, shape, "")
+    except RunError:
+        return False
+    return True
 
 
 def shape_of(name: str) -> Any:

@@ -100,6 +100,14 @@ def mean_of(values: Iterable[Any]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
+_OBEYED = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what one obeys instead of showing it becomes U+FFFD, but for tabs and ends of lines."""
+    return text.translate(_OBEYED)
+
+
 def name_fault(name: str) -> str | None:
     """Why a file's name cannot be written as UTF-8, and what helps; None if it can.
 

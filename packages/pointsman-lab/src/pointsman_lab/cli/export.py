@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman._values import printable
 from pointsman_lab.cli.options import Parser, check_device, refuse_runs, whole
 
 EPILOG = """examples:
@@ -67,7 +68,7 @@ def load(values: argparse.Namespace) -> Any:
     """The run to export."""
     from pointsman_lab.training.run import load_run
 
-    return load_run(values.run, note=lambda message: print(message, file=sys.stderr))
+    return load_run(values.run, note=lambda message: print(printable(message), file=sys.stderr))
 
 
 def huggingface(values: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from pointsman._errors import Stopped, did_you_mean
-from pointsman._values import name_fault
+from pointsman._values import name_fault, printable
 from pointsman.ops.allocator import keep_freed_memory
 from pointsman.parallel.launch import STORE, end_with_launcher
 
@@ -118,7 +118,7 @@ def explain(error: BaseException) -> tuple[int, str] | None:
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
     """A warning as one line, without the source location."""
-    return f"pointsman: {' '.join(str(message).split())}\n"
+    return f"pointsman: {printable(' '.join(str(message).split()))}\n"
 
 
 def describe(error: OSError) -> str:
@@ -147,7 +147,7 @@ def fail(message: str) -> int:
 
 def as_line(message: str) -> str:
     """An error as one line."""
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     return line if line.startswith("pointsman ") else f"pointsman: {line}"
 
 

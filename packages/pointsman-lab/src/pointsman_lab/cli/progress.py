@@ -18,8 +18,11 @@ from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.segment import ControlType
 from rich.text import Text
 
+from pointsman._values import printable
+
 if TYPE_CHECKING:
-    from pointsman_lab.progress import Progress as RunProgress
+    from pointsman._values import printable
+from pointsman_lab.progress import Progress as RunProgress
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 BAR, SHORTEST_BAR = 24, 10  # columns
@@ -57,7 +60,7 @@ class Line:
             print("  ".join(word for word in words if word), file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
-        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def line(self) -> Line:
         return Line(self._bar, self.console)

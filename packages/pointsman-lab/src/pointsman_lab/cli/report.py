@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pointsman._values import printable
 from pointsman_lab.cli.options import Parser, check_device, words
 from pointsman_lab.cli.runs import recorded_imports
 
@@ -58,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     runs = values.runs if len(values.runs) > 1 else values.runs[0]
 
     def note(message: str) -> None:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
 
     if values.paper:
         tables = report.paper_tables(values.runs, values.paper)

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import read_text
+from pointsman._files import parse_json, read_ordinary, read_text, write_whole
 from pointsman_lab.data.multilingual.pieces import sentencepiece_library, train_model
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 PIECES = "pieces:"
 LEAST = 300  # pieces: 256 of them stand for single bytes
+MOST_IDS = 1 << 22
 CHUNK = 1 << 16
 """Characters that are tokenized at a time, up to the last end of a line among them."""
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -52,6 +53,8 @@ class Subwords(Vocabulary):
         names = {index: token for token, index in self.tokenizer.get_vocab(with_added_tokens=True).items()}
         if not names:
             raise RunError("the tokenizer has no ids")
+        if max(names) >= MOST_IDS:
+            raise RunError(f"the tokenizer has the id {max(names):,}; allowed are ids below {MOST_IDS:,}")
         self.level = "subword"
         self.symbols = tuple(names.get(index, "") for index in range(max(names) + 1))
 
@@ -64,7 +67,7 @@ class Subwords(Vocabulary):
     @cached_property
     def unknown_id(self) -> int | None:
         """The id that stands for text without one; None of a tokenizer that has ids for everything."""
-        model = json.loads(self.definition)["model"]
+        model = parse_json(self.definition)["model"]
         if model.get("byte_fallback"):
             return None
         if isinstance(model.get("unk_id"), int):
@@ -76,7 +79,7 @@ class Subwords(Vocabulary):
     def end_id(self) -> int | None:
         """The id of the `eos_token` in `tokenizer_config.json`."""
         try:
-            token = json.loads(self.files["tokenizer_config.json"])["eos_token"]
+            token = parse_json(self.files["tokenizer_config.json"])["eos_token"]
         except (KeyError, ValueError, TypeError):
             return None
         token = token.get("content") if isinstance(token, dict) else token
@@ -177,8 +180,7 @@ def piece_model(sentences: Iterable[str], size: int) -> bytes:
 
 def _from_model(path: Path) -> Subwords:
     try:
-        model = path.read_bytes()
-        return _of_processor(model)
+        return _of_processor(read_ordinary(path))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
     except (RuntimeError, TypeError) as error:
@@ -273,7 +275,7 @@ def save_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:
     if isinstance(vocabulary, Subwords) and "tokenizer_config.json" in vocabulary.files:
         tokenizer.save(str(folder / "tokenizer.json"))
         for name, text in vocabulary.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            write_whole(folder / name, text)
         return
     wrap: Any = PreTrainedTokenizerFast
     wrap(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import parse_json
+from pointsman._files import parse_json, read_ordinary
 from pointsman_lab.data.catalog import percent
 from pointsman_lab.data.download import hub_rows
 from pointsman_lab.data.task_files import Columns, LabelledText, format_of, read_labelled
@@ -244,7 +244,7 @@ def _from_folder(folder: Path, columns: Columns) -> LabelledTexts:
 
 def _declared(path: Path) -> tuple[str, ...]:
     try:
-        names = parse_json(path.read_text(encoding="utf-8"))
+        names = parse_json(read_ordinary(path).decode())
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read as a list of classes: {error}") from None
     if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
@@ -295,5 +295,5 @@ def _task(name: str, parts: Mapping[str, Sequence[LabelledText]], declared: Sequ
 
 def _label_order(label: str) -> tuple[bool, int, str]:
     """Whole numbers by value, then the rest by name."""
-    numeric = label.removeprefix("-").isdecimal()
+    numeric = len(label) < 20 and label.removeprefix("-").isdecimal()
     return (not numeric, int(label) if numeric else 0, label)

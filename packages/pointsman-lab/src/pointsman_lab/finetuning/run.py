@@ -189,13 +189,15 @@ def load_finetuned(
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
     dropout = about["head_dropout"]
-    model: nn.Module
     classes, pooling = len(about["classes"]), about["pooling"]
-    if is_crosslingual(str(about["task"])):
-        model = head_on(XTREME[str(about["task"]).partition(":")[0]].kind, classes, config, pooling, dropout)
-    else:
-        model = Classifier(config.model, classes, pooling=pooling, dropout=dropout)
-    model, kernels = model_of(checkpoint, config, device, model)
+
+    def build() -> nn.Module:
+        if is_crosslingual(str(about["task"])):
+            kind = XTREME[str(about["task"]).partition(":")[0]].kind
+            return head_on(kind, classes, config, pooling, dropout)
+        return Classifier(config.model, classes, pooling=pooling, dropout=dropout)
+
+    model, kernels = model_of(checkpoint, config, device, build)
     return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels, about)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pointsman._shapes import unpacked
 from pointsman._values import finite
 from pointsman_lab.report.diagnosed import diagnosis_of, history_of
 from pointsman_lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
@@ -166,7 +167,7 @@ def readable(sample: Mapping[str, Any]) -> bool:
     try:
         _cut(sample, 1)
         _first_at(sample)
-    except (KeyError, IndexError, ValueError, zlib.error):  # packed routing that is cut or altered
+    except (KeyError, IndexError, ValueError):  # packed routing that is cut or altered
         return False
     return True
 
@@ -211,8 +212,15 @@ def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BY
 
 def _blocks(sample: Mapping[str, Any]) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
     """[layer, k, bytes] of the packed routing, and the number of tokens."""
-    raw = np.frombuffer(zlib.decompress(base64.b64decode(sample["routing"])), dtype=np.uint8)
-    return raw.reshape(len(sample["layers"]), len(sample["top_k"]), -1), len(sample["tokens"])
+    layers, ks, tokens, experts = (
+        len(sample["layers"]),
+        len(sample["top_k"]),
+        len(sample["tokens"]),
+        sample["num_experts"],
+    )
+    token = experts + first_type(experts).itemsize + (experts + 7) // 8
+    raw = np.frombuffer(unpacked(sample["routing"], layers * ks * tokens * token), dtype=np.uint8)
+    return raw.reshape(layers, ks, -1), tokens
 
 
 def _cut(sample: Mapping[str, Any], tokens: int) -> str:

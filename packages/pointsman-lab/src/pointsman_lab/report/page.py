@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from pointsman_lab.report.paper import PaperTables
 
 ASSETS = "pointsman_lab.report.assets"
+THEME = """\
+document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";\
+"""
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
 
@@ -133,7 +138,10 @@ def render_paper(tables: PaperTables) -> str:
 
 
 def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
-    """A template of the page, filled; style sheet, scripts and data are inserted unescaped."""
+    """A template of the page, filled; style sheet, scripts and data are inserted unescaped.
+
+    The page's policy has the hashes of these scripts: a browser runs no other.
+    """
     with needing("the report page needs jinja2", "report"):
         import jinja2
         from markupsafe import Markup
@@ -141,7 +149,9 @@ def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) 
     loader = jinja2.FunctionLoader(lambda name: asset(*reversed(name.rpartition("/")[::2])))
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
     environment.trim_blocks = environment.lstrip_blocks = True
-    raw = {"css": asset("style.css"), "javascript": javascript, "json": json}
+    digests = [hashlib.sha256(one.encode()).digest() for one in (THEME, javascript) if one]
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    raw = {"css": asset("style.css"), "theme": THEME, "javascript": javascript, "json": json, "scripts": scripts}
     values |= {name: Markup(text) for name, text in raw.items()}
     return environment.get_template(f"{ASSETS}/{template}").render(version=version("pointsman"), **values)
 

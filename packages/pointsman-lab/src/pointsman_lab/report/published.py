@@ -11,6 +11,7 @@ line       label, values = [number or "-", …], and optionally routers = [spec,
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
+from pointsman._files import read_ordinary
 from pointsman._grid import NONE
+from pointsman._shapes import check_shape
 from pointsman._values import finite, typed_fields
 from pointsman_lab.report.metrics import METRICS, Metric
 
+_SHAPE = {
+    "name": str, "link": str, "columns": {"*": [dict]}, "routers": {"*": [str]},
+    "tables": [{"number": str, "note": str, "columns": list | str, "lines": [{"values": list, "routers": list | str}]}],
+}  # fmt: skip
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
@@ -145,7 +152,7 @@ def open_paper(name: str) -> Paper:
     """
     if name.endswith(".toml"):
         try:
-            return parse_paper(Path(name).read_text(encoding="utf-8"), name)
+            return parse_paper(read_ordinary(Path(name)).decode(), name)
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{name} cannot be read: {error}") from None
     if name not in papers():
@@ -166,6 +173,7 @@ def parse_paper(text: str, where: str) -> Paper:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RunError(f"{where} is not TOML: {error}") from None
+    check_shape(found, _SHAPE, where)
     columns, routers = found.pop("columns", {}), found.pop("routers", {})
     tables = []
     for place, values in enumerate(found.pop("tables", ()), 1):
@@ -182,7 +190,12 @@ def parse_paper(text: str, where: str) -> Paper:
         table = PublishedTable(**typed_fields(PublishedTable, values, f"{at}: ", leave=("columns", "lines")))
         _check(table, at)
         tables.append(table)
-    return Paper(**typed_fields(Paper, {**found, "tables": tuple(tables)}, f"{where}: ", leave=("tables",)))
+    paper = Paper(**typed_fields(Paper, {**found, "tables": tuple(tables)}, f"{where}: ", leave=("tables",)))
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", paper.name):  # files are called so
+        raise RunError(f"{where}: name {paper.name!r}: allowed are letters, digits, '.', '_' and '-'")
+    if not paper.link.startswith(("https://", "http://")):
+        raise RunError(f"{where}: link {paper.link!r}: allowed are addresses that begin with https:// or http://")
+    return paper
 
 
 def _shared(value: Any, named: Mapping[str, Any], where: str) -> Any:

@@ -2,14 +2,13 @@
 
 A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
 the run: settings, environment with versions, evaluation with its protocol, attacks and fine-tunings as they are,
-diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns (format 1, by rows, is still
-read). Weights, vocabularies and samples of the data (explorer, pictures) are left out. `restore` makes the run
-directories again: tables come out identical, and `compare` takes the runs as finished on any machine.
+diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns. Weights, vocabularies and
+samples of the data (explorer, pictures) are left out. `restore` makes the run directories again: tables come out
+identical, and `compare` takes the runs as finished on any machine.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, find, parse_json, read_json, read_text, scratch_folder, within, write_whole
-from pointsman._shapes import shape_of
+from pointsman._files import disk_errors, find, parse_json, read_json, read_lines, scratch_folder, within, write_whole
+from pointsman._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
 from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
 
@@ -98,23 +97,30 @@ def read_record(folder: Path) -> Iterator[dict[str, Any]]:
     file = folder / RECORD
     if not file.is_file():
         return
-    for number, line in enumerate(io.StringIO(read_text(file)), 1):
+    for number, line in enumerate(read_lines(file), 1):
         try:
-            entry = parse_json(line)
-        except ValueError:
-            entry = None
-        try:
-            if not isinstance(entry, dict) or entry.get("format") not in (1, FORMAT) or not _is_whole(entry):
+            entry = parse_json(line.decode())
+            if not isinstance(entry, dict) or entry.get("format") != FORMAT or not _is_whole(entry):
                 raise ValueError
-            files = {
-                name: from_columns(content) if name.endswith(METRICS) and entry["format"] == FORMAT else content
-                for name, content in entry["files"].items()
-            }
+            columns = {name: content for name, content in entry["files"].items() if name.endswith(METRICS)}
+            size = sum(map(_size_of_rows, columns.values()))
+            if size <= MOST_GROWTH * len(line):
+                rows = {name: from_columns(content) for name, content in columns.items()}
+                if not all(is_shaped(row, METRICS_ROW) for of in rows.values() for row in of):
+                    raise ValueError
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             raise RunError(
                 f"{file}, line {number}: no run of a record of format {FORMAT}; the file is damaged"
             ) from None
-        yield {**entry, "files": files}
+        if size > MOST_GROWTH * len(line):
+            raise RunError(f"{file}, line {number}: its metrics become more than {MOST_GROWTH} times as large")
+        yield {**entry, "files": {**entry["files"], **rows}}
+
+
+def _size_of_rows(columns: Iterable[Mapping[str, Any]]) -> int:
+    """About how many characters the rows of `from_columns` have as JSON, beyond those of the columns."""
+    repeated = (len(json.dumps([group["fields"], group["same"]])) for group in columns)
+    return sum(size * len(group["each"]["step"]) for size, group in zip(repeated, columns, strict=True))
 
 
 def packed(run: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import disk_errors, open_own, parse_json, write_whole
+from pointsman._files import disk_errors, open_own, parse_json, read_lines, write_whole
+from pointsman._shapes import METRICS_ROW, is_shaped
 
 
 def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -17,18 +18,15 @@ def read_metrics(file: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     A line that is not a whole row is skipped: a killed run may leave one at the end.
     """
     try:
-        descriptor = open_own(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    with open(descriptor, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+        for line in read_lines(file):
             try:
-                row = parse_json(line)
+                row = parse_json(line.decode("utf-8", "replace"))
             except ValueError:
                 continue
-            whole = isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row
-            if whole and (not kinds or row["kind"] in kinds):
+            if is_shaped(row, METRICS_ROW) and row["step"] >= 0 and (not kinds or row["kind"] in kinds):
                 yield row
+    except (FileNotFoundError, NotADirectoryError):
+        return
 
 
 class MetricsFile:

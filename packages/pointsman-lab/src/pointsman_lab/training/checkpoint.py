@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from pointsman._files import parse_json, within
+from pointsman._files import open_own, parse_json
+from pointsman._shapes import check_shape
 from pointsman.ops.exchange import local_part
 from pointsman_lab.runs.checkpoints import FORMAT, Checkpoint, CheckpointError, write_folder
 
@@ -53,14 +56,14 @@ def stored_tensors(checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
         described = _reader(checkpoint, name).read_metadata().state_dict_metadata
         names: Iterable[str] = described
         if checkpoint.format == FORMAT:  # the reader sees all files of the folder
-            with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
+            with open_tensors(checkpoint.path / f"{name}.safetensors") as opened:
                 names = opened.keys()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{checkpoint.path / name} cannot be read: {error}") from None
     found = {
         one: torch.empty(described[one].size, dtype=described[one].properties.dtype, device="meta") for one in names
     }
-    return {**found, **{alias: found[kept] for alias, kept in _aliases(checkpoint, name).items()}}
+    return _with_aliases(found, _aliases(checkpoint, name), checkpoint.path)
 
 
 def read_into(checkpoint: Checkpoint, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -106,9 +109,34 @@ def _reader(checkpoint: Checkpoint, name: str) -> Any:
 def _aliases(checkpoint: Checkpoint, name: str) -> Mapping[str, str]:
     if checkpoint.format != FORMAT:
         return checkpoint.aliases.get(name, {})
-    with safetensors.safe_open(checkpoint.path / f"{name}.safetensors", framework="pt") as opened:
-        found: dict[str, str] = parse_json((opened.metadata() or {}).get(_ALIASES, "{}"))
-        return found
+    with open_tensors(checkpoint.path / f"{name}.safetensors") as opened:
+        return _noted(opened)
+
+
+def _noted(opened: Any) -> dict[str, str]:
+    """Further names of tensors, as the metadata of a file has them."""
+    found: dict[str, str] = parse_json((opened.metadata() or {}).get(_ALIASES, "{}"))
+    check_shape(found, {"*": str}, _ALIASES)
+    return found
+
+
+def _with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str], where: Path) -> dict[str, Tensor]:
+    if strange := sorted({*aliases.values()} - tensors.keys()):
+        raise CheckpointError(f"{where} is foreign: it has another name for {strange[0]}, which it lacks")
+    return {**tensors, **{name: tensors[kept] for name, kept in aliases.items()}}
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[Any]:
+    """A safetensors file of a run, open for reading; CheckpointError where it is a link, or cannot be read."""
+    try:
+        os.close(open_own(file))
+        with safetensors.safe_open(file, framework="pt") as opened:
+            yield opened
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -117,14 +145,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        with safetensors.safe_open(within(file.parent, file.name), framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            metadata = opened.metadata() or {}
-        aliases = parse_json(metadata.get(_ALIASES, "{}"))
-        return {**tensors, **{name: tensors[kept] for name, kept in aliases.items()}}
-    except (AttributeError, KeyError, TypeError, OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    with open_tensors(file) as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return _with_aliases(tensors, _noted(opened), file)
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> bytes:
@@ -148,6 +171,27 @@ def _packed(tensors: Mapping[str, Tensor]) -> bytes:
         storages.add(pointer)
     metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
     return safetensors.torch.save(kept, metadata=metadata)
+
+
+def fitting_model(build: Callable[[], Any], layers: int, checkpoint: Checkpoint, file: str = "model") -> Any:
+    """What `build` makes, with the weights of a checkpoint's file, whose names and shapes are compared first.
+
+    The settings that `build` follows may be a stranger's: they must not ask for more memory than their weights take.
+
+    Raises:
+        CheckpointError: the weights are another model's.
+    """
+    stored = stored_tensors(checkpoint, file)
+    if layers > len(stored):
+        wrong: str | None = f"it has {len(stored)} tensors, its settings {layers:,} layers"
+    else:
+        with torch.device("meta"):
+            wrong = misfit(build(), stored)
+    if wrong:
+        raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {wrong}")
+    model = build()
+    load_weights(model, checkpoint, file)
+    return model
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, file: str = "model") -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
@@ -19,7 +19,7 @@ from pointsman_lab.runs.checkpoints import Checkpoint, open_checkpoint, whole_ch
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import VOCABULARY
 from pointsman_lab.training import best
-from pointsman_lab.training.checkpoint import load_weights
+from pointsman_lab.training.checkpoint import fitting_model
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import autocast, saved_kernels
 from pointsman_lab.training.task import Task, pretraining_task
@@ -110,14 +110,13 @@ def vocabulary_of(directory: RunDirectory, checkpoint: Checkpoint) -> Any:
 
 
 def model_of(
-    checkpoint: Checkpoint, config: RunConfig, device: str, model: nn.Module | None = None
+    checkpoint: Checkpoint, config: RunConfig, device: str, build: Callable[[], Any] | None = None
 ) -> tuple[Any, Kernels]:
-    """The model of a checkpoint (default: that of its settings), in evaluation mode, and the kernels of its run.
+    """The model of a checkpoint (`build` makes it; default: that of its settings), in evaluation mode, and its kernels.
 
     With choose="best-valid" its weights are the chosen ones.
     """
-    model = build_model(config.model) if model is None else model
     chosen = config.choose != "last" and (checkpoint.path / f"{best.FILE}.safetensors").is_file()
-    load_weights(model, checkpoint, best.FILE if chosen else "model")
-    kernels = saved_kernels(config, checkpoint)
-    return model.to(torch.device(device)).eval(), kernels
+    build = build or partial(build_model, config.model)
+    model = fitting_model(build, config.model.num_layers, checkpoint, best.FILE if chosen else "model")
+    return model.to(torch.device(device)).eval(), saved_kernels(config, checkpoint)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import parse_json
+from pointsman._files import open_named, parse_json, read_ordinary
 from pointsman_lab.data.reading import reading
 
 Pixels = NDArray[np.uint8]
@@ -32,6 +32,8 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "valid", "test": "test"}
 SIDE = 32
 BLOCK = 512  # of a tar archive, whose end is a block of zeros
+MOST_CLASSES = 2**16
+MOST_SHEET = 2**31  # bytes of a file with many images
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -118,7 +120,7 @@ def _sheets(folder: Path) -> Layout:
             names += [f"{sheet}: row {row}" for row in range(len(own))]
             files += [sheet, label_file]
         parts[part] = LabelledImages(names, labels, _sheet_loader([sheet for sheet, _ in pairs], len(labels)))
-    classes = _numbered(parts.values())
+    classes = _numbered(parts.values(), folder)
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "sheets")
 
 
@@ -130,7 +132,7 @@ def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
         decoded = []
         for sheet in sheets:
             with reading(sheet):
-                pixels = image_pixels(sheet.read_bytes(), str(sheet))
+                pixels = image_pixels(read_ordinary(sheet, MOST_SHEET), str(sheet))
             if pixels.shape[1] != SIDE * SIDE:
                 raise RunError(f"{sheet}: {pixels.shape[1]} pixels a row; a sheet has {SIDE * SIDE}")
             decoded.append(pixels.reshape(-1, SIDE, SIDE, 3))
@@ -145,7 +147,7 @@ def _sheet_loader(sheets: Sequence[Path], rows: int) -> Callable[[int], Pixels]:
 def _read_labels(file: Path) -> list[int]:
     with reading(file):
         try:
-            labels = parse_json(file.read_text(encoding="utf-8"))
+            labels = parse_json(read_ordinary(file).decode())
         except ValueError as error:
             raise RunError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(labels, list) or not all(type(label) is int and label >= 0 for label in labels):
@@ -163,7 +165,7 @@ def _cifar_binary(folder: Path) -> Layout:
         names, rows = [], []
         for file in found:
             with reading(file):
-                raw = np.frombuffer(file.read_bytes(), dtype=np.uint8)
+                raw = np.frombuffer(read_ordinary(file, MOST_SHEET), dtype=np.uint8)
             if len(raw) == 0 or len(raw) % record:
                 raise RunError(f"{file}: {len(raw):,} bytes are no whole number of images of {record:,} bytes")
             rows.append(raw.reshape(-1, record))
@@ -172,7 +174,7 @@ def _cifar_binary(folder: Path) -> Layout:
         images = every[:, 1:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
         parts[part] = LabelledImages(names, every[:, 0].tolist(), images.__getitem__)
         files += found
-    classes = _numbered(parts.values())
+    classes = _numbered(parts.values(), folder)
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, parts, files, "CIFAR's binary form")
 
 
@@ -185,7 +187,7 @@ def _npy(file: Path) -> Layout:
         raise RunError(f"{label_file}: {list(labels.shape)} labels for {len(images)} images of {file.name}")
     names = [f"{file}: image {row}" for row in range(len(images))]
     part = LabelledImages(names, labels.tolist(), lambda index: np.asarray(images[index]))
-    classes = _numbered([part])
+    classes = _numbered([part], file)
     return Layout(CIFAR_CLASSES if len(classes) == 10 else classes, {"test": part}, [file, label_file], "npy")
 
 
@@ -193,7 +195,13 @@ def _array(file: Path) -> NDArray[Any]:
     """A .npy file, memory-mapped; never a pickle, nor the archive that `np.load` would take."""
     with reading(file):
         try:
-            return np.lib.format.open_memmap(file, mode="r")
+            with open_named(file) as opened:
+                version = np.lib.format.read_magic(opened)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, fortran, dtype = read(opened)
+                if dtype.hasobject:
+                    raise ValueError("objects of Python")
+                return np.memmap(opened, dtype, "r", opened.tell(), shape, "F" if fortran else "C")
         except ValueError as error:
             raise RunError(f"{file}: not a plain .npy array ({error})") from None
 
@@ -204,7 +212,7 @@ def _folders(folder: Path) -> Layout:
 
     def load(index: int) -> Pixels:
         with reading(found[index]):
-            return image_pixels(found[index].read_bytes(), str(found[index]))
+            return image_pixels(read_ordinary(found[index]), str(found[index]))
 
     return _of_paths(folder, paths, [str(file) for file in found], load, found, "folders of classes")
 
@@ -212,7 +220,7 @@ def _folders(folder: Path) -> Layout:
 def _tar(archive: Path) -> Layout:
     with reading(archive):
         try:
-            with tarfile.open(archive, "r:") as opened:
+            with open_named(archive) as whole, tarfile.open(fileobj=whole, mode="r:") as opened:
                 members = [
                     member
                     for member in sorted(opened.getmembers(), key=lambda member: member.name)
@@ -221,7 +229,7 @@ def _tar(archive: Path) -> Layout:
                 end = opened.offset
         except tarfile.TarError as error:
             raise RunError(f"{archive} is damaged, or packed: {error}") from None
-        with archive.open("rb") as file:
+        with open_named(archive) as file:
             file.seek(end)
             if file.read(BLOCK) != bytes(
                 BLOCK
@@ -230,7 +238,7 @@ def _tar(archive: Path) -> Layout:
     names = [f"{archive}: {member.name}" for member in members]
 
     def load(index: int) -> Pixels:
-        with reading(archive), archive.open("rb") as file:
+        with reading(archive), open_named(archive) as file:
             file.seek(members[index].offset_data)
             return image_pixels(file.read(members[index].size), names[index])
 
@@ -292,6 +300,8 @@ def image_pixels(content: bytes, name: str) -> Pixels:
         ) from None
 
 
-def _numbered(parts: Iterable[LabelledImages]) -> tuple[str, ...]:
+def _numbered(parts: Iterable[LabelledImages], where: Path) -> tuple[str, ...]:
     most = max((max(part.labels, default=-1) for part in parts), default=-1)
+    if most >= MOST_CLASSES:
+        raise RunError(f"{where}: the label {most:,}; allowed are labels below {MOST_CLASSES:,}")
     return tuple(str(label) for label in range(most + 1))

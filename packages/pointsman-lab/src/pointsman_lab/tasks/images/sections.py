@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pointsman._errors import RunError
 from pointsman._values import finite, mean_of
 from pointsman_lab.report import series
 from pointsman_lab.report.metrics import squared_variation
@@ -54,6 +55,8 @@ def pictures(comparison: Comparison) -> dict[str, Any]:
             if found.get("format") != FORMAT:
                 continue
             classes = found["classes"]
+            if not all(0 <= label < len(classes) for of in (found["labels"], *found["found"].values()) for label in of):
+                raise RunError(f"{run.path / PICTURES}: a label without a class; it has {len(classes)}")
             shown = {"images": found["images"], "names": [classes[label] for label in found["labels"]]}
             if shown not in sets:
                 sets.append(shown)

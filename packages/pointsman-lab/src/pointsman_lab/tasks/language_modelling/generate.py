@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pointsman._errors import RunError
+from pointsman._values import printable
 from pointsman_lab.cli.options import Parser, number_from, whole
 
 
@@ -44,7 +45,7 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
     from pointsman_lab.tasks.language_modelling.generation import Sampling, check_prompts, sparse_layer
     from pointsman_lab.training.run import load_run
 
-    loaded = load_run(values.run, device=device, note=lambda message: print(message, file=sys.stderr))
+    loaded = load_run(values.run, device=device, note=lambda message: print(printable(message), file=sys.stderr))
     if not isinstance(loaded.model, LanguageModel):
         return None
     sampling = Sampling(0.0 if values.greedy else values.temperature, values.top_p, values.seed)
@@ -150,6 +151,7 @@ class Writer:
             held.append((text, expert))
 
     def _print(self, text: str, expert: int | None) -> None:
+        text = printable(text)
         if self.colours and expert is not None:
             from rich.text import Text
 

@@ -1,0 +1,181 @@
+"""Files of runs that somebody else made: small ones that ask for much, damaged ones, and what a terminal would obey."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman._errors import RunError
+from pointsman._grid import Grid
+from pointsman_lab.cli.main import main
+from pointsman_lab.data.subwords import Subwords
+from pointsman_lab.report.inside import readable
+from pointsman_lab.report.page import write_report
+from pointsman_lab.report.published import open_paper
+from pointsman_lab.runs.checkpoints import CheckpointError
+from pointsman_lab.runs.compact import RECORD, restore, write_record
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.metrics import read_metrics
+from pointsman_lab.tasks.images.layouts import open_layout
+from pointsman_lab.tasks.images.sections import pictures
+from pointsman_lab.training.run import load_run
+from tests.lab.report.fixtures import write_comparison, write_run
+
+posix = pytest.mark.skipif(os.name != "posix", reason="pipes of a POSIX system")
+PAPER = 'name = "p"\ncitation = "c"\nlink = "{}"\n'
+
+
+def changed(file: Path, change: Callable[[Any], None]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def test_a_record_that_becomes_many_times_as_large_is_refused(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    entry = json.loads((write_record(out) or out).read_text())
+    steps, text = list(range(20_000)), "x" * 20_000
+    group = {"fields": ["step", "kind", "text"], "same": {"kind": "a", "text": text}, "each": {"step": steps}}
+    entry["path"], entry["files"]["metrics.jsonl"] = "runs/other/seed-0", [group]
+    (out / RECORD).write_text(json.dumps(entry) + "\n")
+    tracemalloc.start()
+    try:
+        with pytest.raises(RunError, match=r"record\.jsonl, line 1: .*times as large"):
+            restore(out)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+    assert not (out / "runs" / "other").exists()
+
+
+def test_packed_routing_is_unpacked_no_further_than_its_tokens_say() -> None:
+    bomb = base64.b64encode(zlib.compress(bytes(1 << 27), 9)).decode()
+    sample = {
+        "format": 1, "tokens": ["a"], "top_k": [1], "num_experts": 2, "layers": ["x"], "usage": {}, "routing": bomb,
+        "map": {"indices": [0], "top_k": 1, "layers": {}},
+    }  # fmt: skip
+    tracemalloc.start()
+    try:
+        assert not readable(sample)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+        assert not readable({**sample, "num_experts": 2**40, "tokens": ["a"] * 1000})
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("setting", ["dim", "num_experts", "num_layers", "vocab_size"])
+def test_the_sizes_of_a_model_are_compared_with_its_weights_first(trained: Path, tmp_path: Path, setting: str) -> None:
+    run = copied(trained / "runs" / "smoe" / "seed-0", tmp_path / "run")
+    large = {"dim": 2**20, "num_experts": 2**16, "num_layers": 2**14, "vocab_size": 2**30}
+    changed(run / "config.json", lambda config: config["model"].__setitem__(setting, large[setting]))
+    with pytest.raises(CheckpointError, match=r"step-6 is foreign"):
+        load_run(run)
+
+
+def test_labels_and_ids_are_bounded(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 4, 4, 3), np.uint8))
+    np.save(tmp_path / "labels.npy", np.array([0, 10**10]))
+    with pytest.raises(RunError, match=r"x\.npy: the label 10,000,000,000"):
+        open_layout(tmp_path / "x.npy")
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 2**32 - 1}, "unk_token": "a"}
+    with pytest.raises(RunError, match="the id 4,294,967,295"):
+        Subwords(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
+def test_a_paper_links_to_the_web_only(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(PAPER.format("javascript:alert(1)"))
+    with pytest.raises(RunError, match=r"p\.toml: link.* allowed are addresses that begin with https://"):
+        open_paper(str(file))
+    file.write_text(PAPER.format("https://example.org"))
+    assert open_paper(str(file)).link == "https://example.org"
+
+
+def test_the_page_runs_its_own_scripts_only(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run")).read_text()
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    policy = re.search(r"script-src ([^;\"]*)", page)
+    assert policy
+    assert policy[1].split() == [f"'sha256-{one}'" for one in hashes]
+
+
+@pytest.mark.parametrize("key", ["classes", "images", "labels", "top_k", "trained_k", "grid", "first", "found", "best"])
+def test_damaged_pictures_are_refused_by_name(tmp_path: Path, key: str) -> None:
+    whole = {
+        "format": 1, "classes": ["a", "b"], "images": ["x"], "labels": [0], "found": {"1": [1]}, "grid": 2,
+        "top_k": [1], "trained_k": 1, "num_experts": 4, "layers": ["l"], "first": "", "best": {}, "sampled": 1,
+    }  # fmt: skip
+    out = write_comparison(tmp_path / "grid", ("smoe",), seeds=(0,))
+    file = out / "runs" / "r0" / "seed-0" / "pictures.json"
+    file.write_text(json.dumps(whole))
+    assert pictures(read_comparison(out))["routers"]
+    wrong: dict[str, Any] = {"labels": [2], "found": {"1": [-3]}}
+    for value in (wrong.get(key, {"x": "y"} if key != "best" else []), None):
+        file.write_text(json.dumps({**whole, key: value} if value is not None else {**whole, key: None}))
+        with pytest.raises(RunError, match=r"pictures\.json"):
+            pictures(read_comparison(out))
+    del whole[key]
+    file.write_text(json.dumps(whole))
+    with pytest.raises(RunError, match=r"pictures\.json"):
+        pictures(read_comparison(out))
+
+
+@posix
+@pytest.mark.parametrize("words", [["report", "run", "--paper", "pipe.toml"], ["evaluate", "run", "--data", "x.npy"]])
+def test_a_pipe_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+                                   capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    os.mkfifo("pipe.toml")
+    os.mkfifo("x.npy")
+    if words[0] == "evaluate":
+        with pytest.raises(RunError, match=r"x\.npy: no ordinary file"):
+            open_layout(Path("x.npy"))
+        return
+    assert main(words) == 2
+    assert "pipe.toml: no ordinary file" in capsys.readouterr().err
+
+
+def test_lines_hold_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", router="smoe\x1b]0;owned\x07\x9b31m")
+    assert main(["report", str(tmp_path / "\x1b[31mno")]) == 2
+    assert main(["report", str(run), "--map", "none", "--out", str(tmp_path / "page.html")]) == 0
+    told = capsys.readouterr()
+    assert "\x1b" not in told.out + told.err
+    text = Grid(["router", "k"], [["smoe\x1b[2J\x07\x9b", "1"]]).text()
+    assert not set("\x1b\x07\x9b") & set(text)
+    assert "smoe" in text
+
+
+def test_cells_of_a_csv_file_begin_no_formula() -> None:
+    grid = Grid(["router", "k"], [["=HYPERLINK(1)", "-0.5"], ["+x", -1.5], ["@y", None], ["-z", "\tq"], ["-", "+1.0"]])
+    lines = grid.csv().splitlines()[1:]
+    assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0"]
+
+
+def test_rows_of_metrics_have_types(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows: list[Any] = [
+        {"kind": "routing", "step": 1, "layer": {"a": 1}}, {"kind": ["x"], "step": 1}, {"kind": "train", "step": True},
+        {"kind": "routing", "step": 2, "layer": "x"}, {"kind": "train", "step": "3"}, {"kind": "train", "step": -1},
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["step"] for row in read_metrics(file)] == [2]
+
+
+def copied(folder: Path, target: Path) -> Path:
+
+    return Path(shutil.copytree(folder, target))
