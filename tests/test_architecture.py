@@ -22,7 +22,8 @@ FOLDERS = {
 ROOMS = {
     "pointsman": (
         "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "kernels",
-        "experts", "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "testing",
+        "experts", "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "engines",
+        "testing",
     ),
     "pointsman_lab": (
         "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
@@ -32,7 +33,8 @@ ROOMS = {
 """From the ground up."""
 
 EXCEPTIONS = {
-    ("control", "hf"): "set_top_k and materialize take Hugging Face models, too: imported when they are handed one",
+    ("control", "hf"): "its functions take Hugging Face models, too: imported when they are handed one",
+    ("replay", "hf"): "replay_routing does, too",
 }
 CIRCLES = {
     ("data.subwords", "data.vocabulary"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
 
 Callback = Callable[[str, Routing, RoutingContext | None], None]
+Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
+KNOWN = (
+    "known are MoE and Router of pointsman, and of transformers the classes with a gate beside their experts "
+    "(Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS, …; docs/huggingface-compatibility.md names all)"
+)
 
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
@@ -59,7 +64,7 @@ class set_top_k:  # noqa: N801 - used like a function
     """
 
     def __init__(self, module: nn.Module, k: int) -> None:
-        if _is_huggingface(module):
+        if is_huggingface(module):
             from pointsman.hf.top_k import top_k_fields  # transformers is imported only for its own models
 
             places: list[tuple[Any, str]] = [(field.owner, field.attribute) for field in top_k_fields(module, k)]
@@ -83,42 +88,106 @@ class set_top_k:  # noqa: N801 - used like a function
             setattr(owner, name, k)
 
 
-def _is_huggingface(module: nn.Module) -> bool:
+def is_huggingface(module: nn.Module) -> bool:
     """Whether the routers in it are those of a transformers model, plain or wrapped (PEFT, DataParallel)."""
     return _has_huggingface_parts(module) and not any(isinstance(part, MoE) for part in module.modules())
 
 
 def _has_huggingface_parts(module: nn.Module) -> bool:
-    return any(type(part).__module__.startswith("transformers.models.") for part in module.modules())
+    """Classes of transformers, or those that come with a checkpoint (trust_remote_code)."""
+    return any(
+        type(part).__module__.startswith(("transformers.models.", "transformers_modules.")) for part in module.modules()
+    )
+
+
+class Listened(NamedTuple):
+    """What is known of a layer before it runs: E, its router, and whether a bias enters its choice."""
+
+    num_experts: int
+    router: str
+    biased: bool
+
+
+class Listener(Protocol):
+    """Observes the routing layers of one model.
+
+    Attributes:
+        layers: name -> what is known of the layer.
+    """
+
+    layers: dict[str, Listened]
+
+    def hooks(self, observe: Observer) -> list[RemovableHandle]:
+        """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer."""
+
+
+class _OwnListener:
+    """Observes the routers of this library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = {
+            name: Listened(router.num_experts, router.spec, isinstance(getattr(router.select, "bias", None), Tensor))
+            for name, router in named_routers(model)
+        }
+
+    def hooks(self, observe: Observer) -> list[RemovableHandle]:
+        def hook_of(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+                # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
+                routing: Routing = rest[-1]
+                given = rest[0] if len(rest) > 1 else {}
+                context = args[1] if len(args) > 1 else given.get("context")
+                hidden = (args[0] if args else given["hidden"]).detach()
+                with torch.no_grad():
+                    observe(name, routing.detach(), context, hidden.reshape(-1, hidden.shape[-1]))
+
+            return hook
+
+        routers = named_routers(self.model)
+        return [router.register_forward_hook(hook_of(name), with_kwargs=True) for name, router in routers]
+
+
+def listener(model: nn.Module, asked: str) -> Listener:
+    """What observes the routers of a model, or the gates of a Hugging Face MoE.
+
+    Raises:
+        ValueError: the model has neither; the message begins with `asked`, the name of the caller.
+    """
+    if is_huggingface(model):
+        from pointsman.hf.listen import GateListener  # transformers is imported only for its own models
+
+        return GateListener(model, asked)
+    own = _OwnListener(model)
+    if not own.layers:
+        raise ValueError(f"{asked}: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
+    return own
 
 
 class record_routing:  # noqa: N801 - used like a function
     """`with record_routing(model) as records:` records[layer name] = that layer's last Routing, detached.
 
-    With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept.
+    With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept. The model is one with
+    MoE layers or routers of this library, or any mixture of experts of transformers that `pointsman.hf.audit` knows.
+
+    Raises:
+        ValueError: the model has no router.
     """
 
     def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
-        self._model, self._callback = model, callback
+        self._listener, self._callback = listener(model, "record_routing"), callback
         self._handles: list[RemovableHandle] = []
         self.records: dict[str, Routing] = {}
 
     def __enter__(self) -> dict[str, Routing]:
-        for name, router in named_routers(self._model):
-            self._handles.append(router.register_forward_hook(self._hook(name), with_kwargs=True))
+        self._handles = self._listener.hooks(self._take)
         return self.records
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-            # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
-            routing: Routing = rest[-1]
-            context = args[1] if len(args) > 1 else rest[0].get("context") if len(rest) > 1 else None
-            if self._callback is None:
-                self.records[name] = routing.detach()
-            else:
-                self._callback(name, routing.detach(), context)
-
-        return hook
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        if self._callback is None:
+            self.records[name] = routing
+        else:
+            self._callback(name, routing, context)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -131,11 +200,17 @@ def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
     Running statistics of a frozen router stop, too. Its losses stay attached and still train earlier layers.
-    `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself.
+    `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself. Of a Hugging Face MoE
+    the roles are "router" (each gate with its correction bias) and "experts".
 
     Raises:
         ValueError: a role that no part of the model has.
     """
+    if is_huggingface(model):
+        from pointsman.hf.listen import freeze as freeze_gates
+
+        freeze_gates(model, roles)
+        return
     known = {role for module in model.modules() if isinstance(role := getattr(module, "role", None), str)}
     for role in roles:
         if role not in known:
@@ -269,7 +344,7 @@ def materialize(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: a router that no linear router equals (cosine, random), named with its layer; nothing has changed.
     """
-    if _is_huggingface(model):
+    if is_huggingface(model):
         from pointsman.hf.surgery.materialize import materialize as to_own_gates
 
         return to_own_gates(model)

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman.control import named_routers
+from pointsman.control import KNOWN, is_huggingface, named_routers
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
+
+
+class Place(Protocol):
+    """A layer whose choice can be replaced; `first` and `last` bound its expert numbers (-1: none is allowed)."""
+
+    first: int
+    last: int
+
+    def replay(self, experts: Tensor | None) -> None:
+        """From now on the layer takes these experts; None: it chooses itself."""
+
+
+class _OwnPlace:
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.first, self.last = -1, router.num_experts + len(router.virtual) - 1
+
+    def replay(self, experts: Tensor | None) -> None:
+        self.router.replayed = experts
 
 
 class replay_routing:  # noqa: N801 - used like a function
@@ -27,8 +47,11 @@ class replay_routing:  # noqa: N801 - used like a function
     counts of `loss-free`) are not gathered. A forward under activation checkpointing is done again in backward, which
     must lie inside, too.
 
+    In a mixture of experts of transformers the class's own code weighs the replayed experts: its `topk` gives them.
+    There -1 cannot be replayed.
+
     Args:
-        model: any model with MoE layers, a layer or a router.
+        model: any model with MoE layers, a layer or a router; a mixture of experts of transformers.
         experts: layer name, as `record_routing` names it -> a `Routing`, or experts [tokens, k] int64 with -1 for none
             and E + v for virtual expert v, the tokens of all sequences in order. Layers that are not named choose
             themselves.
@@ -39,37 +62,47 @@ class replay_routing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, model: nn.Module, experts: Mapping[str, Tensor | Routing]) -> None:
-        routers = dict(named_routers(model))
-        self._replayed: list[tuple[Router, Tensor]] = []
+        places: dict[str, Place]
+        if is_huggingface(model):
+            from pointsman.hf.replay import (
+                places as places_of_gates,
+            )  # transformers is imported only for its own models
+
+            places = places_of_gates(model)
+        else:
+            places = {name: _OwnPlace(router) for name, router in named_routers(model)}
+        if not places:
+            raise ValueError(f"replay_routing: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
+        self._replayed: list[tuple[Place, Tensor]] = []
         for name, recorded in experts.items():
-            if name not in routers:
-                raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, routers)}")
+            if name not in places:
+                raise ValueError(f"replay_routing: no layer {name!r}: {did_you_mean(name, places)}")
             if isinstance(recorded, Routing):
                 recorded = recorded.chosen
-            _check(name, routers[name], recorded)
-            self._replayed.append((routers[name], recorded))
+            _check(name, places[name], recorded)
+            self._replayed.append((places[name], recorded))
 
     def __enter__(self) -> None:
-        for router, experts in self._replayed:
-            router.replayed = experts
+        for place, experts in self._replayed:
+            place.replay(experts)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for router, _ in self._replayed:
-            router.replayed = None
+        for place, _ in self._replayed:
+            place.replay(None)
 
 
-def _check(name: str, router: Router, experts: Tensor) -> None:
+def _check(name: str, place: Place, experts: Tensor) -> None:
     where = f"replay_routing: layer {name!r}"
     if not isinstance(experts, Tensor) or experts.dtype != torch.int64 or experts.dim() != 2:
         found = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else type(experts).__name__
         raise ValueError(f"{where}: experts must be int64 [tokens, k], got {found}")
     if not experts.numel():
         return
-    last = router.num_experts + len(router.virtual) - 1
-    if int(experts.min()) < -1 or int(experts.max()) > last:
-        raise ValueError(f"{where}: allowed experts are 0 to {last}, and -1 for none")
+    if int(experts.min()) < place.first or int(experts.max()) > place.last:
+        none = ", and -1 for none" if place.first < 0 else ""
+        raise ValueError(f"{where}: allowed experts are 0 to {place.last}{none}")
     ordered = experts.sort(-1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
         raise ValueError(f"{where}: a token has an expert twice")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
-from pointsman.control import named_routers, record_routing
+from pointsman.control import Listened, listener, named_routers
 from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.distribution import Margin, entropies
@@ -37,51 +37,72 @@ MOST_LAYERS = 16  # scalars are written per layer up to this number, above it on
 class _Window:
     """The statistics of one layer since its last row."""
 
-    def __init__(self, num_experts: int) -> None:
-        self.assigned = torch.zeros(num_experts, dtype=torch.float64)
-        self.tokens = torch.zeros((), dtype=torch.float64)
+    def __init__(self, num_experts: int, biased: bool = False) -> None:
+        self.sums = {"assigned": torch.zeros(num_experts, dtype=torch.float64), "tokens": torch.zeros(1).double()}
+        if biased:
+            self.sums["raw"] = torch.zeros(num_experts, dtype=torch.float64)
         self.clear()
 
+    @property
+    def assigned(self) -> Tensor:
+        return self.sums["assigned"]
+
+    @property
+    def tokens(self) -> float:
+        return float(self.sums["tokens"])
+
     def clear(self) -> None:
-        self.assigned.zero_()
-        self.tokens.zero_()
+        for total in self.sums.values():
+            total.zero_()
         self.entropy, self.margin = Moments(), Margin()  # of the sampled forwards
+        self.dropped, self.scale = Moments(), Moments()
 
     def count(self, routing: Routing, mask: Tensor | None) -> None:
         if self.assigned.device != routing.experts.device:
-            self.assigned, self.tokens = (t.to(routing.experts.device) for t in (self.assigned, self.tokens))
-        self.assigned += expert_counts(routing.experts, routing.num_experts)
-        self.tokens += len(routing.experts) if mask is None else mask.sum()
+            self.sums = {name: total.to(routing.experts.device) for name, total in self.sums.items()}
+        experts = routing.experts if mask is None else routing.experts.masked_fill(~mask[:, None], -1)
+        self.assigned.add_(expert_counts(experts, routing.num_experts))
+        self.sums["tokens"] += len(routing.experts) if mask is None else mask.sum()
+        if "raw" in self.sums:
+            raw = routing.logits.topk(min(routing.experts.shape[-1], routing.num_experts), dim=-1).indices
+            raw = raw if mask is None else raw.masked_fill(~mask[:, None], -1)
+            self.sums["raw"].add_(expert_counts(raw, routing.num_experts))
 
     def to_cpu(self) -> None:
-        self.assigned, self.tokens = self.assigned.cpu(), self.tokens.cpu()
-        for moments in (self.entropy, self.margin.margin, self.margin.first):
+        self.sums = {name: total.cpu() for name, total in self.sums.items()}
+        for moments in (self.entropy, self.margin.margin, self.margin.first, self.dropped, self.scale):
             moments.tensors = [tensor.cpu() for tensor in moments.tensors]
 
     def merge(self, other: _Window) -> None:
-        self.assigned += other.assigned
-        self.tokens += other.tokens
+        for name, total in other.sums.items():
+            self.sums[name] += total
         self.entropy.merge(other.entropy)
         self.margin.merge(other.margin)
+        self.dropped.merge(other.dropped)
+        self.scale.merge(other.scale)
 
     def experts_per_token(self) -> float:
-        return float(self.assigned.sum()) / max(float(self.tokens), 1.0)
+        return float(self.assigned.sum()) / max(self.tokens, 1.0)
 
     def sample(self, routing: Routing, mask: Tensor | None) -> None:
         self.entropy.add(entropies(unmixed(routing)), mask)
         self.margin.update(routing, mask)
+        self.dropped.add((routing.chosen < 0).all(-1).double(), mask)
+        self.scale.add(routing.logits.double().std(-1, correction=0), mask)
 
 
 class RoutingMonitor:
     """Counts the load in every observed forward, entropy and margin only at every N-th step.
 
     One row for each layer at every N-th step:
-    `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "experts_per_token", "tokens",
-    "batches"}`.
+    `{"kind": "routing", "step", "layer", "entropy", "load", "margin", "dead", "experts_per_token", "dropped",
+    "logit_scale", "tokens", "batches"}`, and "raw_load" where a bias enters the choice.
     `load` is the share of each expert [E] over the `batches` and `tokens` observed since the previous row (X-MoE uses
     windows of 100 batches), `dead` the number of experts without a token, and `experts_per_token` the mean over those
     tokens, without dropped assignments: k, unless the router gives each token its own number. `entropy` (nats, before
-    mixing) and `margin` (p_(k) - p_(k+1)) are means over the tokens of this step. None stands for no value.
+    mixing), `margin` (p_(k) - p_(k+1)), `dropped` (1 for a token that no expert took) and `logit_scale` (the standard
+    deviation of a token's logits) are means over the tokens of this step. `raw_load` is the `load` of the k largest
+    logits: what would be chosen without the bias (and without groups, noise and capacity). None stands for no value.
 
     Two things are warned of by name: an expert that got no token in a window, and a collapsed layer. A layer has
     collapsed if its effective number of experts exp(H(load)) is close to the mean number of experts a token, so that
@@ -94,20 +115,21 @@ class RoutingMonitor:
     With several ranks every rank counts its own tokens, and rows are of all of them: each rank must ask for them.
 
     Args:
-        model: any model with MoE layers; after `parallel.parallelize`, with several ranks.
+        model: any model with MoE layers (after `parallel.parallelize`, with several ranks), or a mixture of experts of
+            transformers.
         every: N.
         seed: of the run, for the warnings; None: they name none.
+
+    Raises:
+        ValueError: the model has no router.
     """
 
     def __init__(self, model: nn.Module, every: int = 100, seed: int | None = None) -> None:
         check_whole("RoutingMonitor: every", every)
         self.every = every
         self.seed = seed
-        self._model = model
-        self._windows = {name: _Window(router.num_experts) for name, router in named_routers(model)}
-        self._runs = {name: router.spec for name, router in named_routers(model)}
-        if seed is not None:
-            self._runs = {name: f"{spec}, seed {seed}" for name, spec in self._runs.items()}
+        self._listener = listener(model, "RoutingMonitor")
+        self._windows = {name: _Window(of.num_experts, of.biased) for name, of in self._listener.layers.items()}
         self._ranks = next((router.ranks for _, router in named_routers(model)), ALONE)
         self._batches = 0
         self._step = -1
@@ -115,17 +137,23 @@ class RoutingMonitor:
 
     @contextmanager
     def observe(self, step: int) -> Iterator[None]:
-        """Observes the forwards inside. Backward must run outside, because checkpointing repeats forwards in it.
+        """Observes the forwards inside; what activation checkpointing repeats in backward is not counted again.
 
         Micro-batches with the same `step` count as one batch.
         """
         self._batches += step != self._step
         self._step = step
-        with record_routing(self._model, self._update):
+        handles = self._listener.hooks(self._update)
+        try:
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _update(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
-        window = self._windows[name]
+    def _update(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a backward repeats the forward: activation checkpointing
+        window = self._windows.setdefault(name, _Window(routing.num_experts))
         mask = None if context is None or context.padding_mask is None else context.padding_mask.reshape(-1)
         window.count(routing, mask)
         if self._step % self.every == 0:
@@ -139,20 +167,23 @@ class RoutingMonitor:
         for name, window in self._over_ranks().items():
             if window.entropy.tensors:
                 summary = load_summary(window.assigned)
-                rows.append(
-                    {
-                        "kind": "routing",
-                        "step": self._step,
-                        "layer": name,
-                        "entropy": window.entropy.mean,
-                        "load": summary["share"],
-                        "margin": window.margin.margin.mean,
-                        "dead": len(summary["dead"]),
-                        "experts_per_token": window.experts_per_token() if window.tokens else None,
-                        "tokens": int(window.tokens),
-                        "batches": self._batches,
-                    }
-                )
+                row = {
+                    "kind": "routing",
+                    "step": self._step,
+                    "layer": name,
+                    "entropy": window.entropy.mean,
+                    "load": summary["share"],
+                    "margin": window.margin.margin.mean,
+                    "dead": len(summary["dead"]),
+                    "experts_per_token": window.experts_per_token() if window.tokens else None,
+                    "dropped": window.dropped.mean,
+                    "logit_scale": window.scale.mean,
+                    "tokens": int(window.tokens),
+                    "batches": self._batches,
+                }
+                if "raw" in window.sums:
+                    row["raw_load"] = load_summary(window.sums["raw"])["share"]
+                rows.append(row)
                 rows.extend(self._warnings(name, window, summary))
         for window in self._windows.values():
             window.clear()
@@ -188,7 +219,9 @@ class RoutingMonitor:
             if self._step >= self._next_warning.get((name, kind), 0):
                 self._next_warning[name, kind] = 2 * self._step
                 if self._ranks.first:
-                    logger.warning("router %s, step %d, layer %s: %s", self._runs[name], self._step, name, message)
+                    of = self._listener.layers.get(name, Listened(0, "unknown", False)).router
+                    of = of if self.seed is None else f"{of}, seed {self.seed}"
+                    logger.warning("router %s, step %d, layer %s: %s", of, self._step, name, message)
                 row = {"kind": "warning", "step": self._step, "layer": name, "experts": which, "message": message}
                 rows.append(row)
         return rows
@@ -197,17 +230,15 @@ class RoutingMonitor:
         """The counts since the last row, of all ranks, so that a resumed run writes identical rows."""
         state = {"batches": torch.tensor(self._batches)}
         for name, window in self._windows.items():
-            assigned, tokens = self._ranks.total(window.assigned, window.tokens)
-            state[f"{name}.assigned"] = assigned.cpu().clone()
-            state[f"{name}.tokens"] = tokens.cpu().clone()
+            for key, total in zip(window.sums, self._ranks.total(*window.sums.values()), strict=True):
+                state[f"{name}.{key}"] = total.cpu().clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._batches = int(state["batches"])
         for name, window in self._windows.items():
             share = 1 if self._ranks.first else 0  # the sums over ranks go on as before
-            window.assigned = state[f"{name}.assigned"] * share
-            window.tokens = state[f"{name}.tokens"] * share
+            window.sums = {key: state[f"{name}.{key}"].reshape(old.shape) * share for key, old in window.sums.items()}
 
 
 def _names(experts: list[int]) -> str:
@@ -218,24 +249,22 @@ def _names(experts: list[int]) -> str:
 def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Rows of one step as tag -> value for experiment trackers; the number of tags does not depend on that of experts.
 
-    `routing/<layer>/entropy|margin|effective|dead|busiest|experts_per_token` for each layer; with more than 16 layers
-    instead `routing/least|mean|greatest/…` over layers.
+    `routing/<layer>/entropy|cv|dead|largest|dropped|logit_scale` for each layer: the coefficient of variation of the
+    load, the number of experts without a token, the largest share of an expert. Where a bias enters the choice also
+    `raw_cv|raw_largest`, of what would be chosen without it. With more than 16 layers instead
+    `routing/least|mean|greatest/…` over layers.
     """
     by_layer: dict[str, dict[str, float]] = {}
     by_key: dict[str, list[float]] = {}
     for row in rows:
         if row["kind"] != "routing":
             continue
-        load = torch.tensor([share or 0.0 for share in row["load"]], dtype=torch.float64)
-        values = {
-            "entropy": row["entropy"],
-            "margin": row["margin"],
-            "effective": load_summary(load)["effective"],
-            "dead": float(row["dead"]),
-            "busiest": float(load.max()),
-            "experts_per_token": row.get("experts_per_token"),
-        }
-        by_layer[row["layer"]] = {key: value for key, value in values.items() if value is not None}
+        values = {name: row.get(name) for name in ("entropy", "dead", "dropped", "logit_scale")}
+        for prefix in ("", "raw_"):
+            load = torch.tensor([share or 0.0 for share in row.get(f"{prefix}load", ())], dtype=torch.float64)
+            if len(load):
+                values |= {f"{prefix}cv": load_summary(load)["cv"], f"{prefix}largest": float(load.max())}
+        by_layer[row["layer"]] = {key: float(value) for key, value in values.items() if value is not None}
         for key, value in by_layer[row["layer"]].items():
             by_key.setdefault(key, []).append(value)
     if len(by_layer) > MOST_LAYERS:

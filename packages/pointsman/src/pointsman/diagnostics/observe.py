@@ -9,30 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pointsman.control import named_routers
+from pointsman.control import Observer, listener, named_routers
 from pointsman.layer import MoE
-from pointsman.routing import Routing, RoutingContext
-
-Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
+from pointsman.routing import RoutingContext
 
 
 @contextmanager
 def observe_routing(model: nn.Module, observe: Observer) -> Iterator[None]:
-    """Calls observe(name, routing, context, input [tokens, dim]) at every forward of a router."""
+    """Calls observe(name, routing, context, input [tokens, dim]) at every forward of a router, or of a class's gate.
 
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], routing: Routing) -> None:
-            context = args[1] if len(args) > 1 else kwargs.get("context")
-            hidden = args[0] if args else kwargs["hidden"]
-            with torch.no_grad():
-                observe(name, routing.detach(), context, hidden.detach().reshape(-1, hidden.shape[-1]))
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name, router in named_routers(model):
-            hooks.enter_context(router.register_forward_hook(hook_of(name), with_kwargs=True))
+    Raises:
+        ValueError: the model has no router.
+    """
+    handles = listener(model, "observe_routing").hooks(observe)
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -8,15 +8,26 @@ except ImportError as error:  # pragma: no cover
 from pointsman.hf import experts as _experts
 from pointsman.hf.audit import AuditResult, audit
 from pointsman.hf.balance import balance
-from pointsman.hf.steps import StepEnd
+from pointsman.hf.steps import RoutingLog, StepEnd
 from pointsman.hf.surgery import attention as _attention
 from pointsman.hf.surgery import replace as _replace
 from pointsman.hf.surgery.materialize import materialize
 from pointsman.hf.surgery.replace import replace_routers
 from pointsman.hf.surgery.upcycle import upcycle
+from pointsman.hf.verify import verify
 
 _attention.register()
 _experts.register()
 _replace.install()
 
-__all__ = ["AuditResult", "StepEnd", "audit", "balance", "materialize", "replace_routers", "upcycle"]
+__all__ = [
+    "AuditResult",
+    "RoutingLog",
+    "StepEnd",
+    "audit",
+    "balance",
+    "materialize",
+    "replace_routers",
+    "upcycle",
+    "verify",
+]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pointsman import auxiliary
 from pointsman.hf.bias import Bias
-from pointsman.hf.forms import Form, Kind, positions
-from pointsman.hf.gates import read_output
+from pointsman.hf.forms import Form, Kind
+from pointsman.hf.gates import read_any
 
 
 class Seat:
@@ -44,12 +44,9 @@ class Place:
 
     def read(self, home: nn.Module, gate: nn.Module, output: Any, tokens: int) -> tuple[Tensor, Tensor]:
         """Logits [tokens, E] and experts [tokens, k], with their gradients."""
-        if self.form is None:
-            logits, _, experts = (output[place] for place in positions(type(gate).__name__, output, tokens))
-        else:
-            block = home.get_submodule(self.path.rpartition(".")[0])
-            logits, _, experts = read_output(self.form, gate, block, output)
-        return logits.reshape(tokens, -1), experts.reshape(tokens, -1)
+        block = home.get_submodule(self.path.rpartition(".")[0])
+        logits, _, experts = read_any(self.form, gate, block, output, tokens)
+        return logits, experts
 
 
 def scores(logits: Tensor, kind: Kind, linear: bool) -> Tensor:

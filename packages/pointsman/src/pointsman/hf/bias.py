@@ -133,7 +133,8 @@ def count(home: Any, biases: Iterable[Bias], chosen: Iterable[tuple[str, Tensor]
 def settle(home: Any, biases: Sequence[Bias]) -> None:
     """Moves every bias once by what was counted since the last time, over all ranks; nothing where nothing was."""
     counts = home.__dict__.pop("pointsman_counts", {})
-    of = {bias.gate: bias for bias in biases if not bias.added}
+    frozen = {bias.gate for bias in biases if hasattr(home.get_submodule(bias.gate), "pointsman_frozen")}
+    of = {bias.gate: bias for bias in biases if not bias.added and bias.gate not in frozen}
     add_up([counts[gate] for gate in of if gate in counts])
     for gate, bias in of.items():
         if gate in counts:

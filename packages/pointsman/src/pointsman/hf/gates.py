@@ -87,6 +87,24 @@ def read_output(form: Form, module: nn.Module, block: nn.Module, output: Any) ->
     return logits, weights, experts
 
 
+def read_any(
+    form: Form | None, module: nn.Module, block: nn.Module, output: Any, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`read_output`, by what is returned if the form is not known.
+
+    Raises:
+        NotAGateError: no form, and the output is not that of a gate.
+    """
+    if form is not None:
+        found = read_output(form, module, block, output)
+    elif isinstance(output, tuple):
+        logits, weights, experts = (output[place] for place in positions(type(module).__name__, output, tokens))
+        found = logits, weights, experts
+    else:
+        raise NotAGateError(f"{type(module).__name__} returns {type(output).__name__}, not what it chose")
+    return tuple(one.reshape(tokens, -1) for one in found)  # type: ignore[return-value]
+
+
 def arguments_of(module: nn.Module, block: nn.Module, form: Form, tokens: int) -> list[Tensor]:
     extras: list[Tensor] = [getattr(block, extra) for extra in form.extras]
     if form.table:

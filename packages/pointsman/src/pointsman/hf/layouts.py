@@ -78,7 +78,7 @@ def _dense(logits: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 def _read_llama4(output: Any, k: int, power: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [N, E], 0 where not chosen; logits [N, E])."""
     scores, logits = output
-    experts = logits.topk(k, dim=-1).indices
+    experts = (logits - 1e6 * (scores == 0)).topk(k, dim=-1).indices  # a chosen one may underflow to 0
     return logits, scores.gather(1, experts), experts
 
 

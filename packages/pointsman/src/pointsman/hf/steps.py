@@ -1,13 +1,15 @@
-"""step_end for transformers' Trainer."""
+"""For transformers' Trainer: step_end after each step, and what the routing does for whatever tracker runs."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from pointsman.control import step_end
+from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.hf.balance import moved
 from pointsman.hf.bias import add_up
 
@@ -24,3 +26,39 @@ class StepEnd(TrainerCallback):
         assert model is not None
         moved(model)
         step_end(model, add_up)
+
+
+class RoutingLog(TrainerCallback):
+    """`trainer.add_callback(RoutingLog(trainer))` logs what each layer's routing does, with the trainer's own `log`.
+
+    Six numbers a layer at every N-th step (`pointsman.diagnostics.scalars`): entropy, coefficient of variation of the
+    load, experts without a token, largest share, dropped tokens, scale of the logits; of balanced biases also the load
+    without the bias. They are of this process's tokens since the last ones, without padding. For any mixture of experts
+    that `pointsman.hf.audit` knows.
+
+    Args:
+        every: N; None: the trainer's `logging_steps`.
+    """
+
+    def __init__(self, trainer: Trainer, every: int | None = None) -> None:
+        self.trainer = trainer
+        self.every = every or max(1, int(trainer.args.logging_steps))
+        self.monitor: RoutingMonitor | None = None
+        self.observing = ExitStack()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        assert model is not None
+        if self.monitor is None:
+            self.monitor = RoutingMonitor(model, self.every)
+        self.observing.close()
+        self.observing.enter_context(self.monitor.observe(state.global_step + 1))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.observing.close()
+        assert self.monitor is not None
+        if values := scalars(self.monitor.rows()):
+            self.trainer.log(values)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.observing.close()
+        self.monitor = None

@@ -13,7 +13,6 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
 from pointsman.hf.audit.result import AuditResult, Sample
 from pointsman.hf.audit.run import AuditRun
-from pointsman.hf.gates import no_gate
 from pointsman.hf.listen import GateListener
 from pointsman.hf.text import Conversation, text_batches
 
@@ -61,9 +60,7 @@ def audit(
     check_whole("audit: length", length, 2)
     check_whole("audit: batch_size", batch_size)
     check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
-    listener = GateListener(model)
-    if not listener.gates:
-        raise ValueError(f"audit: {no_gate(model)}")
+    listener = GateListener(model, "audit")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
@@ -91,9 +88,13 @@ def audit(
 
 def _matching(listener: GateListener, against: nn.Module) -> GateListener:
     """The gates of `against`; ValueError unless its class, gates and numbers of experts equal the model's."""
-    other = GateListener(against)
+    other = GateListener(against, "audit")
     here, there = (
-        [type(one.model).__name__, f"{len(one.gates)} gates", f"{sorted(set(one.num_experts.values()))} experts"]
+        [
+            type(one.model).__name__,
+            f"{len(one.gates)} gates",
+            f"{sorted({layer.num_experts for layer in one.layers.values()})} experts",
+        ]
         for one in (listener, other)
     )
     for mine, its in zip(here, there, strict=True):

@@ -40,7 +40,7 @@ class _Kept:
         self.seen: set[str] = set()
         self.routings: dict[str, Routing] = {}
 
-    def add(self, layer: str, routing: Routing, hidden: Tensor) -> bool:
+    def add(self, layer: str, routing: Routing, context: object, hidden: Tensor) -> bool:
         """Keeps a gate's first routing; whether it did."""
         if layer in self.seen:
             return False  # the layer runs twice, as a decoder's does in generation
@@ -90,8 +90,10 @@ class AuditRun:
                 continue
             keep = _Kept(batch.ids.numel(), self.listener)
 
-            def observe(layer: str, routing: Routing, hidden: Tensor, k: Any = k, keep: _Kept = keep) -> None:
-                if not keep.add(layer, routing, hidden):
+            def observe(
+                layer: str, routing: Routing, context: object, hidden: Tensor, k: Any = k, keep: _Kept = keep
+            ) -> None:
+                if not keep.add(layer, routing, context, hidden):
                     return
                 self._update_layer(layer, routing, hidden, batch, of_kind, k)
                 if kept is not None:

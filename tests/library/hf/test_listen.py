@@ -1,0 +1,241 @@
+"""Recording, replay, freezing and monitoring on the stock classes of transformers; verify."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+import pointsman
+from pointsman import hf
+from pointsman.diagnostics import Diagnostics, RoutingMonitor, scalars
+from tests.library.hf import zoo
+from tests.library.hf.test_replace import spread
+
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+CHOSEN = ("mixtral", "deepseek_v3", "dbrx", "llama4", "jetmoe")
+"""Softmax; a bias and groups; the block chooses; scores in place of weights; assignments sorted by expert."""
+
+
+def run(model: Any, mask: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS, attention_mask=mask, use_cache=False)[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_a_recorded_routing_is_replayed_on_a_stock_class(kind: str) -> None:
+    model = spread(zoo.tiny_model(kind))
+    with pointsman.record_routing(model) as records:
+        plain = run(model)
+    assert len(records) == 2
+    torch.testing.assert_close(run(model), plain)
+    with pointsman.replay_routing(model, records):
+        torch.testing.assert_close(run(model), plain, rtol=1e-5, atol=1e-6)
+    other = {name: (routing.chosen + 1) % routing.num_experts for name, routing in records.items()}
+    with pointsman.replay_routing(model, other), pointsman.record_routing(model) as again:
+        assert not torch.allclose(run(model), plain)
+    for name, experts in other.items() if kind != "dbrx" else ():  # what DBRX's gate returns are logits
+        torch.testing.assert_close(again[name].chosen.sort(-1).values, experts.sort(-1).values)
+    torch.testing.assert_close(run(model), plain)
+
+
+def test_replayed_weights_and_gradients_are_those_of_the_class_by_hand() -> None:
+    model = zoo.tiny_model("mixtral")
+    gate, layer = model.model.layers[0].mlp.gate, "model.layers.0.mlp"
+    hidden = torch.randn(24, 32, generator=torch.Generator().manual_seed(2))
+    experts = torch.stack([torch.arange(24) % 8, (torch.arange(24) + 3) % 8], 1)
+    with pointsman.replay_routing(model, {layer: experts}):
+        weights = gate(hidden)[1]
+    weights.square().sum().backward()
+    found = gate.weight.grad.clone()
+    weight = gate.weight.detach().double().requires_grad_()
+    probs = torch.softmax(hidden.double() @ weight.T, -1).gather(1, experts)
+    wanted = probs / probs.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=1e-6)
+    wanted.square().sum().backward()
+    torch.testing.assert_close(found.double(), weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "why"),
+    [
+        ("phimoe", "model.layers.0.mlp", "PhimoeTopKRouter does not choose by topk"),
+        ("mixtral", "model.layers.7.mlp", "did you mean 'model.layers.1.mlp'"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(kind: str, layer: str, why: str) -> None:
+    model = zoo.tiny_model(kind)
+    experts = torch.stack([torch.arange(24) % 8, (torch.arange(24) + 3) % 8], 1)
+    with pytest.raises(ValueError, match=why), pointsman.replay_routing(model, {layer: experts}):
+        run(model)
+    with pytest.raises(ValueError, match=r"allowed experts are 0 to 7$"):
+        pointsman.replay_routing(zoo.tiny_model("mixtral"), {"model.layers.0.mlp": experts - 1})
+
+
+def test_what_has_no_router_is_refused_by_all_of_them() -> None:
+    dense = zoo.tiny_model("vitpose_backbone")
+    for model in (dense, torch.nn.Linear(4, 4)):
+        for attempt in (
+            lambda model=model: pointsman.record_routing(model),
+            lambda model=model: RoutingMonitor(model),
+            lambda model=model: Diagnostics().observe(model).__enter__(),
+            lambda model=model: pointsman.replay_routing(model, {}),
+        ):
+            with pytest.raises(ValueError, match=r"known are MoE and Router of pointsman.*Mixtral, Qwen3-MoE"):
+                attempt()
+    with pytest.raises(ValueError, match=r"freeze: .*known are MoE and Router"):
+        pointsman.freeze(dense, "router")
+
+
+def test_padding_is_not_counted_in_a_stock_model() -> None:
+    model = spread(zoo.tiny_model("qwen3_moe"))
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    monitor, diagnostics = RoutingMonitor(model, every=1), Diagnostics("load", "specialisation")
+    with monitor.observe(1), diagnostics.observe(model), pointsman.record_routing(model) as records:
+        run(model, mask)
+    rows = {row["layer"]: row for row in monitor.rows() if row["kind"] == "routing"}
+    for name, routing in records.items():
+        real = routing.experts[mask.flatten().bool()]
+        wanted = torch.bincount(real.flatten(), minlength=8).double()
+        assert rows[name]["tokens"] == 17
+        assert rows[name]["load"] == pytest.approx((wanted / wanted.sum()).tolist())
+        found = diagnostics.result()[name]
+        assert found["load"]["share"] == pytest.approx((wanted / wanted.sum()).tolist())
+        assert "specialisation" in found  # the model's own token ids are known
+
+
+def test_six_numbers_and_the_choice_without_the_bias() -> None:
+    model = zoo.tiny_model("deepseek_v3", n_group=1)
+    gate = model.model.layers[0].mlp.gate
+    gate.e_score_correction_bias.copy_(torch.tensor([9.0, 8, 0, 0, 0, 0, 0, 0]))
+    monitor = RoutingMonitor(model, every=1)
+    seen: list[Any] = []
+    handle = gate.register_forward_hook(lambda m, args, output: seen.append(args[0]))
+    with monitor.observe(1):
+        run(model)
+    handle.remove()
+    row = monitor.rows()[0]
+    logits = seen[0].double().reshape(-1, 32) @ gate.weight.detach().double().T
+    raw = torch.bincount(logits.topk(2, -1).indices.flatten(), minlength=8).double()
+    values = scalars([row])
+    assert set(values) == {
+        f"routing/{row['layer']}/{name}"
+        for name in ("entropy", "cv", "dead", "largest", "dropped", "logit_scale", "raw_cv", "raw_largest")
+    }
+    found = {name.rpartition("/")[2]: value for name, value in values.items()}
+    assert found["largest"] == 0.5  # experts 0 and 1 take all
+    assert found["cv"] == pytest.approx(math.sqrt(3))
+    assert found["dead"] == 6
+    assert found["dropped"] == 0
+    assert found["logit_scale"] == pytest.approx(float(logits.std(-1, correction=0).mean()), rel=1e-4)
+    assert found["raw_largest"] == pytest.approx(float(raw.max() / raw.sum()))
+    assert found["raw_cv"] == pytest.approx(float(raw.std(correction=0) / raw.mean()))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_freeze_by_role(kind: str) -> None:
+    model = zoo.tiny_model(kind)
+    with pytest.raises(ValueError, match="did you mean 'router'"):
+        pointsman.freeze(model, "routers")
+    pointsman.freeze(model, "router")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name in dict(model.named_parameters()) if ".gate." in name and "shared" not in name}
+    pointsman.freeze(model, "experts")
+    assert not any(one.requires_grad for name, one in model.named_parameters() if ".experts." in name)
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": IDS[index % 2], "labels": IDS[index % 2]}
+
+
+def test_the_trainer_logs_the_routing(tmp_path: Any) -> None:
+    model = zoo.tiny_model("mixtral")
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False, logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Rows())
+    trainer.add_callback(hf.RoutingLog(trainer, every=2))
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "routing/model.layers.0.mlp/entropy" in row]
+    assert [row["step"] for row in logged] == [2, 4]
+    assert set(logged[0]) == {"epoch", "step"} | {
+        f"routing/model.layers.{layer}.mlp/{name}"
+        for layer in range(2)
+        for name in ("entropy", "cv", "dead", "largest", "dropped", "logit_scale")
+    }
+    assert not model.model.layers[0].mlp.gate._forward_hooks
+
+
+def test_checkpointing_does_not_count_a_forward_twice() -> None:
+    model = zoo.tiny_model("mixtral").train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    monitor = RoutingMonitor(model, every=1)
+    with monitor.observe(1):
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+    assert [row["tokens"] for row in monitor.rows() if row["kind"] == "routing"] == [24, 24]
+
+
+@pytest.mark.filterwarnings("ignore")  # lightning's own
+def test_lightning_logs_the_routing() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from pointsman.engines.lightning import RoutingLog, StepEnd
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = pointsman.MoE(8, 16, 4, router="loss-free:rate=0.1", attach_losses=False)
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return pointsman.add_losses(self.moe(batch).square().mean(), self)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    rows = torch.utils.data.DataLoader(torch.randn(8, 6, 8), batch_size=2)
+    logged: list[dict[str, float]] = []
+
+    class Kept(lightning.callbacks.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=4, callbacks=[StepEnd(), RoutingLog(every=2), Kept()],
+    )  # fmt: skip
+    trainer.fit(module, rows)
+    assert "routing/moe/entropy" not in logged[0]
+    assert {"routing/moe/entropy", "routing/moe/cv", "routing/moe/raw_cv"} <= set(logged[1])
+    moved = (module.moe.router.select.bias * 10).round().tolist()
+    assert set(moved) <= {-1.0, 0.0, 1.0}  # one step
+    assert any(moved)
+
+
+def test_verify_names_what_differs(tmp_path: Any) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    model.save_pretrained(tmp_path)
+    hf.verify(model, tmp_path)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.gate.weight.copy_(changed.model.layers[1].mlp.gate.weight.flip(0))
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.gate.weight: its values differ") as error:
+        hf.verify(model, changed)
+    assert "model.layers.1.mlp: routing: " in str(error.value)
+    assert "tokens go elsewhere" in str(error.value)
+    assert "logits: they differ by" in str(error.value)
+    assert "layers.0" not in str(error.value)
+    with pytest.raises(ValueError, match=r"only the second has 9 tensors"):
+        hf.verify(zoo.tiny_model("mixtral"), zoo.tiny_model("mixtral", num_hidden_layers=3))
