@@ -352,7 +352,7 @@ def test_trackers(
     assert first["config"]["steps"] == 8
     assert sorted(library.sent) == list(range(1, 9))
     assert library.sent[2]["train/loss"] > 0
-    assert "routing/layers.0.moe/experts_per_token" in library.sent[2]
+    assert "routing/layers.0.moe/cv" in library.sent[2]
     assert library.finished == 2
     assert not capsys.readouterr().out
 
