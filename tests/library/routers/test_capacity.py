@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from pointsman.routers.frame.capacity import Capacity
 from pointsman.routers.frame.registry import build_router
+from pointsman.routers.frame.steps import Capacity
 from pointsman.routing import RoutingContext
 
 
@@ -26,6 +27,8 @@ def kept(experts: Tensor, probs: Tensor, factor: float, order: str, scope: str, 
         turns = [(place, rank) for place in tokens for rank in range(k)]
         if order != "token":
             turns = [(place, rank) for rank in range(k) for place in tokens]
+        if order == "probs":
+            turns.sort(key=lambda turn: -float(probs[turn[0]][experts[turn[0]][turn[1]]]))
         taken = [0] * probs.shape[-1]
         for place, rank in turns:
             expert = int(experts[place][rank])
@@ -35,7 +38,7 @@ def kept(experts: Tensor, probs: Tensor, factor: float, order: str, scope: str, 
     return found
 
 
-@pytest.mark.parametrize("order", ["token", "rank", "priority"])
+@pytest.mark.parametrize("order", ["token", "rank", "priority", "probs"])
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_order_is_that_of_a_loop(order: str, scope: str, padded: bool) -> None:
@@ -71,6 +74,40 @@ def test_batch_priority_by_hand() -> None:
     assert half(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[0, 1], [-1, -1]]
     surest = Capacity(0.5, 0.5, "priority", "batch")
     assert surest(both, probs, 2, 2, RoutingContext(), 1).tolist() == [[-1, -1], [0, 1]]
+
+
+def test_limits_of_vmoe_are_rounded_to_multiples() -> None:
+    """V-MoE: round(factor N k / E), or its ceiling, then up to a multiple of 4, at least one."""
+    experts, probs = torch.zeros(1, 30, 1, dtype=torch.int64).view(30, 1), torch.full((30, 4), 0.25)
+    mask = torch.ones(1, 30, dtype=torch.bool)
+    for rounding, multiple, factor in itertools.product(("ceil", "round"), (1, 4), (0.01, 0.6, 1.05, 1.1)):
+        limit = Capacity(factor, factor, "rank", "batch", "share", rounding, multiple)
+        exact = factor * 30 / 4
+        right = max(1, math.ceil(exact) if rounding == "ceil" else round(exact))
+        right += -right % multiple
+        for given in (None, mask):
+            left = limit(experts, probs, 4, 1, RoutingContext(padding_mask=given), 1)
+            assert int((left >= 0).sum()) == min(30, right)
+
+
+def test_random_order_keeps_first_choices_and_draws_the_tokens() -> None:
+    router = build_router("smoe:capacity=0.5:capacity_order=random", dim=8, num_experts=4)
+    assert (router.stochastic, router.training_stochastic, router.causal) == (True, True, False)
+    experts, probs = torch.tensor([[0, 1]]).expand(8, 2), torch.full((8, 2), 0.5)
+    kept = {tuple((router.limit(experts, probs, 4, 2, RoutingContext(), 1) >= 0)[:, 0].tolist()) for _ in range(30)}
+    assert len(kept) > 5
+    assert {sum(one) for one in kept} == {2}
+
+
+def test_weights_of_what_is_kept_sum_to_one_again() -> None:
+    """DeepSpeed's second top-2 rule: the denominator is taken after the drop."""
+    spec = "smoe:capacity=0.6:capacity_total=one:scale=2"
+    routing = build_router(spec, dim=8, num_experts=5, top_k=3).eval()(torch.randn(2, 40, 8))
+    some, sums = (routing.experts >= 0).any(-1), routing.weights.sum(-1)
+    assert bool((routing.experts < 0).any())
+    torch.testing.assert_close(sums[some], torch.full_like(sums[some], 2.0))
+    with pytest.raises(ValueError, match="capacity_total=one: nulls"):
+        build_router("smoe:capacity=1:capacity_total=one:nulls=1", dim=8, num_experts=4)
 
 
 def test_a_capacity_of_tokens_is_that_number_whatever_the_length() -> None:
@@ -112,7 +149,7 @@ def test_flags_say_what_an_order_looks_at() -> None:
     assert flags("capacity=1:capacity_order=rank") == (False, True, False, True)
     assert flags("capacity=1:capacity_scope=batch") == (False, False, False, False)
     assert flags("eval_capacity=1:capacity_order=rank") == (False, True, True, True)
-    with pytest.raises(ValueError, match="need capacity or eval_capacity"):
+    with pytest.raises(ValueError, match="needs capacity or eval_capacity"):
         flags("capacity_order=rank")
     with pytest.raises(ValueError, match="eval_capacity=-1"):
         flags("eval_capacity=-1")

@@ -40,6 +40,8 @@ def route(
 
 def wanted(hidden: Tensor, num_experts: int, k: int) -> bool:
     """Whether the active choice is the kernel, on the device of these hidden states [..., dim]."""
+    if not hidden.is_cuda:
+        return False
 
     def case() -> Case:
         *tokens, dim = hidden.shape

@@ -171,9 +171,12 @@ def _common(
     z_loss: NotNegative = 0.0,
     capacity: Positive | None = None,
     eval_capacity: Positive | None = None,
-    capacity_order: Literal["token", "rank", "priority"] = "token",
+    capacity_order: Literal["token", "rank", "priority", "probs", "random"] = "token",
     capacity_scope: Literal["sequence", "batch"] = "sequence",
     capacity_unit: Literal["share", "tokens"] = "share",
+    capacity_rounding: Literal["ceil", "round"] = "ceil",
+    capacity_multiple: Count = 1,
+    capacity_total: Literal["kept", "one"] = "kept",
     renormalize: bool | None = None,
     scale: Positive = 1.0,
     lr_scale: Positive = 1.0,
@@ -189,9 +192,14 @@ def _common(
     capacity: an expert takes at most ceil(capacity T k / E) assignments of a sequence (none = all of them).
     eval_capacity: the same in evaluation (none = capacity).
     capacity_order: earlier tokens first (token); all first choices before all second ones (rank); the same with the
-        tokens of the largest probability first (priority).
+        tokens of the largest probability first (priority, V-MoE) or in a drawn order (random, DeepSpeed); the
+        assignments of the largest probability first (probs, Megatron-core).
     capacity_scope: T is the length of each sequence (sequence), or all tokens of the micro-batch together (batch).
     capacity_unit: capacity is that share of T k / E, or the number of assignments itself (tokens).
+    capacity_rounding: the share is rounded up (ceil), or to the nearest whole number (round, V-MoE).
+    capacity_multiple: the limit is rounded up to a multiple of this (V-MoE: 4).
+    capacity_total: weights stay as they were when others of the token are dropped (kept), or are divided by their sum
+        again (one, DeepSpeed).
     renormalize: whether the k weights are divided by their sum (none = as the router's paper does).
     scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
     lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,8 +18,6 @@ from torch import nn
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole, convert, written
 from pointsman.routers.frame import steps
-from pointsman.routers.frame.balance import Balance
-from pointsman.routers.frame.capacity import Capacity
 from pointsman.routers.frame.entries import (
     BASELINES,
     COMMON,
@@ -37,31 +34,12 @@ from pointsman.routers.frame.entries import (
     register_router,
 )
 from pointsman.routers.frame.router import Router, check_top_k
-from pointsman.routers.frame.stage_values import Step
-from pointsman.routers.frame.stages import NEEDS, Mixer, Selector, Softmax, Stages, TopK
+from pointsman.routers.frame.stages import NEEDS, Mixer, Selector, Stages, TopK
 
 __all__ = [
-    "BASELINES",
-    "COMMON",
-    "MIXERS",
-    "ROUTERS",
-    "Entry",
-    "LayerSpec",
-    "ParsedSpec",
-    "build_router",
-    "build_routers",
-    "canonical",
-    "entry",
-    "format_spec",
-    "has_one_k",
-    "is_baseline",
-    "list_mixers",
-    "list_routers",
-    "parse_spec",
-    "register_mixer",
-    "register_router",
-    "split_specs",
-]
+    "BASELINES", "COMMON", "MIXERS", "ROUTERS", "Entry", "LayerSpec", "entry", "has_one_k", "is_baseline",
+    "list_mixers", "list_routers", "register_mixer", "register_router",
+]  # fmt: skip
 
 
 class ParsedSpec(NamedTuple):
@@ -145,26 +123,28 @@ def _parse_part(text: str, spec: str) -> tuple[str, dict[str, str]]:
 
 
 def _halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Options of the scores, of the choice and of every router; strings are turned into their types."""
+    """All options of the scores, of the choice and of every router, defaults among them, in their types."""
     scores, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
+    after, given, chosen = {**COMMON.options, **choice.of_choice}, parsed.options, parsed.choice_options
     if parsed.choice is None:
-        both = _convert(parsed.options, {**COMMON.options, **scores.options}, scores, spec)
+        after = {**after, **scores.of_scores}
+        own = both = _convert(given, after | scores.of_choice, scores, spec)
         # where both halves have an option of the same name, one that this name settles is the choice's
-        settled = scores.of_choice.keys() & scores.defaults.keys()
-        parts = (scores.of_scores.keys() - settled, scores.of_choice, COMMON.options)
-        own, chosen, common = ({name: both[name] for name in both if name in one} for one in parts)
-        return {**scores.defaults, **own}, chosen, common
-    after = {**COMMON.options, **choice.of_choice}
-    for name in parsed.options:
-        if name not in scores.of_scores and name in {**after, **scores.of_choice}:
-            raise ValueError(f"router spec {spec!r}: {name!r} is an option of the choice: write it after '@'")
-    for name in parsed.choice_options:
-        if name not in after and name in {**scores.of_scores, **choice.of_scores}:
-            raise ValueError(f"router spec {spec!r}: {name!r} is an option of the scores: write it before '@'")
-    own = _convert(parsed.options, scores.of_scores, scores, spec)
-    both = _convert(parsed.choice_options, after, choice, spec)
-    chosen, common = ({name: both[name] for name in both if name in one} for one in (choice.of_choice, COMMON.options))
-    return {**scores.defaults, **own}, chosen, common
+        own = {name: one for name, one in both.items() if name not in scores.of_choice or name not in scores.defaults}
+    else:
+        for names, mine, theirs, half, place in (
+            (given, scores.of_scores, {**after, **scores.of_choice}, "choice", "after"),
+            (chosen, after, {**scores.of_scores, **choice.of_scores}, "scores", "before"),
+        ):
+            for name in names:
+                if name not in mine and name in theirs:
+                    raise ValueError(f"router spec {spec!r}: {name!r} is an option of the {half}: write it {place} '@'")
+        own, both = _convert(given, scores.of_scores, scores, spec), _convert(chosen, after, choice, spec)
+    return (
+        {name: own.get(name, one.default) for name, one in scores.of_scores.items()},
+        {name: both.get(name, one.default) for name, one in choice.of_choice.items()},
+        {name: both.get(name, _default(choice, name)) for name in COMMON.options},
+    )
 
 
 def _convert(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry, spec: str) -> dict[str, Any]:
@@ -190,13 +170,9 @@ def canonical(spec: str) -> str:
     if parsed.router in BASELINES:
         return parsed.router
     of_scores, of_choice, common = _halves(parsed, spec)
-    own, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
-    build = own.build
-    of_scores = {name: of_scores.get(name, one.default) for name, one in own.of_scores.items()}
-    changed = {
-        **{name: value for name, value in of_choice.items() if value != choice.of_choice[name].default},
-        **{name: value for name, value in common.items() if value != _default(choice, name)},
-    }
+    choice, build = ROUTERS[parsed.chooses], ROUTERS[parsed.router].build
+    changed = {name: value for name, value in of_choice.items() if value != choice.of_choice[name].default}
+    changed |= {name: value for name, value in common.items() if value != _default(choice, name)}
     virtual = {"nulls", "kind"} & changed.keys()
     alike = [one for one in ROUTERS.values() if _rules(one) == _rules(choice) and (_chosen(one) == _chosen(choice))]
     names = {one.name for one in alike if not virtual or one.choose}
@@ -268,67 +244,37 @@ def build_router(
     parsed = parse_spec(spec)
     if parsed.router in BASELINES:
         raise ValueError(f"{parsed.router!r} is a baseline without a router; models build it from the spec themselves")
-    for name, value in (("dim", dim), ("num_experts", num_experts)):
-        check_whole(name, value)
+    for name, value, least in (("dim", dim, 1), ("num_experts", num_experts, 1), ("place", place, 0)):
+        check_whole(name, value, least=least)
     if vocab_size is not None:
         check_whole("vocab_size", vocab_size)
-    check_whole("place", place, least=0)
     parsed = _with_options(parsed, options)
     written_spec = format_spec(parsed) if options else spec.strip()
-    of_scores, of_choice, given = _halves(parsed, written_spec)
-    entry, where = ROUTERS[parsed.chooses], f"router spec {written_spec!r}"
+    where = f"router spec {written_spec!r}: "
+    of_scores, of_choice, common = _halves(parsed, written_spec)
+    entry = ROUTERS[parsed.chooses]
     layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
     layer.place, layer.scores, layer.choice = place, parsed.router, entry.name
-    common = {name: given.get(name, _default(entry, name)) for name in COMMON.options}
-    changed = {name for name, value in common.items() if value != COMMON.options[name].default}
-    renormalize = common["renormalize"]
-    layer.renormalize = entry.renormalize(layer) if renormalize is None else renormalize
-    if "nulls" in entry.of_choice:
-        nulls, kind = (of_choice.get(name, entry.of_choice[name].default) for name in ("nulls", "kind"))
-        if not nulls and kind != "zero":
-            raise ValueError(f"{where}: kind={kind} needs nulls, the number of virtual experts")
-        layer.virtual = steps.virtual_experts(entry.name, nulls, kind)
-    stages, select = _stages(parsed, layer, entry, of_scores, of_choice, where)
+    layer.renormalize = entry.renormalize(layer) if common["renormalize"] is None else common["renormalize"]
+    if of_choice.get("nulls") == 0 and of_choice["kind"] != "zero":
+        raise ValueError(f"{where}kind={of_choice['kind']} needs nulls, the number of virtual experts")
+    layer.virtual = steps.virtual_experts(entry.name, of_choice.get("nulls", 0), of_choice.get("kind", "zero"))
+    stages, select = _stages(parsed, layer, of_scores, of_choice, where)
     mixer: Mixer | None = None
     if parsed.mixer is not None:
         found = MIXERS[parsed.mixer]
         mixer = found.build(layer, **_convert(parsed.mixer_options, found.options, found, written_spec))
-    changed |= {"mixer"} if mixer is not None else set()
-    _check_effects(common, changed, stages, select, mixer, where, entry.name)
-    limit, after = _after_the_choice(common, layer, stages, select, where)
-    return Router(
-        stages,
-        select,
-        mix=mixer,
-        spec=written_spec,
-        dim=dim,
-        num_experts=num_experts,
-        top_k=_first_k(entry, layer),
-        balancing=Balance(
-            scope=common["balance_scope"],
-            basis=common["balance_on"],
-            temperature=stages.balance_temperature,
-            reuse=_is_softmax(stages),
-            counted=stages.counted,
-            pooled=len(layer.virtual) if set(layer.virtual) in ({"zero"}, {"copy"}) else 0,
-        ),
-        fixed_k=entry.fixed_k,
-        virtual=layer.virtual,
-        limit=limit,
-        steps=after,
-        **{name: common[name] for name in ("balance", "z_loss", "scale", "lr_scale", "weigh")},
-    )
+    _check_effects(common, stages, select, mixer, where, entry.name)
+    if entry.fixed_k or entry.starts_at is not None:
+        top_k = num_experts if entry.starts_at is None else entry.starts_at(layer)
+    return Router(stages, select, mixer, layer, common, spec=written_spec, top_k=top_k, fixed_k=entry.fixed_k)
 
 
 def _stages(
-    parsed: ParsedSpec,
-    layer: LayerSpec,
-    choice: Entry,
-    of_scores: dict[str, Any],
-    of_choice: dict[str, Any],
-    where: str,
+    parsed: ParsedSpec, layer: LayerSpec, of_scores: dict[str, Any], of_choice: dict[str, Any], where: str
 ) -> tuple[Stages, Selector]:
     """The scores of one router with the choice of another, or of the same."""
+    choice = ROUTERS[parsed.chooses]
     stages: Stages = ROUTERS[parsed.router].build(layer, **of_scores)
     if parsed.choice is not None:
         alone = [(parsed.router, stages)]
@@ -336,13 +282,14 @@ def _stages(
             alone.append((choice.name, choice.build(replace(layer, shared={}))))
         for name, one in alone:
             if one.select is not None:
-                raise ValueError(f"{where}: {name!r} is registered as a whole, with its own selector: it has no halves")
+                raise ValueError(f"{where}{name!r} is registered as a whole, with its own selector: it has no halves")
     if stages.select is None:
-        gives = stages.normalize.gives if stages.score.tells_apart else frozenset({"nothing"})
+        gives, words = stages.normalize.gives, stages.normalize.words
+        if not stages.score.tells_apart:
+            gives, words = frozenset({"nothing"}), NEEDS["nothing"]
         if not any(set(one.split()) <= gives for one in choice.needs.split("|")):
-            words = NEEDS[choice.needs.rpartition("|")[2]]
-            found = stages.normalize.words if stages.score.tells_apart else NEEDS["nothing"]
-            raise ValueError(f"{where}: the choice {choice.name!r} needs {words}; {parsed.router!r} gives {found}")
+            needs = NEEDS[choice.needs.rpartition("|")[2]]
+            raise ValueError(f"{where}the choice {choice.name!r} needs {needs}; {parsed.router!r} gives {words}")
     if choice.choose is not None:
         losses = stages.losses
         stages = choice.choose(layer, replace(stages, losses={}), **of_choice)
@@ -351,65 +298,32 @@ def _stages(
     return stages, stages.select or TopK(layer.renormalize)
 
 
-def _is_softmax(stages: Stages) -> bool:
-    return isinstance(stages.normalize, Softmax) and stages.balance_temperature == 1.0
+OWNERS = {
+    "balance_scope": ("balance",), "balance_on": ("balance",),
+    **dict.fromkeys([one for one in COMMON.options if one.startswith("capacity_")], ("capacity", "eval_capacity")),
+}  # fmt: skip
+"""Options that change nothing without one of these others."""
 
 
 def _check_effects(
-    common: dict[str, Any],
-    changed: set[str],
-    router: Stages,
-    select: Selector,
-    mixer: Mixer | None,
-    where: str,
-    name: str,
+    common: Mapping[str, Any], router: Stages, select: Selector, mixer: Mixer | None, where: str, name: str
 ) -> None:
     """ValueError for what would change nothing."""
-    overridden = select.overrides | ({"renormalize"} if select.renormalize != common["renormalize"] else set())
-    for option in sorted(overridden & changed):
+    changed = {one for one, value in common.items() if value != COMMON.options[one].default}
+    changed |= set() if mixer is None else {"mixer"}
+    own_rule = select.overrides | ({"renormalize"} if select.renormalize != common["renormalize"] else set())
+    for option in sorted(own_rule & changed):
         if option == "mixer":
-            raise ValueError(f"{where}: {name} does not read mixed scores; leave the mixer out")
-        raise ValueError(f"{where}: {name} has its own rule for {option}; leave the option out")
-    for option in ("balance_scope", "balance_on"):
-        if option in changed and not common["balance"]:
-            raise ValueError(f"{where}: {option} needs balance, the weight of the loss")
-    if "balance_on" in changed and _is_softmax(router):
-        raise ValueError(f"{where}: balance_on=scores: the scores are softmax(logits) already; leave the option out")
+            raise ValueError(f"{where}{name} does not read mixed scores; leave the mixer out")
+        raise ValueError(f"{where}{name} has its own rule for {option}; leave the option out")
+    for option in sorted(changed & OWNERS.keys()):
+        if not any(common[owner] for owner in OWNERS[option]):
+            raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
+    if "balance_on" in changed and router.gives_softmax:
+        raise ValueError(f"{where}balance_on=scores: the scores are softmax(logits) already; leave the option out")
     parts = [part for part in (router.score, router.normalize, select, mixer) if part is not None]
     if "lr_scale" in changed and not any(one.requires_grad for part in parts for one in part.parameters()):
-        raise ValueError(f"{where}: lr_scale: the router has no parameter that trains")
-
-
-def _after_the_choice(
-    common: dict[str, Any], layer: LayerSpec, stages: Stages, select: Selector, where: str
-) -> tuple[Capacity | None, tuple[Step, ...]]:
-    """The limit of capacity and the steps, where the options ask for them."""
-    found: list[Step] = []
-    virtual = layer.virtual
-    if "zero" in virtual:
-        found.append(partial(steps.weightless, virtual=virtual, renormalize=bool(select.renormalize)))
-    if common["scale"] != 1:
-        found.append(partial(steps.scaled, factor=common["scale"]))
-    if virtual:
-        found.append(partial(steps.apart, virtual=len(virtual)))
-    training, evaluation = common["capacity"], common["eval_capacity"]
-    order, scope, unit = (common[f"capacity_{name}"] for name in ("order", "scope", "unit"))
-    limit: Capacity | None = None
-    if training is not None or evaluation is not None:
-        limit = Capacity(training, training if evaluation is None else evaluation, order, scope, unit)
-        found.append(limit.step)
-    elif (order, scope, unit) != ("token", "sequence", "share"):
-        raise ValueError(f"{where}: capacity_order, capacity_scope and capacity_unit need capacity or eval_capacity")
-    found += stages.steps
-    if common["weigh"] == "input":
-        found.append(steps.on_inputs)
-    return limit, tuple(found)
-
-
-def _first_k(entry: Entry, layer: LayerSpec) -> int:
-    if entry.fixed_k:
-        return layer.num_experts
-    return layer.top_k if entry.starts_at is None else entry.starts_at(layer)
+        raise ValueError(f"{where}lr_scale: the router has no parameter that trains")
 
 
 def format_spec(parsed: ParsedSpec) -> str:

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
+from pointsman.kernels import router as kernel
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame import fused
-from pointsman.routers.frame.balance import Balance
-from pointsman.routers.frame.capacity import Capacity
-from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Step, Tensors
+from pointsman.routers.frame import scoring
+from pointsman.routers.frame.entries import LayerSpec
+from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Tensors
 from pointsman.routers.frame.stages import Mixer, Selector, Stage, Stages
+from pointsman.routers.frame.steps import Balance, after_the_choice
 from pointsman.routing import RouterState, Routing, RoutingContext, check_padding_mask
 
 PLAIN_CONTEXT = RoutingContext()
+STAGES = ("score", "normalize", "mix", "select", "limit", "balancing")
 
 
 class Router(nn.Module):
@@ -29,23 +31,18 @@ class Router(nn.Module):
     Computes in at least float32 whatever the dtype of its input and its parameters.
 
     Args:
-        balancing: the balance loss.
-        balance, z_loss: weights of the balance loss and of the z-loss.
-        limit: how many assignments an expert takes; None: all of them.
-        steps: what is done with a selection after the choice, in order; `limit.step` among them.
-        scale: factor of the combine weights, which one of the steps applies.
-        weigh: what a weight multiplies: the expert's "output" or its "input".
-        virtual: the kinds of the virtual experts, whose scores come after those of the E experts.
+        stages, select, mix: the scores and the choice, with their losses; the mixer, if any.
+        layer: where it stands.
+        options: the options of every router (`entries.COMMON`).
         fixed_k: whether k is always E.
 
     Attributes:
         spec: what `build_router` was asked for; the router's name in every table.
         num_experts, top_k: E, and k (set by `set_top_k`).
         ranks: who shares the batch; set by `parallel.parallelize`.
-        lr_scale: factor of the learning rate for the router's parameters, for training loops that read it.
         losses: the router's own losses by name, besides balance and z-loss.
         causal, batch_invariant, stochastic: the contract in evaluation; training_causal, …: in training.
-        ragged, needs, objective: the rest of the contract.
+        ragged, needs, objective, changes_with_step: the rest of the contract.
         replayed: experts [N, width] that `replay_routing` has set in place of the selector's choice; None: none.
         needs_moe: whether only `MoE` can apply its routings, and not experts that take weights of outputs.
     """
@@ -60,73 +57,48 @@ class Router(nn.Module):
     ranks: Ranks = ALONE
 
     def __init__(
-        self,
-        stages: Stages,
-        select: Selector,
-        *,
-        mix: Mixer | None,
-        spec: str,
-        dim: int,
-        num_experts: int,
-        top_k: int,
-        balancing: Balance,
-        balance: float = 0.0,
-        z_loss: float = 0.0,
-        limit: Capacity | None = None,
-        steps: tuple[Step, ...] = (),
-        scale: float = 1.0,
-        lr_scale: float = 1.0,
-        weigh: str = "output",
-        virtual: tuple[str, ...] = (),
-        fixed_k: bool = False,
-    ) -> None:
+        self, stages: Stages, select: Selector, mix: Mixer | None, layer: LayerSpec, options: Mapping[str, Any], *,
+        spec: str, top_k: int, fixed_k: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.score = stages.score
-        self.normalize = stages.normalize
-        self.mix = mix
-        self.select = select
-        self.limit = limit
-        self.balancing = balancing
-        self.steps = steps
-        self.spec = spec
-        self.dim = dim
-        self.num_experts = num_experts
-        self.top_k = check_top_k(top_k, num_experts)
-        self.balance = balance
-        self.z_loss = z_loss
+        self.score, self.normalize, self.mix, self.select = stages.score, stages.normalize, mix, select
+        self.limit, self.steps = after_the_choice(options, stages, layer.virtual, bool(select.renormalize))
+        self.balancing = Balance(
+            options["balance_scope"], options["balance_on"], stages.balance_temperature, stages.gives_softmax,
+            stages.counted, pooled=len(layer.virtual) if set(layer.virtual) in ({"zero"}, {"copy"}) else 0,
+        )  # fmt: skip
+        self.spec, self.dim, self.num_experts, self.virtual = spec, layer.dim, layer.num_experts, layer.virtual
+        self.top_k, self.fixed_k = check_top_k(top_k, layer.num_experts), fixed_k
+        self.balance, self.z_loss = float(options["balance"]), float(options["z_loss"])
+        self.scale, self.lr_scale, self.weigh = float(options["scale"]), float(options["lr_scale"]), options["weigh"]
         self.losses: Mapping[str, Loss] = dict(stages.losses)
-        self.scale = scale
-        self.lr_scale = lr_scale
-        self.weigh = weigh
-        self.virtual = virtual
-        self.fixed_k = fixed_k
-        self.objective = stages.objective
-        self.objective_weight = stages.objective_weight
+        self.objective, self.objective_weight = stages.objective, stages.objective_weight
         parts = [part for _, part in self._stages()]
         for flag, combine in (("causal", all), ("batch_invariant", all), ("stochastic", any)):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
-        self.ragged = select.ragged or bool(virtual)
-        self.needs_moe = select.needs_moe or weigh == "input" or stages.score.asks_experts or bool(virtual)
+        self.ragged = select.ragged or bool(layer.virtual)
+        self.needs_moe = select.needs_moe or self.weigh == "input" or stages.score.asks_experts or bool(layer.virtual)
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
+        self.changes_with_step = any(part.changes_with_step for part in parts)
         self.replayed: Tensor | None = None
         self._frozen = False
         self._moved_since_step_end: int | None = None
         self._warned: set[str] = set()
 
     def _stages(self) -> Iterator[tuple[str, Stage]]:
-        for name in ("score", "normalize", "mix", "select", "limit", "balancing"):
-            stage = getattr(self, name)
-            if stage is not None:
-                yield name, stage
+        return ((name, stage) for name in STAGES if (stage := getattr(self, name)) is not None)
 
     def forward(self, hidden: Tensor, context: RoutingContext | None = None) -> Routing:
         """Routes hidden states [B, T, dim] (or [tokens, dim]: one sequence)."""
         context = PLAIN_CONTEXT if context is None else context
         hidden = hidden.unsqueeze(0) if hidden.dim() == 2 else hidden
+        compiling = torch.compiler.is_compiling()
         self._check(hidden, context)
-        if torch.compiler.is_compiling():
+        if self.training and not compiling and torch.is_grad_enabled():
+            self._check_training()
+        if compiling:
             from pointsman.ops.tracing import allow_a_graph_for_each_k
 
             allow_a_graph_for_each_k(self.num_experts)
@@ -137,26 +109,16 @@ class Router(nn.Module):
 
     def _route(self, hidden: Tensor, context: RoutingContext) -> Routing:
         statistics: dict[str, Tensor] = {}
-        if self.mix is not None or not getattr(self.score, "accepts_half", False):
-            hidden = upcast(hidden)
-        at_once = None
-        if self.mix is None and self.replayed is None:
-            stages = self.score, self.normalize, self.select
-            at_once = fused.route(stages, self.num_experts, self.top_k, hidden, context)
-        if at_once is None:
-            scored, scores, carry = self._score(hidden, context, statistics)
-            selection = self._choose(scores, context)
-        else:
-            scored, scores, carry = Scored(at_once.logits), Scores(at_once.logits, at_once.probs, at_once.logits), None
-            selection = at_once.selection
+        scored, scores, carry, selection = self._score_and_choose(hidden, context, statistics)
         mask = None if context.padding_mask is None else context.padding_mask.reshape(-1)
-        if mask is not None:
+        if mask is not None:  # padding gets no expert
             experts = selection.experts.masked_fill(~mask[:, None], -1)
             selection = replace(selection, experts=experts, weights=selection.weights.masked_fill(experts < 0, 0))
+        # [B, T, E] -> [N, E]: from here on, tokens of all sequences are rows
         logits, probs = scores.logits.flatten(0, 1), scores.probs.flatten(0, 1)
         unmixed = probs if scores.unmixed is None else scores.unmixed.flatten(0, 1)
         losses: dict[str, Tensor] = {}
-        if self.steps or self._has_losses:
+        if self.steps or self.balance or self.z_loss or self.losses:
             given = LossInput(
                 logits=logits,
                 unmixed=unmixed,
@@ -176,45 +138,50 @@ class Router(nn.Module):
             )
             for step in self.steps:
                 selection = step(selection, given)
-            if self._has_losses:
-                asked = selection if selection.asked is None else selection.asked
-                losses = self._losses(replace(given, experts=asked.experts, weights=asked.weights), statistics)
-        _gather(statistics, "select", selection.statistics)
+            asked = selection if selection.asked is None else selection.asked
+            losses = self._losses(replace(given, experts=asked.experts, weights=asked.weights), statistics)
+        if selection.statistics:
+            _add(statistics, "select", selection.statistics)
+        above = {**(context.below or {}), **scored.above} if context.below or scored.above else None
         return Routing(
-            experts=selection.experts,
-            weights=selection.weights,
-            probs=probs,
-            logits=logits,
-            losses=losses,
-            carry=carry,
-            unmixed=unmixed,
-            statistics=statistics,
-            above={**(context.below or {}), **scored.above} or None,
-            how=selection.how,
-        )
+            selection.experts, selection.weights, probs, logits, losses, carry, unmixed, statistics, above,
+            selection.how,
+        )  # fmt: skip
 
-    def _score(
+    def _score_and_choose(
         self, hidden: Tensor, context: RoutingContext, statistics: dict[str, Tensor]
-    ) -> tuple[Scored, Scores, RouterState | None]:
-        """Score, normalize and mix: what the scorer gave, what the selector gets, and what to carry on."""
-        mix, normalize = self.mix, self.normalize
-        scored = Scored.of(self.score(hidden, context))
-        _gather(statistics, "score", scored.statistics)
-        logits = scored.logits
-        probs, unmixed, carry = normalize(logits), None, None
+    ) -> tuple[Scored, Scores, RouterState | None, Selection]:
+        """What the scorer gave, what the selector got, what to carry on, and what was chosen; hidden [B, T, dim]."""
+        parts: dict[str, Any] = self._modules  # a stage's attribute would cost a call each time
+        score, normalize, select, mix = parts["score"], parts["normalize"], parts["select"], self.mix
+        if mix is not None or not getattr(score, "accepts_half", False):
+            hidden = upcast(hidden)
+        if mix is None and self.replayed is None and kernel.wanted(hidden, self.num_experts, self.top_k):
+            at_once = scoring.route((score, normalize, select), self.top_k, hidden, context)
+            if at_once is not None:
+                return Scored(at_once[0].logits), at_once[0], None, at_once[1]
+        found = score(hidden, context)
+        scored = found if isinstance(found, Scored) else Scored(found)
+        logits, unmixed, carry = scored.logits, None, None
+        probs = normalize(logits)  # [B, T, E]
         if mix is not None:
             unmixed = probs
             probs, carry, mixed = mix(unmixed, hidden, context)
-            _gather(statistics, "mix", mixed)
+            _add(statistics, "mix", mixed)
+        if scored.statistics:
+            _add(statistics, "score", scored.statistics)
         if scored.carry:
             carry = {**(carry or {}), **scored.carry}
+        # logits still differ where probabilities are rounded to 0 or 1
         choice = logits if mix is None and normalize.increasing else probs
-        return scored, Scores(logits, probs, choice, scored.extra, unmixed), carry
+        scores = Scores(logits, probs, choice, scored.extra, unmixed)
+        if self.replayed is not None:
+            return scored, scores, carry, self._replay(scores)
+        chosen = select(scores, self.top_k, context)
+        return scored, scores, carry, chosen if isinstance(chosen, Selection) else Selection(*chosen)
 
-    def _choose(self, scores: Scores, context: RoutingContext) -> Selection:
-        if self.replayed is None:
-            selection = self.select(scores, self.top_k, context)
-            return selection if isinstance(selection, Selection) else Selection(*selection)
+    def _replay(self, scores: Scores) -> Selection:
+        assert self.replayed is not None
         tokens = scores.logits.shape[:2].numel()
         if len(self.replayed) != tokens:
             raise ValueError(
@@ -222,17 +189,13 @@ class Router(nn.Module):
             )
         return self.select.replay(scores, self.replayed.to(scores.logits.device))
 
-    @property
-    def _has_losses(self) -> bool:
-        return bool(self.balance or self.z_loss or any(loss.weight for loss in self.losses.values()))
-
     def _losses(self, given: LossInput, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weighted losses by name; the statistics of the balance loss go into `statistics`."""
         if torch.compiler.is_exporting():  # for inference
             return {}
         every = {"balance": Loss(self.balancing, self.balance), "z_loss": Loss(_z_loss, self.z_loss), **self.losses}
         if self.balance:
-            _gather(statistics, "balancing", self.balancing.statistics(given))
+            _add(statistics, "balancing", self.balancing.statistics(given))
         weighted = ((name, loss) for name, loss in every.items() if loss.weight)
         return {name: loss.weight * self.ranks.part(loss.function(given)) for name, loss in weighted}
 
@@ -319,13 +282,9 @@ class Router(nn.Module):
         for need in self.needs:
             if getattr(context, need) is None:
                 raise ValueError(f"{self.spec}: the router needs RoutingContext.{need}, which this model does not give")
-        if not self.training or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        if (
-            self.top_k == 1
-            and getattr(self.select, "renormalize", False)
-            and any(p.requires_grad for p in self.score.parameters())
-        ):
+
+    def _check_training(self) -> None:
+        if self.top_k == 1 and self.select.renormalize and any(p.requires_grad for p in self.score.parameters()):
             self._warn(
                 f"{self.spec}: with top_k=1 and renormalised weights every weight is exactly 1, so the router gets no "
                 "gradient from the output; use renormalize=false or a larger k"
@@ -348,10 +307,9 @@ class Router(nn.Module):
         return f"{self.spec}, dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}"
 
 
-def _gather(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
+def _add(statistics: dict[str, Tensor], stage: str, found: Tensors) -> None:
     """Adds a stage's statistics under their names in a `Routing`."""
-    if found:
-        statistics |= {f"{stage}.{name}": value for name, value in found.items()}
+    statistics |= {f"{stage}.{name}": value for name, value in found.items()}
 
 
 def _own(stage: Stage) -> list[Tensor]:

@@ -44,6 +44,7 @@ class Stage(nn.Module):
         training_causal, training_batch_invariant, training_stochastic: the same in training; None: as in evaluation.
         needs: fields of `RoutingContext` that must be there.
         needs_step_end: whether training without `step_end` is a mistake.
+        changes_with_step: whether Python does something else from some step on, so that no graph holds all steps.
         ranks: who shares the batch; set by `parallel.parallelize`.
         one_process: why several processes cannot train it; "" = they can.
         sums: name -> sum of a statistic over the micro-batches since the last `step_end`.
@@ -57,6 +58,7 @@ class Stage(nn.Module):
     training_stochastic: bool | None = None
     needs: frozenset[str] = frozenset()
     needs_step_end: bool = False
+    changes_with_step: bool = False
     ranks: Ranks = ALONE
     one_process: str = ""
 
@@ -333,6 +335,11 @@ class Stages:
     steps: tuple[Step, ...] = ()
     objective: str | None = None
     objective_weight: float = 0.0
+
+    @property
+    def gives_softmax(self) -> bool:
+        """Whether the balance loss' P are the router's own probabilities."""
+        return isinstance(self.normalize, Softmax) and self.balance_temperature == 1.0
 
 
 def inside(gate: Scorer, hidden: Tensor, context: RoutingContext) -> Scored:

@@ -1,4 +1,6 @@
-"""What happens to a selection after the choice, where an option asks for it: steps `Selection -> Selection`.
+"""What the options of every router add: the balance loss, capacity, virtual experts, scale, weights on inputs.
+
+Each is built only where an option asks for it. A step is a function `Selection -> Selection` after the choice.
 
 Virtual experts: AdaMoE (Zeng et al. 2024, arXiv 2406.13233), MoE++ (Jin et al. 2024, arXiv 2410.07348), LongCat. They
 take part in the choice but cost next to nothing: `zero` adds nothing, `copy` adds its weight times the input,
@@ -7,15 +9,194 @@ take part in the choice but cost next to nothing: `zero` adds nothing, `copy` ad
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from pointsman import auxiliary
 from pointsman.experts.combine import PerPair, Virtual
-from pointsman.routers.frame.stage_values import LossInput, Selection
-from pointsman.routers.frame.stages import renormalized
+from pointsman.ops.drawing import rand_like
+from pointsman.routers.frame.stage_values import LossInput, Selection, Step, Tensors
+from pointsman.routers.frame.stages import Stage, Stages, renormalized
+from pointsman.routing import RoutingContext
 
+ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
 Kind = Literal["zero", "copy", "constant", "mixed"]
-MOST_NULLS = 4096
+
+
+class Balance(Stage):
+    """E sum_i f_i P_i (`auxiliary.balance`), 1.0 at perfect balance.
+
+    Args:
+        scope: "batch": f and P over the micro-batch. "sequence": of each sequence, then the mean (DeepSeek-V3). "step":
+            f over all micro-batches of the optimizer step so far, P over this one (Qiu et al. 2025, arXiv 2501.11873).
+        basis: "softmax": P is the mean of softmax(logits / temperature). "scores": of s / sum s, s the router's own
+            probabilities before mixing (DeepSeek-V3's sigmoids).
+        temperature: see basis.
+        reuse: whether the router's probabilities before mixing are that softmax.
+        counted: the experts [N, j] that f counts; None: those that were chosen.
+        pooled: how many of the last experts are alike: their f is their mean f (AdaMoE's null experts).
+    """
+
+    def __init__(
+        self, scope: str = "batch", basis: str = "softmax", temperature: float = 1.0, reuse: bool = False,
+        counted: Callable[[LossInput], Tensor] | None = None, pooled: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scope, self.basis, self.temperature, self.reuse = scope, basis, temperature, reuse
+        self.counted, self.pooled = counted, pooled
+        self.needs_step_end = scope == "step"
+
+    def forward(self, given: LossInput) -> Tensor:
+        probs, experts = self._probs(given), self._experts(given)
+        if self.pooled:  # the mean of P over them gives the same sum of f_i P_i as the mean of f
+            alike = probs[:, -self.pooled :].mean(-1, keepdim=True).expand(-1, self.pooled)
+            probs = torch.cat([probs[:, : -self.pooled], alike], -1)
+        if self.scope == "sequence":
+            shape = given.batch, given.length
+            mask = None if given.mask is None else given.mask.view(shape)
+            return auxiliary.sequence_balance(
+                _by_sequence(probs, shape), _by_sequence(experts, shape), mask, ranks=given.ranks
+            )
+        earlier = None
+        if self.scope == "step" and self.training:
+            earlier = self.sums.get("counts", torch.zeros(probs.shape[-1], dtype=torch.int64, device=probs.device))
+        return auxiliary.balance(probs, experts, given.mask, earlier_counts=earlier, ranks=given.ranks)
+
+    def statistics(self, given: LossInput) -> Tensors:
+        """What `gather` is to sum."""
+        if self.scope != "step" or not self.training:
+            return {}
+        return {"counts": auxiliary.assignment_counts(self._experts(given), given.logits.shape[-1])}
+
+    def _probs(self, given: LossInput) -> Tensor:
+        if self.basis == "scores":
+            total = given.unmixed.sum(-1, keepdim=True)
+            return given.unmixed / total.clamp_min(torch.finfo(total.dtype).tiny)
+        return given.unmixed if self.reuse else torch.softmax(given.logits / self.temperature, -1)
+
+    def _experts(self, given: LossInput) -> Tensor:
+        if self.counted is None:
+            return given.experts
+        experts = self.counted(given)
+        return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1)
+
+
+def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
+    return rows.reshape(*shape, rows.shape[-1])
+
+
+class Capacity(Stage):
+    """An expert takes at most ceil(factor L k / E) assignments of a group, L without padding; at least one.
+
+    Args:
+        training, evaluation: the factor in each mode; None: nothing is dropped.
+        order: who comes first. "token": earlier tokens, then better choices of a token; what is kept at a token depends
+            on no later token, but on how many there are. "rank": all first choices, then all second ones, …, earlier
+            tokens first (GShard, V-MoE). "priority": the same with tokens by falling largest probability (V-MoE's batch
+            priority routing). "probs": assignments by falling probability (Megatron-core). "random": as "rank", tokens
+            in an order that each forward draws (DeepSpeed's random token selection).
+        scope: what a group is: each "sequence", or all tokens of the micro-"batch".
+        unit: what the factor is: a "share" of L k / E, or the number of assignments itself ("tokens").
+        rounding: of the share: "ceil", or "round" to the nearest (V-MoE); halves go to the even one.
+        multiple: the limit is rounded up to a multiple of it (V-MoE: 4).
+        total: what the weights of the kept assignments sum to (DeepSpeed: 1); 0: they stay as they are.
+    """
+
+    def __init__(
+        self, training: float | None, evaluation: float | None, order: str, scope: str, unit: str = "share",
+        rounding: str = "ceil", multiple: int = 1, total: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.factors, self.order, self.scope, self.unit = (training, evaluation), order, scope, unit
+        self.rounding, self.multiple, self.total = rounding, multiple, total
+        if unit == "tokens" and not all(one is None or float(one).is_integer() for one in self.factors):
+            raise ValueError("capacity_unit=tokens: capacity and eval_capacity must be whole numbers")
+        causal, invariant = order == "token" and scope == "sequence", scope == "sequence"
+        self.causal, self.batch_invariant = causal or evaluation is None, invariant or evaluation is None
+        self.training_causal = causal or training is None
+        self.training_batch_invariant = invariant or training is None
+        self.stochastic = order == "random" and evaluation is not None
+        self.training_stochastic = order == "random" and training is not None
+
+    @property
+    def factor(self) -> float | None:
+        """That of the present mode."""
+        return self.factors[0 if self.training else 1]
+
+    def step(self, selection: Selection, given: LossInput) -> Selection:
+        """The selection without what is over capacity; a replayed one, which was limited before, loses nothing."""
+        if self.factor is None:
+            return selection
+        if not given.replayed:
+            kept = self(selection.experts, given.probs, given.num_experts, given.k, given.context, given.batch)
+            selection = selection.without(kept < 0)
+        return replace(selection, weights=self.total * renormalized(selection.weights)) if self.total else selection
+
+    def forward(
+        self, experts: Tensor, probs: Tensor, num_experts: int, k: int, context: RoutingContext, batch: int
+    ) -> Tensor:
+        """experts [N, W] in 0 … E - 1, -1 for none, probs [N, at least E] -> with -1 where an expert is full."""
+        if self.factor is None:
+            return experts
+        width = experts.shape[1]  # E, not k, where experts choose
+        groups = 1 if self.scope == "batch" else batch
+        length = experts.shape[0] // max(groups, 1)
+        mask = None if context.padding_mask is None else context.padding_mask.reshape(groups, length)
+        slots = experts.reshape(groups, length * width)  # [N, W] -> [G, L W]
+        if mask is not None:
+            slots = torch.where(mask.repeat_interleave(width, dim=1), slots, num_experts)
+        limit: Tensor | int = int(self.factor)
+        if self.unit == "share":
+            limit = self._limit(self.factor * k / num_experts, length, mask)
+        if self.order == "token":
+            kept = _places(slots) < limit
+        else:
+            turn = self._turn(probs.detach().reshape(groups, length, probs.shape[-1]), slots, width)
+            kept = torch.empty_like(slots, dtype=torch.bool)
+            kept.scatter_(1, turn, _places(slots.gather(1, turn)) < limit)
+        return experts.masked_fill(~kept.reshape(-1, width), -1)
+
+    def _limit(self, each: float, length: int, mask: Tensor | None) -> Tensor | int:
+        """How many assignments each group's experts take, `each` for a real token: a number, or [G, 1]."""
+        if mask is None:
+            number = math.ceil(each * length - ROUNDING) if self.rounding == "ceil" else round(each * length)
+            return -(-max(1, number) // self.multiple) * self.multiple
+        exact = torch.float32 if mask.device.type == "mps" else torch.float64  # which has nothing better
+        share = each * mask.sum(1, keepdim=True, dtype=exact)
+        limit = (torch.ceil(share - ROUNDING) if self.rounding == "ceil" else share.round()).clamp_min(1).long()
+        return -(-limit // self.multiple) * self.multiple
+
+    def _turn(self, probs: Tensor, slots: Tensor, width: int) -> Tensor:
+        """[G, L W]: the assignments, as places in reading order, in the order in which they take their places."""
+        groups, length, _ = probs.shape
+        if self.order == "probs":
+            each = probs.gather(2, slots.reshape(groups, length, width).clamp(0, probs.shape[2] - 1))
+            return each.flatten(1).argsort(dim=1, descending=True, stable=True)
+        if self.order == "priority":
+            tokens = probs.amax(-1).argsort(dim=1, descending=True, stable=True)
+        elif self.order == "random":
+            tokens = rand_like(probs[..., 0].reshape(-1, 1), self.ranks).view(groups, length).argsort(dim=1)
+        else:
+            tokens = torch.arange(length, device=probs.device).expand(groups, length)
+        ranks = torch.arange(width, device=probs.device)[None, :, None]
+        return (tokens[:, None] * width + ranks).flatten(1)
+
+    def extra_repr(self) -> str:
+        return f"factors={self.factors}, order={self.order}, scope={self.scope}, unit={self.unit}"
+
+
+def _places(slots: Tensor) -> Tensor:
+    """[G, S]: how many earlier assignments of the group went to the same expert; by sorting, not a one-hot."""
+    order = torch.argsort(slots, dim=1, stable=True)
+    ordered = slots.gather(1, order)
+    start = torch.searchsorted(ordered, ordered, right=False)
+    return torch.empty_like(slots).scatter_(1, order, torch.arange(slots.shape[1], device=slots.device) - start)
 
 
 def virtual_experts(router: str, nulls: int, kind: Kind) -> tuple[str, ...]:
@@ -63,3 +244,30 @@ def on_inputs(selection: Selection, given: LossInput) -> Selection:
     if isinstance(combine, PerPair):
         return replace(selection, how=replace(combine, on_input=True))
     return replace(selection, how=PerPair(flat=combine.flat, on_input=True))
+
+
+def after_the_choice(
+    options: Mapping[str, Any], stages: Stages, virtual: tuple[str, ...], renormalize: bool
+) -> tuple[Capacity | None, tuple[Step, ...]]:
+    """The limit of capacity and all steps in their order, where the options of every router ask for them."""
+    found: list[Step] = []
+    scale, total = options["scale"], options["capacity_total"] == "one"
+    if "zero" in virtual:
+        found.append(partial(weightless, virtual=virtual, renormalize=renormalize))
+    if scale != 1:
+        found.append(partial(scaled, factor=scale))
+    if virtual:
+        found.append(partial(apart, virtual=len(virtual)))
+    factors = options["capacity"], options["eval_capacity"]
+    limit: Capacity | None = None
+    if factors != (None, None):
+        if total and virtual:
+            raise ValueError("capacity_total=one: nulls, virtual experts, are not allowed with it")
+        rest = {name: options[f"capacity_{name}"] for name in ("order", "scope", "unit", "rounding", "multiple")}
+        evaluation = factors[0] if factors[1] is None else factors[1]
+        limit = Capacity(factors[0], evaluation, **rest, total=scale if total else 0.0)
+        found.append(limit.step)
+    found += stages.steps
+    if options["weigh"] == "input":
+        found.append(on_inputs)
+    return limit, tuple(found)

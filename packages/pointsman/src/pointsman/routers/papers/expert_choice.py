@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pointsman.routers.frame.capacity import ROUNDING
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.frame.steps import ROUNDING
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import Combine, Pairs, RoutingContext
 

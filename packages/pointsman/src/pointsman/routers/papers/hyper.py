@@ -107,6 +107,9 @@ class HyperScorer(Scorer):
         return given.ranks.once(self.embedding.square().sum())
 
     def plain_linear(self) -> tuple[Tensor, Tensor | None]:
+        return self._current()
+
+    def _current(self) -> tuple[Tensor, Tensor | None]:
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             self._cache = None
             return self.generate()
@@ -121,11 +124,12 @@ class HyperScorer(Scorer):
         return self._cache[1:]
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
-        return linear(*self.product(hidden, context))
+        dropped = self.training and self.embed_dropout > 0
+        return linear(hidden, *(self.generate(self.embed_dropout) if dropped else self._current()))
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product:
         dropped = self.training and self.embed_dropout > 0
-        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self.plain_linear()))
+        return Product(hidden, *(self.generate(self.embed_dropout) if dropped else self._current()))
 
     def train(self, mode: bool = True) -> HyperScorer:
         self._cache = None
