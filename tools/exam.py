@@ -1,6 +1,7 @@
-"""Makes the exam's record, which the package carries, and its page from an exam's directory.
+"""Runs the exam of all routers, and makes its record, which the package carries, and its page.
 
-python -m tools.exam DIR        # after `pointsman exam all --again --out DIR`; `make` says what it writes
+python -m tools.exam run DIR [RECORD]   # goes on with DIR, or from what the file RECORD has; stops and resumes anywhere
+python -m tools.exam page DIR           # writes record and page from DIR
 """
 
 from __future__ import annotations
@@ -13,32 +14,65 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pointsman._errors import RunError
+from pointsman import list_routers
+from pointsman._errors import RunError, Stopped
 from pointsman._files import read_json, write_whole
 from pointsman._grid import NONE, Grid, wrapped
+from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.exam import exam
 from pointsman_lab.exam.card import Card
-from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, written_record
-from pointsman_lab.exam.registry import TASKS
+from pointsman_lab.exam.cell import is_whole
+from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, examine, read_record, written_record
+from pointsman_lab.exam.registry import QUICK, TASKS
 from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.metrics import metric
 
 ROOT = Path(__file__).parents[1]
+PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")
+FIRST = ("oracle", "plain", "dense", *PAPERS, "hash", "smoe:balance=0.01", "thor")
+MIXED = ("smoe+similarity", "smoe+uniform", "smoe+shuffled", "loss-free+similarity", "loss-free+uniform",
+         "loss-free+shuffled", "smoe+attention")  # fmt: skip
+INFORMING = ("neighbours", "neighbours-causal", "sources", "sources-switching")
+"""Tasks on which a mixer claims something."""
+COMPOSED = ("hyperrouter@loss-free", "xmoe@loss-free", "smoe-dropout@loss-free", "xmoe@expert-choice",
+            "loss-free:nulls=8", "smoe:gate=sigmoid")  # fmt: skip
+SEEDS = 8
 DRAWS = 2000
 LEAST_ROUTERS = 5
 CHANCE = (*ROWS, "hash", "thor")
 
 
+def stages() -> list[tuple[Sequence[str], Sequence[str]]]:
+    """(rows, tasks) in the order in which they are run: each makes a page that can be read."""
+    every = list(TASKS)
+    others = [name for name in list_routers() if name not in FIRST]
+    return [(FIRST, QUICK), (MIXED[:3], INFORMING[:1]), (FIRST, every), (MIXED, INFORMING), (COMPOSED, every),
+            (others, every)]  # fmt: skip
+
+
+def train(folder: Path, known: Path | None) -> None:
+    """Does the runs of all stages that are missing in the folder and, if given, in a record's file."""
+    cells = read_record(known) if known else {}
+    with Display() as display, stop_on_signals() as stop:
+        for rows, names in stages():
+            plan = Plan(tuple(rows), tuple(names), SEEDS, again=True)
+            examine(plan, folder, jobs=1, progress=display, ended=lambda: None, stop=stop, known=cells)
+
+
 def make(folder: Path, page: Path = ROOT / "docs" / "exam" / "index.md") -> None:
-    """Writes record and page of what a directory holds; cells without all seeds are left out."""
+    """Writes record and page of what the record and a directory hold; cells without all seeds are left out."""
     plan = read_json(folder / PLAN)
     if plan is None:
         raise RunError(f"{folder} holds no exam")
-    cells = collect(Plan(tuple(plan["rows"]), tuple(plan["tasks"]), plan["seeds"], again=True), folder)
-    whole = {place: cell for place, cell in cells.items() if "refused" in cell or len(cell["runs"]) == plan["seeds"]}
-    print(write_whole(Path(exam.__file__).with_name(RECORD), written_record(whole)))
-    print(write_whole(page, wrapped(text(whole, plan["tasks"], plan["rows"], results(ROOT / "docs" / "results")))))
+    file = Path(exam.__file__).with_name(RECORD)
+    found = {**read_record(file), **collect(Plan(tuple(plan["rows"]), tuple(TASKS), SEEDS, again=True), folder)}
+    order = dict.fromkeys(row for rows, _ in stages() for row in rows)
+    rows = list(dict.fromkeys([*order, *(row for _, row in found)]))
+    cells = {place: found[place] for place in ((task, row) for row in rows for task in TASKS)
+             if place in found and is_whole(found[place], SEEDS)}  # fmt: skip
+    print(write_whole(file, written_record(cells)))
+    print(write_whole(page, wrapped(text(cells, list(TASKS), rows, results(ROOT / "docs" / "results")))))
 
 
 def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapping[str, Mapping[str, float]]) -> str:
@@ -71,7 +105,7 @@ def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapp
     return "\n\n".join(
         [
             "# The exam of all routers", first,
-            "Made by `python -m tools.exam DIR` from `pointsman exam all --again --out DIR`. [What it is](guide.md).",
+            "Made by `python -m tools.exam page DIR` from `python -m tools.exam run DIR`. [What it is](guide.md).",
             card.markdown().strip(), "## Which tasks stay", verdicts.markdown(), "## What was learned", *paragraphs,
             "## Does the exam predict?",
             "Rank correlation over routers of mean scores and mean figures (k = 2 where it was evaluated); the "
@@ -168,7 +202,13 @@ def _number(value: float | None) -> str:
 
 if __name__ == "__main__":
     try:
-        make(Path(sys.argv[1]))
-    except (IndexError, RunError) as error:
-        print(error if isinstance(error, RunError) else __doc__, file=sys.stderr)
-        sys.exit(2)
+        match sys.argv[1:]:
+            case ["run", directory, *known] if len(known) < 2:
+                train(Path(directory), Path(known[0]) if known else None)
+            case ["page", directory]:
+                make(Path(directory))
+            case _:
+                raise RunError(str(__doc__))
+    except (RunError, Stopped) as error:
+        print(error, file=sys.stderr)
+        sys.exit(130 if isinstance(error, Stopped) else 2)

@@ -40,6 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Task:
     """`clusters` with few steps."""
     monkeypatch.setattr(type(TASKS["clusters"]), "steps", 20)
     monkeypatch.setattr(cells_module, "RATES", (1e-3, 1e-2))
+    monkeypatch.setattr(cells_module, "FIRST", (1e-3, 1e-2))
     return TASKS["clusters"]
 
 
@@ -161,6 +162,36 @@ def test_the_rate_is_chosen_on_seeds_of_its_own() -> None:
     assert chosen("smoe+similarity", value) == ("smoe+similarity:tau=8", 1e-2)
     assert {seed for _, _, seed in asked} == set(cells_module.TUNING_SEEDS)
     assert len(asked) == cells_module.count("smoe+similarity", 0)
+
+
+@pytest.mark.parametrize("best", cells_module.RATES)
+def test_rates_are_tried_until_the_best_lies_between_two_others(best: float) -> None:
+    tried: set[float] = set()
+
+    def value(spec: str, rate: float, seed: int) -> float:
+        tried.add(rate)
+        return abs(np.log(rate / best))
+
+    assert chosen("smoe", value) == ("smoe", best)
+    ends = (cells_module.RATES[0], cells_module.RATES[-1])
+    assert best in ends or min(tried) < best < max(tried)
+    assert len(tried) <= 9
+
+
+def test_a_row_with_a_run_that_diverged_has_no_score() -> None:
+    cells = made({"plain": [1.0, 1.0], "oracle": [0.0, 0.0], "smoe": [0.5, 0.5]})
+    cells["clusters", "smoe"]["runs"]["1"]["value"] = None
+    assert scores(cells, "clusters", "smoe") == {}
+    assert Card(["clusters"], cells, ["smoe"]).text_of("clusters", "smoe") == "1 diverged"
+    assert run(TASKS["clusters"], "plain", 0, 1e30)["value"] is None
+
+
+def test_a_router_that_needs_an_attention_trace_gets_it_where_there_is_attention(short: Task) -> None:
+    assert Student(TASKS["sources"], "smoe+attention", 0)(
+        TASKS["sources"].test(TASKS["sources"].world(0), 0, 0.5), None
+    )
+    with pytest.raises(ValueError, match="needs an attention trace"):
+        Student(short, "smoe+attention", 0)
 
 
 def test_open_options_are_tried_unless_the_spec_says_one() -> None:

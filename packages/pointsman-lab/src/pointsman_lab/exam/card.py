@@ -46,12 +46,13 @@ class Card(Forms):
         return statistics.fmean(found.values()) if found else None
 
     def text_of(self, task: str, row: str) -> str:
-        """Mean score, and half of its interval from three seeds on; "refused" where the router cannot take the task."""
+        """Mean score, and half of its interval from three seeds on; or why there is none."""
         if "refused" in self.cells.get((task, row), {}):
             return "refused"
         found = list(scores(self.cells, task, row).values())
         if not found:
-            return NONE
+            lost = sum(run["value"] is None for run in self.cells.get((task, row), {}).get("runs", {}).values())
+            return f"{lost} diverged" if lost else NONE
         half = Paired(found).half
         told = f"{statistics.fmean(found):.2f}"
         return f"{told} ± {half:.2f}" if half is not None and len(found) >= LEAST_SEEDS else told

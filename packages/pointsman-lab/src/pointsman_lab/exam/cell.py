@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from pointsman_lab.runs.paths import slug
 VERSION = 1
 """Of tasks and training: figures of another version are not compared."""
 
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+FIRST = RATES[3:8]
+"""The five rates that every row tries. Where the best of them is the least or the largest, the next one is tried too,
+until the best lies between two others."""
 TUNING_SEEDS = (1000, 1001)
 """The first sees every choice, the second the best `KEPT` of them."""
 KEPT = 2
@@ -64,13 +67,13 @@ def read_cell(out: Path, task: str, row: str) -> dict[str, Any]:
     return {"row": row, "tried": [], "runs": {}, **found}
 
 
-def is_whole(cell: dict[str, Any], seeds: int) -> bool:
+def is_whole(cell: Mapping[str, Any], seeds: int) -> bool:
     return "refused" in cell or all(str(seed) in cell["runs"] for seed in range(seeds))
 
 
 def count(row: str, seeds: int) -> int:
-    """How many runs a cell takes."""
-    return len(RATES) + len(variants(row)) - 1 + KEPT + seeds
+    """How many runs a cell takes, if the first rates hold the best one between them."""
+    return len(FIRST) + len(variants(row)) - 1 + KEPT + seeds
 
 
 def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None], told: Callable[[int], None]) -> None:
@@ -111,12 +114,20 @@ def fill(task: Task, row: str, seeds: int, out: Path, check: Callable[[], None],
 def chosen(row: str, value: Callable[[str, float, int], float]) -> tuple[str, float]:
     """The spec and the rate with the least mean value on the tuning seeds.
 
-    All rates are tried with the first choice of an open option, the other choices at the best of these rates; the best
-    `KEPT` are tried on a second seed.
+    Rates are tried with the first choice of an open option (`FIRST`), the other choices at the best of these rates; the
+    best `KEPT` are tried on a second seed. A rate with no worse one on one of its sides is never kept.
     """
     first, *others = variants(row)
-    found = {(first, rate): value(first, rate, TUNING_SEEDS[0]) for rate in RATES}
-    best = min(found, key=lambda one: found[one])[1]
+    tried = {rate: value(first, rate, TUNING_SEEDS[0]) for rate in FIRST}
+    while True:
+        best = min(tried, key=lambda rate: tried[rate])
+        place = RATES.index(best)
+        wanted = [rate for rate in RATES[max(place - 1, 0) : place + 2] if rate not in tried]
+        if not wanted:
+            break
+        tried |= {rate: value(first, rate, TUNING_SEEDS[0]) for rate in wanted}
+    inner = sorted(tried)[1:-1] if len(tried) > 2 else tried
+    found = {(first, rate): tried[rate] for rate in sorted({*inner, best})}
     found |= {(spec, best): value(spec, best, TUNING_SEEDS[0]) for spec in others}
     kept = sorted(found, key=lambda one: found[one])[:KEPT]
     return min(kept, key=lambda one: found[one] + value(one[0], one[1], TUNING_SEEDS[1]))

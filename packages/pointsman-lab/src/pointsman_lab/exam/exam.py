@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,18 @@ class Plan:
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """(task, row), task by task, those first that all scores need."""
+        """(task, row), row by row, those first that all scores need: whatever is done by then makes whole rows."""
         first = [row for row in ("oracle", "plain") if row in self.rows]
-        return [(task, row) for task in self.tasks for row in dict.fromkeys([*first, *self.rows])]
+        return [(task, row) for row in dict.fromkeys([*first, *self.rows]) for task in self.tasks]
 
 
 def record() -> dict[tuple[str, str], dict[str, Any]]:
     """The committed record of this version of the exam: (task, row) -> cell."""
-    file = resources.files("pointsman_lab.exam") / RECORD
+    return read_record(resources.files("pointsman_lab.exam") / RECORD)
+
+
+def read_record(file: Traversable) -> dict[tuple[str, str], dict[str, Any]]:
+    """The cells of a record's file, if there is one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     entries = [parse_json(line) for line in lines]
     return {(one["task"], one["row"]): one for one in entries if one["version"] == VERSION}
@@ -67,7 +72,7 @@ def written_record(cells: Cells) -> str:
     def entry(task: str, row: str, cell: Mapping[str, Any]) -> dict[str, Any]:
         runs = {seed: {key: value for key, value in run.items() if seed == "0" or key not in ("curve", "confusion")}
                 for seed, run in cell["runs"].items()}  # fmt: skip
-        kept = {key: cell[key] for key in ("chosen", "refused") if key in cell}
+        kept = {key: cell[key] for key in ("tried", "chosen", "refused") if key in cell}
         return {"version": VERSION, "task": task, "row": row, **kept, "runs": runs}
 
     entries = [rounded(entry(*place, cell)) for place, cell in cells.items()]
@@ -97,13 +102,21 @@ def merged(plan: Plan, out: Path) -> Plan:
 
 
 def examine(
-    plan: Plan, out: Path, *, jobs: int, progress: Progress, ended: Callable[[], None], stop: Stop | None = None
+    plan: Plan,
+    out: Path,
+    *,
+    jobs: int,
+    progress: Progress,
+    ended: Callable[[], None],
+    stop: Stop | None = None,
+    known: Cells | None = None,
 ) -> Plan:
     """Trains what is missing; returns the plan of the whole directory.
 
     Args:
         jobs: how many cells at a time, each in one thread; any number gives the same bits.
         ended: called after each cell.
+        known: cells that are not trained; by default those of the record, unless the plan says `again`.
 
     Raises:
         RunError: the directory holds something else, or another process works in it.
@@ -116,7 +129,8 @@ def examine(
     with alone(out):
         values = {"version": VERSION, "rows": whole.rows, "tasks": whole.tasks, "seeds": whole.seeds}
         write_whole(out / PLAN, json.dumps({**values, "imports": whole.imports}, indent=2) + "\n")
-        known = {} if plan.again else record()
+        if known is None:
+            known = {} if plan.again else record()
         todo = [
             place for place in plan.cells
             if not is_whole(read_cell(out, *place), plan.seeds)

@@ -102,10 +102,13 @@ def run(task: Task, row: str, seed: int, rate: float, check: Callable[[], None] 
     optimizer = torch.optim.Adam(groups, fused=True)
     torch.manual_seed(seed)  # what routers draw
     curve: dict[int, float] = {}
+    loss = torch.zeros(())
     every = task.steps // POINTS
     for step in range(task.steps):
         if step % BLOCK == 0:
             check()
+            if not math.isfinite(float(loss.detach())):
+                return {"value": None, "curve": [[at, one] for at, one in curve.items() if math.isfinite(one)]}
             block = task.block(world, seed, step)
         if step and step % (task.steps // task.cycles) == 0:
             optimizer.state.clear()  # a training of its own: its first steps move nothing by momentum of before

@@ -26,7 +26,9 @@ def values(cells: Cells, task: str, row: str) -> dict[int, float]:
 
 
 def scores(cells: Cells, task: str, row: str) -> dict[int, float]:
-    """Score by seed, where row, plain and oracle have that seed."""
+    """Score by seed, where row, plain and oracle have that seed; none where a run of the row diverged."""
+    if any(run["value"] is None for run in cells.get((task, row), {}).get("runs", {}).values()):
+        return {}
     own, plain, oracle = (values(cells, task, name) for name in (row, "plain", "oracle"))
     return {seed: (plain[seed] - own[seed]) / (plain[seed] - oracle[seed])
             for seed in sorted(own.keys() & plain.keys() & oracle.keys())}  # fmt: skip

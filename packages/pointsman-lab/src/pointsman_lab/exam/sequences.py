@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman import AttentionTrace
 from pointsman_lab.exam.clusters import Clusters
 from pointsman_lab.exam.task import Batch, Task, World, choose
 
@@ -129,17 +130,21 @@ class SourcesSwitching(Sources):
 
 
 class Attention(nn.Module):
-    """Embeds, and adds one causal attention head."""
+    """Embeds, and adds one causal attention head; `trace` is of the last call."""
+
+    trace: AttentionTrace
 
     def __init__(self, inputs: int, dim: int) -> None:
         super().__init__()
         self.embed = nn.Linear(inputs, dim)
         self.mixed = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.embed(inputs)
         query, key, value = self.mixed(hidden)[:, None].chunk(3, -1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        output: Tensor = hidden + self.out(mixed[:, 0])
-        return output
+        output: Tensor = self.out(mixed[:, 0])
+        scale, weight = query.shape[-1] ** -0.5, self.out.weight.T[None]
+        self.trace = AttentionTrace(query, key, value, weight, output, scale, causal=True)
+        return hidden + output

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pointsman import MoE, Routing, RoutingContext, build_router, set_top_k
 from pointsman.experts.modules import Experts
 from pointsman.routers.frame.registry import parse_spec
+from pointsman_lab.exam.sequences import Attention
 from pointsman_lab.exam.task import Batch, Task
 
 ROWS = {
@@ -42,7 +43,7 @@ class Student(nn.Module):
     def __init__(self, task: Task, row: str, seed: int) -> None:
         super().__init__()
         self.row = row
-        self.context = RoutingContext(causal=task.causal)
+        self.causal = task.causal
         torch.manual_seed(seed)
         self.below, self.above = task.below(), task.above()
         self.layer: nn.Module
@@ -63,7 +64,7 @@ class Student(nn.Module):
             router = build_router(row, top_k=k, renormalize=False, **sizes)  # type: ignore[arg-type]
         if task.causal and not router.causal:
             raise ValueError(f"{row}: the router looks at later tokens")
-        if "attention" in router.needs:
+        if "attention" in router.needs and not isinstance(self.below, Attention):
             raise ValueError(f"{row}: the router needs an attention trace")
         if getattr(router.score, "needs_counts", False):
             router.score.calibrate([1] * task.vocabulary)  # type: ignore[operator]
@@ -75,7 +76,8 @@ class Student(nn.Module):
         hidden = batch.inputs if self.below is None else self.below(batch.inputs)
         routing = None
         if isinstance(self.layer, MoE):
-            context = RoutingContext(causal=self.context.causal, token_ids=batch.ids)
+            trace = self.below.trace if isinstance(self.below, Attention) else None
+            context = RoutingContext(causal=self.causal, token_ids=batch.ids, attention=trace)
             with nullcontext() if top_k is None else set_top_k(self.layer, top_k):
                 output, routing = self.layer(hidden, context, return_routing=True)
         elif isinstance(self.layer, Experts):
