@@ -23,7 +23,7 @@ from pointsman_lab.exam import exam
 from pointsman_lab.exam.card import Card
 from pointsman_lab.exam.cell import is_whole
 from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, examine, read_record, written_record
-from pointsman_lab.exam.registry import QUICK, TASKS
+from pointsman_lab.exam.registry import QUICK, TASKS, tasks
 from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.metrics import metric
@@ -45,7 +45,7 @@ CHANCE = (*ROWS, "hash", "thor")
 
 def stages() -> list[tuple[Sequence[str], Sequence[str]]]:
     """(rows, tasks) in the order in which they are run: each makes a page that can be read."""
-    every = list(TASKS)
+    every = [one.name for one in tasks(None)]
     others = [name for name in list_routers() if name not in FIRST]
     return [(FIRST, QUICK), (MIXED[:3], INFORMING[:1]), (FIRST, every), (MIXED, INFORMING), (COMPOSED, every),
             (others, every)]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -61,7 +62,7 @@ def accept(cells: Cells, task: str, published: Sequence[str]) -> dict[str, Any]:
     """
     oracle, plain = values(cells, task, "oracle"), values(cells, task, "plain")
     one = TASKS[task]
-    floors = {seed: one.least(one.world(seed)) for seed in oracle}
+    floors = {seed: one.least(one.world(seed)) if one.known else math.nan for seed in oracle}
     seeds = sorted(oracle.keys() & plain.keys())
     if not seeds:
         return {"accepted": False, "near": False, "apart": False, "differ": None}
@@ -73,6 +74,6 @@ def accept(cells: Cells, task: str, published: Sequence[str]) -> dict[str, Any]:
     near, far = abs(least - floor) <= NEAR, most - floor >= APART * abs(least - floor)
     differ = max(apart, key=lambda pair: apart[pair]) if apart else None
     return {
-        "near": near, "apart": far, "differ": differ, "floor": floor, "oracle": least, "plain": most,
-        "accepted": near and far and differ is not None,
+        "near": near, "apart": far, "differ": differ, "floor": floor if one.known else None, "oracle": least,
+        "plain": most, "accepted": near and far and differ is not None,
     }  # fmt: skip

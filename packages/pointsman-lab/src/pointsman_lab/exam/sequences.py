@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman import AttentionTrace
+from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.data.multilingual.sentences import read_text
 from pointsman_lab.exam.clusters import Clusters
 from pointsman_lab.exam.task import Batch, Task, World, choose
 
@@ -82,7 +87,20 @@ class Sources(Task):
 
     def draw(self, world: World, generator: torch.Generator, shape: tuple[int, int, int], progress: float) -> Batch:
         steps, batch, length = shape
-        rows = steps * batch
+        text, cluster, own = self.texts(world, generator, steps * batch, length, test=steps == 1)
+        last, now = text[:, :-2], text[:, 1:-1]
+        both = torch.stack([now, last + self.states], -1)
+        inputs = torch.zeros(*now.shape, 2 * self.states).scatter_(-1, both, 1.0)
+        cluster = cluster.reshape(shape)
+        return Batch(
+            inputs.view(*shape, -1), text[:, 2:].reshape(shape), cluster[..., None], torch.ones(*shape, 1), cluster,
+            own.reshape(shape), now.reshape(shape),
+        )  # fmt: skip
+
+    def texts(
+        self, world: World, generator: torch.Generator, rows: int, length: int, *, test: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [rows, T + 2]; the source of each that follows two others [rows, T], and its true cross-entropy."""
         uniform = torch.rand(rows, length + 1, generator=generator)
         states = torch.randint(self.states, (rows,), generator=generator)
         source = torch.randint(self.sources, (rows, length + 1), generator=generator)
@@ -96,14 +114,8 @@ class Sources(Task):
             states = (row < uniform[:, t, None] * row[:, -1:]).sum(-1).clamp_max(self.states - 1)
             tokens.append(states)
         text = torch.stack(tokens, 1)
-        last, now, following = text[:, :-2], text[:, 1:-1], text[:, 2:]
-        cluster = source[:, 1:].reshape(shape)
-        own = -world["chains"].log()[source[:, 1:], now, following]  # what the chain itself gives the next token
-        inputs = torch.cat([F.one_hot(now, self.states), F.one_hot(last, self.states)], -1).float()
-        return Batch(
-            inputs.view(*shape, -1), following.reshape(shape), cluster[..., None], torch.ones(*shape, 1), cluster,
-            own.reshape(shape), now.reshape(shape),
-        )  # fmt: skip
+        own = -world["chains"].log()[source[:, 1:], text[:, 1:-1], text[:, 2:]]  # of the chain itself
+        return text, source[:, 1:], own
 
     def below(self) -> nn.Module:
         return Attention(2 * self.states, self.dim)
@@ -127,6 +139,52 @@ class SourcesSwitching(Sources):
     formula = "as sources; before each token a new source is drawn with probability 1/16"
     why = "A document that changes its language: the routing must follow within a few tokens."
     switch = 1 / 16
+
+
+class Languages(Sources):
+    name = "languages"
+    asks = "Does the router of a language model tell apart the languages of real text?"
+    formula = (
+        "windows of 66 bytes of 18 languages (`xtreme-text`), equally frequent; the model of sources with 18 experts; "
+        "the last twentieth of each language's text is for the test; judged on the second half of the windows"
+    )
+    floor = "not known: the oracle routes by language, which is a reference and no optimum"
+    why = "Whether what is found on made-up sources is found on real text."
+    measure = "bits per byte"
+    known = False
+    experts, states, vocabulary = 18, 256, 256
+    names = ("ar", "bg", "cs", "de", "el", "en", "es", "fr", "hi", "ja", "ko", "ru", "sw", "th", "tr", "ur", "vi", "zh")
+
+    def world(self, seed: int) -> World:
+        return {"text": language_bytes(self.names)}
+
+    def texts(
+        self, world: World, generator: torch.Generator, rows: int, length: int, *, test: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        text = world["text"]
+        language = torch.randint(len(text), (rows,), generator=generator)
+        border = text.shape[1] * 19 // 20
+        first, last = (border, text.shape[1]) if test else (0, border)
+        start = torch.randint(first, last - length - 1, (rows,), generator=generator)
+        windows = text[language[:, None], start[:, None] + torch.arange(length + 2)].long()
+        return windows, language[:, None].expand(rows, length), torch.zeros(rows, length)
+
+    def value(self, output: Tensor, batch: Batch) -> float:
+        half = batch.targets.shape[1] // 2
+        return float(F.cross_entropy(output[:, half:].flatten(0, 1), batch.targets[:, half:].flatten()) / math.log(2))
+
+
+@cache
+def language_bytes(names: tuple[str, ...]) -> Tensor:
+    """[languages, bytes] uint8: as much of each language of `xtreme-text` as the smallest one has.
+
+    Raises:
+        RunError: no data folder, or a language without text.
+    """
+    text = read_text(f"xtreme-text:languages={'+'.join(names)}", data_folder())
+    joined = [" ".join(text.train[name]).encode() for name in names]
+    least = min(map(len, joined))
+    return torch.stack([torch.frombuffer(bytearray(one[:least]), dtype=torch.uint8) for one in joined])
 
 
 class Attention(nn.Module):

@@ -61,6 +61,7 @@ class Task:
         vocabulary: how many token ids there are.
         cycles: how often the learning rate decays to 0.
         flat: the share of a cycle before it decays.
+        known: whether the oracle's routing is the best one; otherwise it is a reference.
         judged_at: the k to judge at, where it is not the k of the training; the values' mean counts.
     """
 
@@ -76,6 +77,7 @@ class Task:
     causal = False
     vocabulary = 64
     cycles, flat = 1, 0.0
+    known = True
     judged_at: tuple[int, ...] = ()
 
     def generator(self, *of: object) -> torch.Generator:
