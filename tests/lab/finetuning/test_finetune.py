@@ -53,7 +53,7 @@ class Notes:
 
 
 def test_the_papers_settings_are_the_defaults(task: str) -> None:
-    from pointsman_lab.data.tasks import load_task
+    from pointsman_lab.tasks.classification.data import load_task
 
     loaded = load_task(task)
     pretrained = preset("tiny", router="smoe").with_vocabulary(50)

@@ -540,7 +540,7 @@ def training(
 def masked(ranks: Ranks, texts: str, out: str, layout: str = "") -> str:
     """A run of masked language modelling in float64: rows with different numbers of targets, and padding."""
     from pointsman_lab.models.encoder import EncoderConfig
-    from pointsman_lab.training.masked_language_modelling import MaskedLanguageModelling
+    from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling
 
     class Masked(MaskedLanguageModelling):
         def build_model(self, config: RunConfig) -> Any:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman_lab.data.tasks import Examples
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -19,6 +18,7 @@ from pointsman_lab.tasks.attacks.attacked import (
     evaluate_task_attack,
 )
 from pointsman_lab.tasks.attacks.attacks import RATES, Attack, attack_texts
+from pointsman_lab.tasks.classification.data import Examples
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, MarkedText, evaluate
 
 TEXT = (

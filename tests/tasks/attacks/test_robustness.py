@@ -12,10 +12,10 @@ import pytest
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
-from pointsman_lab.finetuning.run import task_data
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.attacks.text_attack import recipe_attack
+from pointsman_lab.tasks.classification.task import texts_of
 from pointsman_lab.training.compare import Plan, compare
 
 
@@ -228,7 +228,7 @@ def test_a_recipe_gets_a_model_and_its_outcome_is_counted(finetuned: Path, monke
         monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
     stand_in()
     saved = load_finetuned(finetuned)
-    examples = task_data(saved).splits["test"]
+    examples = texts_of(saved).splits["test"]
     results = recipe_attack(
         saved.model, examples, saved.vocabulary, "textfooler", top_k=[1, 4], max_length=64, count=10
     )

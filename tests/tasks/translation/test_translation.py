@@ -17,7 +17,7 @@ pytest.importorskip("sacrebleu")
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.data.multilingual.pieces import END, START
+from pointsman_lab.data.pieces import END, START
 from pointsman_lab.tasks.translation.data import ids_of, load_parallel
 from pointsman_lab.tasks.translation.evaluation import padded, search
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator

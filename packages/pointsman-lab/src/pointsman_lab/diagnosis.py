@@ -161,10 +161,7 @@ def _task_of(run: Run, data: str | None) -> Task:
 
     if data is not None:
         raise RunError(f"--data {data}: {run.path} is fine-tuned, which is read on its own task; leave --data out")
-    task = finetuned_task(run)
-    if task is None:
-        raise RunError(f"{run.path} was fine-tuned on {run.finetuning['task']}: this reads XTREME's tasks alone")
-    return task
+    return finetuned_task(run)
 
 
 def _label(path: Path, among: Sequence[Path]) -> str:

@@ -7,7 +7,7 @@ rooms ask the entries, whose methods import what they need when they are called.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module, metadata
@@ -57,6 +57,9 @@ class TaskEntry:
         presets: preset -> settings of a run; those of its model under "model"; besides "family", "router" (the
             published one) and "vocabulary" (the published number of tokens).
         settings: name -> setting that runs of all these families have.
+        learns: names that `finetune --task` takes.
+        learns_files: whether it also learns what a file or folder holds.
+        together: of `learns`, those that published tables show in one row.
         records: patterns of files in run directories from which `sections` are made.
     """
 
@@ -66,7 +69,13 @@ class TaskEntry:
     levels: tuple[str, ...] = ()
     presets: Mapping[str, Values] = MappingProxyType({})
     settings: Mapping[str, Setting] = MappingProxyType({})
+    learns_files = False
+    together: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
+
+    @property
+    def learns(self) -> Sequence[str]:
+        return ()
 
     def config(self, family: str) -> Any:
         """The class of a family's settings, a `ModelConfig`."""
@@ -76,9 +85,16 @@ class TaskEntry:
         """The `Task` of these settings, with its data; see `training.task.pretraining_task`."""
         raise NotImplementedError
 
+    def fine_tuning(self) -> Any:
+        """The class of what `learns` names, a `finetuning.task.FineTuning`."""
+        raise NotImplementedError
+
     def vocabulary(self, text: str) -> Any:
         """What vocabulary.json holds. ValueError: it is damaged."""
         raise NotImplementedError
+
+    def sentences(self, spec: str) -> Any:
+        """The sentences by language (`data.pieces.MultilingualText`) of data; None: this task does not know them."""
 
     def recipes(self) -> Mapping[str, Any]:
         """Recipe -> function of router and seed that returns a paper's settings (`RunConfig`)."""
@@ -111,6 +127,10 @@ class TaskEntry:
     def data_of(self, run: Any) -> str:
         """What the settings in a paper's tables say of a run's data; "": nothing."""
         return ""
+
+    def tables(self, comparison: Any) -> Sequence[Any]:
+        """Tables over several of a comparison's fine-tunings (`report.forms.Forms`)."""
+        return ()
 
     def sections(self, comparison: Any, baseline: str | None, quotes: bool) -> Any:
         """The `report.page.Sections` of a comparison with `records`; None: there is nothing to show.
@@ -150,6 +170,25 @@ def trains(family: str) -> TaskEntry:
         if family in entry.families:
             return entry
     raise RunError(f"unknown model family {family!r}: {did_you_mean(str(family), families())}")
+
+
+def learner(spec: str) -> TaskEntry:
+    """The task that `finetune --task` names: by its name, else the one that learns what files hold."""
+    every = list(entries())
+    named = [entry for entry in every if spec.partition(":")[0] in entry.learns]
+    return (named or [entry for entry in every if entry.learns_files])[0]
+
+
+def sentences(spec: str) -> Any:
+    """The sentences by language of data such as "xtreme-text", as `TaskEntry.sentences` has them.
+
+    Raises:
+        RunError: no task knows such data, or what reading them raises.
+    """
+    found = next((text for entry in entries() if (text := entry.sentences(spec)) is not None), None)
+    if found is None:
+        raise RunError(f"data {spec!r}: no task has sentences by language of it")
+    return found
 
 
 def families() -> tuple[str, ...]:

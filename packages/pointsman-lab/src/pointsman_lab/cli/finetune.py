@@ -134,7 +134,6 @@ def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> li
     from pointsman_lab.report.language_table import LanguageTable
     from pointsman_lab.report.task_table import TaskTable, finetunings
     from pointsman_lab.report.task_table import variants as all_variants
-    from pointsman_lab.report.xtreme_table import XtremeTable
     from pointsman_lab.runs.comparison import read_comparison
 
     comparison = read_comparison(folder)
@@ -143,7 +142,7 @@ def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> li
         table = TaskTable.of(comparison, name)
         languages = LanguageTable.of(finetunings(comparison, name), f"xtreme-{name}", table.note)
         tables += [table, *([languages] if languages else [])]
-    tables += XtremeTable.all(comparison)
+    tables += [table for entry in entries() for table in entry.tables(comparison)]
     for each in tables:
         each.write(folder)
     return tables

@@ -126,6 +126,28 @@ def open_unpacked(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
+def find_file(folder: Path, stem: str) -> Path | None:
+    """`folder/stem` or `folder/stem.gz`, whichever is there."""
+    return next((file for file in (folder / stem, folder / f"{stem}.gz") if file.is_file()), None)
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, line without its newline) of a UTF-8 text file.
+
+    Raises:
+        RunError: it cannot be read, is damaged, is not UTF-8, or has a carriage return inside a line.
+    """
+    with reading(file), gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            try:
+                text = line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise RunError(f"{file}: line {number} is not UTF-8") from None
+            if "\r" in text:
+                raise RunError(f"{file}: line {number} has a carriage return inside: lines must end in \\n or \\r\\n")
+            yield number, text
+
+
 def check_md5(path: Path, size: int, md5: str) -> Iterator[int]:
     """Checks size and MD5 of a file's uncompressed text; yields the bytes read so far, for a progress display.
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman._errors import RunError
-from pointsman_lab.data.tasks import Examples
-from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.data.vocabulary import IdArray
 
 PADDING = -1
 BUCKET = 50  # batches in a bucket
@@ -56,43 +55,6 @@ class Encoded:
         """The examples with these indices."""
         rows = tuple(self.rows[place] for place in places)
         return Encoded(rows, self.labels[places], self.truncated, self.unknown)
-
-
-def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
-    """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
-
-    A classifier uses the hidden state at the mark (`end_mark`).
-
-    Raises:
-        RunError: `max_length` is below 2, or a text is empty in this vocabulary.
-    """
-    if max_length < 2:
-        raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
-    mark = end_mark(vocabulary)
-    rows, unknown, truncated = [], 0, 0
-    for text in examples.texts:
-        ids, missed = vocabulary.encode_compact(text)
-        unknown += missed
-        rows.append(cut(ids, mark, max_length))
-        truncated += len(ids) + len(mark) > max_length
-        if not len(ids):
-            raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
-    return Encoded(tuple(rows), np.array(examples.labels, dtype=np.int64), truncated, unknown)
-
-
-def end_mark(vocabulary: Vocabulary) -> IdArray:
-    """The ids that end a text: a newline (`<eos>` at word level), else a space, else `<unk>`; never none."""
-    for text in ("\n", " "):
-        ids, missed = vocabulary.encode_compact(text)
-        if len(ids) and not missed:
-            return ids
-    last = vocabulary.unknown_id  # None of bytes, which have a stand-in
-    return vocabulary.encode_compact("\n")[0] if last is None else np.array([last], dtype=vocabulary.dtype)
-
-
-def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
-    """`ids` and the end mark, in at most `max_length` tokens."""
-    return np.concatenate([ids[: max_length - len(mark)], mark])
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman import AttentionTrace
-from pointsman_lab.data.catalog import data_folder
-from pointsman_lab.data.multilingual.sentences import read_text
 from pointsman_lab.exam.clusters import Clusters
 from pointsman_lab.exam.task import Batch, Task, World, choose
+from pointsman_lab.registry import sentences
 
 
 class Neighbours(Clusters):
@@ -181,7 +180,7 @@ def language_bytes(names: tuple[str, ...]) -> Tensor:
     Raises:
         RunError: no data folder, or a language without text.
     """
-    text = read_text(f"xtreme-text:languages={'+'.join(names)}", data_folder())
+    text = sentences(f"xtreme-text:languages={'+'.join(names)}")
     joined = [" ".join(text.train[name]).encode() for name in names]
     least = min(map(len, joined))
     return torch.stack([torch.frombuffer(bytearray(one[:least]), dtype=torch.uint8) for one in joined])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pointsman._errors import Stopped
 from pointsman._files import alone
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import Kernels
-from pointsman_lab.finetuning.run import Data, finetune, finetuned_path, open_task
+from pointsman_lab.finetuning.run import finetune, finetuned_path, open_task
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.comparison import required_plan, saved_runs
@@ -92,7 +93,7 @@ def jobs_of(out: Path, device: str) -> int | None:
     return None if first is None else default_jobs(first.config(RunConfig), device)
 
 
-def _tuner(out: Path, kernels: Kernels | None, device: str, loaded: Mapping[str, Data] | None = None) -> Work:
+def _tuner(out: Path, kernels: Kernels | None, device: str, loaded: Mapping[str, Any] | None = None) -> Work:
     """Fine-tunes a row, or continues; a worker, without `loaded`, reads each task's data itself."""
     read = dict(loaded or {})
 

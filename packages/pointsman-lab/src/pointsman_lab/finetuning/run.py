@@ -8,20 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pointsman._errors import RunError
 from pointsman.ops.kernels import Kernels
-from pointsman_lab.data import Vocabulary
-from pointsman_lab.data.catalog import data_folder
-from pointsman_lab.data.multilingual.splits import XtremeData, is_crosslingual, load_xtreme
-from pointsman_lab.data.multilingual.xtreme import XTREME
-from pointsman_lab.data.tasks import LabelledTexts, find_task, load_task
-from pointsman_lab.finetuning.classification import Classification
-from pointsman_lab.finetuning.crosslingual import CrossLingual, head_on
 from pointsman_lab.finetuning.settings import Finetuning
-from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.progress import Monitor, Progress, Quiet, Stop
+from pointsman_lab.registry import learner
 from pointsman_lab.runs import paths
 from pointsman_lab.runs.checkpoints import checksums, open_checkpoint, whole_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
@@ -33,12 +27,9 @@ from pointsman_lab.training.trainer import TrainResult, train
 FORMAT = 1
 
 
-Data = LabelledTexts | XtremeData
-
-
-def open_task(spec: str) -> Data:
-    """`load_task`, or `load_xtreme` of one of XTREME's tasks, with the folder that POINTSMAN_DATA names."""
-    return load_xtreme(spec, data_folder()) if is_crosslingual(spec) else load_task(spec, data_dir=data_folder())
+def open_task(spec: str) -> Any:
+    """The data of a task, as `--task` names it."""
+    return learner(spec).fine_tuning().read(spec)
 
 
 def check_task(spec: str) -> None:
@@ -47,19 +38,7 @@ def check_task(spec: str) -> None:
     Raises:
         RunError: no such task, file or folder.
     """
-    if not is_crosslingual(spec):
-        find_task(spec, data_dir=data_folder())
-
-
-def task_of(
-    data: Data, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None
-) -> Classification | CrossLingual:
-    """What is learned from these data."""
-    if isinstance(data, XtremeData):
-        return CrossLingual(data, settings, vocabulary, weights)
-    if not isinstance(vocabulary, Vocabulary):
-        raise RunError(f"the task {data.name} is for language models; encoders learn {', '.join(XTREME)}")
-    return Classification(data, settings, vocabulary, weights)
+    learner(spec).fine_tuning().find(spec)
 
 
 def finetuned_path(run: Path | str, settings: Finetuning, seed: int) -> Path:
@@ -73,7 +52,7 @@ def finetune(
     *,
     seed: int = 0,
     out: Path | str | None = None,
-    data: Data | None = None,
+    data: Any = None,
     device: str = "cpu",
     kernels: Kernels | None = None,
     progress: Progress | None = None,
@@ -106,7 +85,7 @@ def finetune(
     data = data or open_task(settings.task)
     config = settings.config(pretrained.config, data, seed)
     weights = None if settings.from_scratch else pretrained.model.state_dict()
-    task = task_of(data, settings, pretrained.vocabulary, weights)
+    task = settings.kind(data, settings, pretrained.vocabulary, weights)
     for note in task.remarks(config):
         progress.note(note)
     directory = RunDirectory(out or finetuned_path(run, settings, seed))
@@ -137,38 +116,24 @@ def finetune(
     )
 
 
-def task_data(run: Run) -> LabelledTexts:
-    """The data of a run fine-tuned to classify texts.
-
-    Raises:
-        RunError: the task's files are gone or have changed, or it is one of XTREME's.
-    """
-    data = _unchanged(run)
-    if isinstance(data, XtremeData):
-        raise RunError(f"{run.path} was fine-tuned on {data.name}: attacks are for classifiers of single texts")
-    return data
-
-
-def finetuned_task(run: Run) -> CrossLingual | None:
-    """What a run learned, if it is one of XTREME's tasks.
+def finetuned_task(run: Run) -> FineTuning:
+    """What a fine-tuned run learned.
 
     Raises:
         RunError: the task's files are gone or have changed.
     """
-    if not is_crosslingual(str(run.finetuning["task"])):
-        return None
-    data = _unchanged(run)
-    assert isinstance(data, XtremeData), "is_crosslingual"
-    kept = {name: run.finetuning[name] for name in ("task", "balance", "head_dropout", "from_scratch")}
-    settings = Finetuning(**kept, freeze=tuple(run.finetuning["freeze"]), pooling=run.finetuning["pooling"])
-    return CrossLingual(data, settings, run.vocabulary, None)
-
-
-def _unchanged(run: Run) -> Data:
-    data = open_task(str(run.finetuning["task"]))
+    settings = _settings_of(run.finetuning)
+    data = open_task(settings.task)
     if data.fingerprint != run.finetuning.get("fingerprint"):
         raise RunError(f"{run.path} was fine-tuned on other data: the files of {data.name} have changed")
-    return data
+    task: FineTuning = settings.kind(data, settings, run.vocabulary, None)
+    return task
+
+
+def _settings_of(about: Mapping[str, Any]) -> Finetuning:
+    """The settings in finetune.json."""
+    kept = {name: about[name] for name in ("task", "balance", "pooling", "head_dropout", "from_scratch")}
+    return Finetuning(**kept, freeze=tuple(about["freeze"]))
 
 
 def load_finetuned(
@@ -188,14 +153,12 @@ def load_finetuned(
         checkpoint = whole_checkpoint(directory.checkpoints, note)
     else:
         checkpoint = open_checkpoint(directory.checkpoints / f"step-{step}")
-    dropout = about["head_dropout"]
-    classes, pooling = len(about["classes"]), about["pooling"]
+    settings = _settings_of(about)
+    name = settings.kind.path(settings.task).rstrip("/").rpartition("/")[2]
 
     def build() -> nn.Module:
-        if is_crosslingual(str(about["task"])):
-            kind = XTREME[str(about["task"]).partition(":")[0]].kind
-            return head_on(kind, classes, config, pooling, dropout)
-        return Classifier(config.model, classes, pooling=pooling, dropout=dropout)
+        model: nn.Module = settings.kind.model(config, name, len(about["classes"]), settings)
+        return model
 
     model, kernels = model_of(checkpoint, config, device, build)
     return Run(directory.path, config, checkpoint.step, model, vocabulary_of(directory, checkpoint), kernels, about)

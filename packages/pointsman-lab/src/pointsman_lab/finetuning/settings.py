@@ -1,59 +1,62 @@
-"""What determines a fine-tuning, besides the pre-trained run and the seed; the papers' settings are the defaults."""
+"""What determines a fine-tuning, besides the pre-trained run and the seed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._values import convert, most, upper
 from pointsman.routers.frame.registry import BASELINES, split_specs
-from pointsman_lab.data.multilingual.splits import XtremeData
-from pointsman_lab.data.tasks import LabelledTexts, parse_task
 from pointsman_lab.models.classifier import Pooling
+from pointsman_lab.registry import learner
 from pointsman_lab.training.config import RunConfig
 
-BATCH_SIZE = {"imdb": 4}  # HyperRouter, Table A2: 16 for every other task
-EPOCHS = {"banking77": 15}  # HyperRouter, Table A2: 3 for every other task
-XTREME_EPOCHS = {
-    "xnli": 5, "pawsx": 5, "pawsx-test": 5, "udpos": 10, "panx": 10, "tydiqa": 3, "xquad": 3, "mlqa": 3
-}  # fmt: skip
-QUESTIONS = ("tydiqa", "xquad", "mlqa")
-SMALL_RATE = {"udpos": 1e-3, "panx": 1e-3}
-"""Learning rates of small encoders, found by trial; 5e-4 for the other tasks. XTREME's 2e-5 moves them too little."""
-
-PRESETS = ("finetune-xmoe",)
 CHECKPOINT_EVERY = 250
 VALIDATIONS = 10  # of a run whose best validation chooses the evaluated weights
 
 
 @dataclass(frozen=True)
+class Defaults:
+    """What a fine-tuning has unless it is told otherwise.
+
+    Attributes:
+        train_top_k: k while fine-tuning; None: as in pre-training.
+        presets: name -> (roles that do not train, weight of the balance loss).
+        settings: of (steps, preset): further settings, as `RunConfig.with_overrides` takes them.
+    """
+
+    batch_size: int = 16
+    epochs: float = 3
+    length: int = 512
+    train_top_k: str | None = "N"
+    pooling: Pooling = "last"
+    presets: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
+    settings: Callable[[int, str], Mapping[str, Any]] = lambda steps, preset: {}
+
+
+@dataclass(frozen=True)
 class Finetuning:
-    """The settings of a fine-tuning.
+    """The settings of a fine-tuning: those of its task (`FineTuning.defaults`) where nothing else is said.
 
-    XTREME's tasks have the settings of its scripts (Hu et al. 2020): batch 32, epochs as in `XTREME_EPOCHS`, length
-    128, of questions 384, AdamW, linear decay to 0, k as in pre-training. Their learning rate is one for small
-    encoders; the preset "finetune-xmoe" has the scripts' (2e-5, of questions 3e-5 with 500 steps of warm-up and decay
-    1e-4), freezes routers and experts, and keeps the balance loss at 0.01 (X-MoE, 4.2 and Table 6).
-
-    For all other tasks defaults are HyperRouter's (Section 4.1, Table A2): all experts chosen, length 512, Adam at
-    1e-4, batch 16 (IMDB: 4), 3 epochs (BANKING77: 15); clipping at 0.25 and the cosine to 0 are its code's. What else
-    a run has is as in pre-training.
+    Adam at 1e-4, clipping at 0.25 and the cosine to 0 are HyperRouter's (Table A2, and its code). What else a run has
+    is as in pre-training.
 
     Attributes:
         task: a task, as `--task` names it.
         steps: optimizer steps; None = `epochs`.
-        epochs: passes over the training split, if `steps` is None; None = the paper's.
-        train_top_k: k while fine-tuning; "N" = dense. None: dense, of XTREME's tasks as in pre-training.
+        epochs: passes over the training split, if `steps` is None; None = the task's.
+        train_top_k: k while fine-tuning; "N" = dense. None: the task's.
         freeze: roles that do not train: "router", "experts", … (X-MoE freezes both).
         balance: weight of the routers' balance losses; None = as in pre-training.
-        pooling: "last", the hidden state of the last token, "first", or "mean". None: "last", of pairs "first".
-        length: tokens of a text; longer ones are cut. None: 512, of XTREME's tasks as there.
+        pooling: "last", the hidden state of the last token, "first", or "mean". None: the task's.
+        length: tokens of a text; longer ones are cut. None: the task's.
         head_dropout: of the classification head.
         from_scratch: fresh weights instead of the pre-trained ones: the control.
-        preset: "" or "finetune-xmoe".
+        preset: "", or one of the task's.
         settings: any others, as `RunConfig.with_overrides` takes them.
     """
 
@@ -71,13 +74,14 @@ class Finetuning:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.preset and self.preset not in PRESETS:
-            raise RunError(f"preset {self.preset!r}: {did_you_mean(self.preset, PRESETS)}")
-        if self.preset and not self.is_crosslingual:
-            raise RunError(f"preset {self.preset!r}: it is for XTREME's tasks: {', '.join(XTREME_EPOCHS)}")
         if self.preset:
-            object.__setattr__(self, "freeze", self.freeze or ("router", "experts"))
-            object.__setattr__(self, "balance", 0.01 if self.balance is None else self.balance)
+            presets = self.defaults.presets
+            if self.preset not in presets:
+                told = did_you_mean(self.preset, presets) if presets else f"the task {self.task} has none"
+                raise RunError(f"preset {self.preset!r}: {told}")
+            frozen, balance = presets[self.preset]
+            object.__setattr__(self, "freeze", self.freeze or frozen)
+            object.__setattr__(self, "balance", balance if self.balance is None else self.balance)
         if self.pooling is not None and self.pooling not in get_args(Pooling):
             raise RunError(f"pooling={self.pooling!r}: {did_you_mean(self.pooling, get_args(Pooling))}")
         if self.balance is not None and not (self.balance >= 0 and math.isfinite(self.balance)):
@@ -87,27 +91,32 @@ class Finetuning:
         if not 0 <= self.head_dropout < 1:
             raise RunError(f"head_dropout={self.head_dropout}: allowed are numbers from 0 up to, not including, 1")
 
+    @cached_property
+    def kind(self) -> Any:
+        """The task's class, a `FineTuning`."""
+        return learner(self.task).fine_tuning()
+
     @property
-    def is_crosslingual(self) -> bool:
-        """Whether it is one of XTREME's tasks."""
-        return self.task.partition(":")[0] in XTREME_EPOCHS
+    def defaults(self) -> Defaults:
+        found: Defaults = self.kind.defaults(self.task.partition(":")[0])
+        return found
 
     @property
     def pooled(self) -> Pooling:
         """Which hidden state is classified."""
-        return self.pooling or ("first" if self.is_crosslingual else "last")
+        return self.pooling or self.defaults.pooling
 
     @property
     def variant(self) -> str:
         """A folder name: the task, and what differs from the defaults of dense fine-tuning."""
-        name = parse_task(self.task)[0].rstrip("/").rpartition("/")[2]
+        name = self.kind.path(self.task).rstrip("/").rpartition("/")[2]
         words = ["".join(letter if letter.isalnum() or letter in "-_.=" else "_" for letter in name)]
-        default = (None,) if self.is_crosslingual else (None, "N")
-        if self.train_top_k is not None and self.train_top_k not in default:
+        if self.train_top_k not in (None, self.defaults.train_top_k):
+            assert self.train_top_k is not None
             words += [f"k={self.train_top_k.replace(':', '-').replace('/', '_')}"]
         words += [f"freeze={'+'.join(self.freeze)}"] if self.freeze else []
         words += [f"balance={self.balance:g}"] if self.balance is not None else []
-        words += [self.pooling] if self.pooling not in (None, "first" if self.is_crosslingual else "last") else []
+        words += [self.pooling] if self.pooling not in (None, self.defaults.pooling) else []
         words += ["from-scratch"] if self.from_scratch else []
         words += [self.preset] if self.preset else []
         return ",".join(words)
@@ -123,20 +132,20 @@ class Finetuning:
             raise RunError(f"{min(changed)} cannot be set: the model is that of the pre-trained run")
         replace(pretrained, accumulation=1).with_overrides(self.settings)
 
-    def config(self, pretrained: RunConfig, data: LabelledTexts | XtremeData, seed: int) -> RunConfig:
+    def config(self, pretrained: RunConfig, data: Any, seed: int) -> RunConfig:
         """The settings of one run.
 
         Raises:
             RunError: a setting that does not exist or is out of range.
         """
         self.check(pretrained)
-        batch_size = convert(self.settings.get("batch_size", self._batch_size(data.name)), int, "setting batch_size")
+        usual = self.kind.defaults(data.name)
+        batch_size = convert(self.settings.get("batch_size", usual.batch_size), int, "setting batch_size")
         steps = self.steps
         if steps is None:
-            usual = {**EPOCHS, **XTREME_EPOCHS}.get(data.name, 3)
-            epochs = usual if self.epochs is None else self.epochs
+            epochs = usual.epochs if self.epochs is None else self.epochs
             steps = max(1, round(epochs * -(-len(data.splits["train"]) // max(1, batch_size))))
-        length = self.length or (512 if not self.is_crosslingual else 384 if data.name in QUESTIONS else 128)
+        length = self.length or usual.length
         base = RunConfig(
             model=pretrained.model,
             data=self.task,
@@ -149,7 +158,7 @@ class Finetuning:
             eval_segment_length=length,
             eval_memory_length=0,
             eval_top_k=pretrained.eval_top_k,
-            train_top_k=self.train_top_k or (pretrained.train_top_k if self.is_crosslingual else "N"),
+            train_top_k=self.train_top_k or usual.train_top_k or pretrained.train_top_k,
             learning_rate=1e-4,
             clip_norm=0.25,
             precision=pretrained.precision,
@@ -157,30 +166,12 @@ class Finetuning:
             imports=pretrained.imports,
             checkpoint_every=min(CHECKPOINT_EVERY, max(1, steps // 2)),
             keep_checkpoints=1,
-            preset="finetune",
+            preset=self.preset or "finetune",
         )
-        if self.is_crosslingual:
-            base = base.with_overrides(self._xtreme(data.name, steps))
-        overridden = base.with_overrides(self.settings)
+        overridden = base.with_overrides({**usual.settings(steps, self.preset), **self.settings})
         if overridden.choose != "last" and not overridden.validate_every:
             overridden = replace(overridden, validate_every=max(1, -(-steps // VALIDATIONS)))
         return overridden
-
-    def _batch_size(self, name: str) -> int:
-        return 32 if self.is_crosslingual else BATCH_SIZE.get(name, 16)
-
-    def _xtreme(self, name: str, steps: int) -> dict[str, Any]:
-        """The settings of XTREME's scripts, with their learning rate or one for small encoders."""
-        questions, papers = name in QUESTIONS, self.preset == "finetune-xmoe"
-        return {
-            "lr_schedule": "linear",
-            "decay": "decoupled",
-            "clip_norm": 1.0,
-            "learning_rate": (3e-5 if questions else 2e-5) if papers else SMALL_RATE.get(name, 5e-4),
-            "warmup_steps": (500 if papers else steps // 10) if questions else 0,
-            "weight_decay": 1e-4 if questions else 0.0,
-            "preset": self.preset or "finetune",
-        }
 
     def for_router(self, router: str) -> Finetuning:
         """The same for a row of a comparison: without what a dense baseline does not have."""

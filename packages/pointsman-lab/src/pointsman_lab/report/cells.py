@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._values import finite
-from pointsman_lab.registry import OLDEST, trains
+from pointsman_lab.registry import OLDEST, entries, trains
 from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
 from pointsman_lab.report.settings import deviations, named
 from pointsman_lab.report.tables import Cell
 from pointsman_lab.report.task_table import pretrained_of
-from pointsman_lab.report.xtreme_table import TASKS as XTREME_TASKS
-from pointsman_lab.report.xtreme_table import average
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman_lab.runs.record import RunRecord, read_object, read_run
 
@@ -78,6 +77,23 @@ def averages(
                 if mean is not None:
                     found.setdefault((i, j), {})[seed] = mean
     return found
+
+
+def average(figures: Sequence[tuple[str, float | None]]) -> float | None:
+    """The mean over tasks of each task's mean: a question task counts (F1 + EM) / 2.
+
+    Args:
+        figures: (task, figure) of each column.
+
+    Returns:
+        None where a figure is missing.
+    """
+    tasks: dict[str, list[float]] = {}
+    for task, figure in figures:
+        if figure is None:
+            return None
+        tasks.setdefault(task, []).append(figure)
+    return statistics.fmean(map(statistics.fmean, tasks.values())) if tasks else None
 
 
 def figure(run: RunRecord, table: PublishedTable, line: Line, column: Column) -> float | None:
@@ -169,7 +185,7 @@ def setting(run: RunRecord, table: PublishedTable) -> str:
     if (run.path / FINETUNE).is_file():
         preset = run.path.parent.name
         tasks = {column.task for column in table.columns if column.task}
-        if len(tasks) > 1 and tasks <= set(XTREME_TASKS):  # a row for all tasks
+        if len(tasks) > 1 and any(tasks <= set(entry.together) for entry in entries()):  # a row for all tasks
             return _setting_of_all_tasks(run, table)
     told = preset if steps is None else f"{preset}, {steps:,} steps"
     if data := trains(run.family or OLDEST).data_of(run):

@@ -22,7 +22,6 @@ from pointsman_lab.report.consistency import consistency
 from pointsman_lab.report.diagnosed import diagnosis_grid
 from pointsman_lab.report.inside import inside
 from pointsman_lab.report.tables import Cell, ComparisonTable
-from pointsman_lab.report.xtreme_table import XtremeTable
 from pointsman_lab.runs.comparison import Comparison, read
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
         **context(comparison, table, data, [title for each in added for title in each.titles]),
         added=added,
         consistency=agreed,
-        totals=[table.grid() for table in XtremeTable.all(comparison)],
+        totals=[table.grid() for entry in entries() for table in entry.tables(comparison)],
         **found,
     )
 

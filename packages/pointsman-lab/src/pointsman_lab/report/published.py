@@ -60,7 +60,7 @@ class Column:
         shift: of a run on images: "clean", its own test images, or a kind of `evaluate RUN --robust`.
         layer: for a quantity of one router, counted from 0.
         language: the figure is that of this language (of translation: of the source).
-        quantity: "value" (the table's metric), "entropy", "exact_match", "f1_xtreme", "average" (`xtreme_table.average`
+        quantity: "value" (the table's metric), "entropy", "exact_match", "f1_xtreme", "average" (`cells.average`
             of the other columns), "imbalance" (of the expert loads of a run on images), one of `COUNTED`, or "none":
             not in any run directory.
     """

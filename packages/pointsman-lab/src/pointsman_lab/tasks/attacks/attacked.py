@@ -16,14 +16,15 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.routing import Routing
 from pointsman_lab.data import EvalStream, Vocabulary
 from pointsman_lab.data.catalog import Level
-from pointsman_lab.data.task_streams import Encoded, collate, cut, end_mark
-from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.task_streams import Encoded, collate
 from pointsman_lab.data.vocabulary import IdArray
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
-from pointsman_lab.evaluation.tasks import evaluate_task
 from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked, attack_texts
+from pointsman_lab.tasks.classification.data import Examples
+from pointsman_lab.tasks.classification.evaluation import evaluate_task
+from pointsman_lab.tasks.classification.task import cut, end_mark
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, MarkedText, evaluate
 
 ROUTING_TOKENS = 512

@@ -56,8 +56,9 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
 def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -> tuple[dict[str, Any], str]:
     """The record of one run, and its file's name."""
-    from pointsman_lab.finetuning.run import is_finetuned, load_finetuned, task_data
+    from pointsman_lab.finetuning.run import is_finetuned, load_finetuned
     from pointsman_lab.tasks.attacks.runs import finetuned_under_attack, run_under_attack
+    from pointsman_lab.tasks.classification.task import texts_of
     from pointsman_lab.training.run import load_run
 
     kind = (values.attack or "clean").lower()
@@ -72,7 +73,7 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
             watch=display, stop=stop,
         )  # fmt: skip
         name = f"attacks-{kind}" if values.attack else "evaluation-task"
-        return record, name + (f"-{values.split}" if values.split and values.split != task_data(saved).reported else "")
+        return record, name + (f"-{values.split}" if values.split and values.split != texts_of(saved).reported else "")
     if kind not in ("word", "char"):
         raise RunError(
             f"--attack {values.attack}: for a language model allowed are word and char (recipes need a classifier): "

@@ -10,12 +10,13 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, read_whole_json, write_whole
-from pointsman_lab.finetuning.run import load_finetuned, task_data
+from pointsman_lab.finetuning.run import load_finetuned
 from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs, run_path, slug
 from pointsman_lab.tasks.attacks.attacks import Attack
 from pointsman_lab.tasks.attacks.runs import Budget, finetuned_under_attack, run_under_attack
+from pointsman_lab.tasks.classification.task import texts_of
 from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
 from pointsman_lab.training.run import load_run
 
@@ -70,7 +71,7 @@ def comparison_under_attack(
         attacked: Callable[..., dict[str, Any]]
         if variant is not None:
             asked |= {"budget": tokens, "fingerprint": run.finetuning.get("fingerprint")}
-            if split and split != task_data(run).reported:
+            if split and split != texts_of(run).reported:
                 asked["split"] = split
                 name += f"-{split}" if place == 1 else ""
             attacked = partial(finetuned_under_attack, split=split)

@@ -9,12 +9,8 @@ from typing import Any, Literal
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.ops.kernels import using
-from pointsman_lab.data.task_streams import encode_examples
 from pointsman_lab.data.vocabulary import IdArray
 from pointsman_lab.evaluation.passes import EvaluationContext
-from pointsman_lab.evaluation.tasks import evaluate_task
-from pointsman_lab.finetuning.classification import Classification
-from pointsman_lab.finetuning.run import task_data
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.progress import Progress, Stop
@@ -28,6 +24,8 @@ from pointsman_lab.tasks.attacks.attacked import (
 )
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked
 from pointsman_lab.tasks.attacks.text_attack import recipe_attack
+from pointsman_lab.tasks.classification.evaluation import evaluate_task
+from pointsman_lab.tasks.classification.task import Classification, encode_examples, texts_of
 from pointsman_lab.tasks.language_modelling.evaluation import evaluate
 from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol
 from pointsman_lab.training.run import Run
@@ -107,7 +105,7 @@ def finetuned_under_attack(
     Raises:
         RunError: the task has no such part.
     """
-    task, config = task_data(run), run.config
+    task, config = texts_of(run), run.config
     split = split or task.reported
     if split not in task.splits:
         raise RunError(f"the task {task.name} has no {split} part; it has: {', '.join(task.splits)}")

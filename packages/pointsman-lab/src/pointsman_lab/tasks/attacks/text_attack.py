@@ -14,10 +14,11 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman.control import set_top_k
 from pointsman.diagnostics.observe import evaluating
 from pointsman_lab.data import Vocabulary
-from pointsman_lab.data.task_streams import collate, encode_examples
-from pointsman_lab.data.tasks import Examples
+from pointsman_lab.data.task_streams import collate
 from pointsman_lab.evaluation.passes import eval_top_k
 from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.tasks.classification.data import Examples
+from pointsman_lab.tasks.classification.task import encode_examples
 
 
 class Scorer:

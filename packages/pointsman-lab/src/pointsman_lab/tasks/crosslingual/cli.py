@@ -14,9 +14,9 @@ from pointsman_lab.cli.progress import Display, stop_on_signals
 def is_crosslingual_run(run: Path) -> bool:
     """Whether this is the directory of a run fine-tuned on one of XTREME's tasks."""
     from pointsman._files import read_whole_json
-    from pointsman_lab.data.multilingual.splits import is_crosslingual
+    from pointsman_lab.tasks.crosslingual.xtreme import XTREME
 
-    return is_crosslingual(str((read_whole_json(run / "finetune.json") or {}).get("task", "")))
+    return str((read_whole_json(run / "finetune.json") or {}).get("task", "")).partition(":")[0] in XTREME
 
 
 def evaluate(values: argparse.Namespace, device: str) -> int:
@@ -32,7 +32,6 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
     with Display() as display, stop_on_signals() as stop:
         saved = load_finetuned(values.run, device=device, note=display.note)
         task = finetuned_task(saved)
-        assert task is not None, "is_crosslingual_run"
         record, file, config = evaluated(saved, task, values, changes, display, stop)
     split = values.split or task.reported_split(config)
     if split == "test":

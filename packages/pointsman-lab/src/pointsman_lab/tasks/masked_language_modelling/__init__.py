@@ -29,14 +29,22 @@ class MaskedLanguageModelling(TaskEntry):
         return EncoderConfig
 
     def open(self, config: Any, progress: Any = None, vocabulary: Any = None) -> Any:
-        from pointsman_lab.training.masked_language_modelling import MaskedLanguageModelling as Task
+        from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling as Task
 
         return Task.open(config, progress, vocabulary)
 
     def vocabulary(self, text: str) -> Any:
-        from pointsman_lab.data.multilingual.pieces import Pieces
+        from pointsman_lab.data.pieces import Pieces
 
         return Pieces.from_json(text)
+
+    def sentences(self, spec: str) -> Any:
+        if spec.partition(":")[0] not in ("xtreme-text", "multilingual"):
+            return None
+        from pointsman_lab.data.catalog import data_folder
+        from pointsman_lab.tasks.masked_language_modelling.text import read_text
+
+        return read_text(spec, data_folder())
 
     def data_of(self, run: Any) -> str:
         return str(run.config["data"]).rpartition("/")[2].partition(":")[0]

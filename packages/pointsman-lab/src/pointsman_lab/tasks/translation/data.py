@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.data.download import DataProgress, from_address
-from pointsman_lab.data.multilingual.blocks import learn_pieces
-from pointsman_lab.data.multilingual.formats import find_file, read_lines
-from pointsman_lab.data.multilingual.pieces import END, Pieces
-from pointsman_lab.data.multilingual.sentences import MultilingualText
+from pointsman_lab.data.pieces import END, MultilingualText, Pieces, learn_pieces
+from pointsman_lab.data.reading import find_file, read_lines
 
 MULTI30K_PAGE = (
     "https://raw.githubusercontent.com/multi30k/dataset/a3d2e0d26b56f3846f66a952536ffed4e401d05a/data/task1/raw"

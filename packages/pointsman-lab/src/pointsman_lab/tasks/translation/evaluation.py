@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import needing
-from pointsman_lab.data.multilingual.pieces import END, START, Pieces
+from pointsman_lab.data.pieces import END, START, Pieces
 from pointsman_lab.data.task_streams import PADDING
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
 from pointsman_lab.models.memory import Memory

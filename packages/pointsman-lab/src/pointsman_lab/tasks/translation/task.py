@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
-from pointsman_lab.data.multilingual.pieces import START, Pieces
+from pointsman_lab.data.pieces import START, Pieces
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext

@@ -1,0 +1,237 @@
+"""Pieces of words: a vocabulary trained by SentencePiece on the text at hand (Kudo 2018, unigram model).
+
+Ids are in XLM-R's order: 0 `<s>`, 1 `<pad>`, 2 `</s>`, 3 `<unk>`, then the pieces; `<mask>` is one of them. Training is
+single-threaded: the same text always gives the same pieces, which several threads do not promise.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pointsman._errors import RunError, needing
+
+START, PAD, END, UNKNOWN = 0, 1, 2, 3
+MASK = "<mask>"
+_TRAINING_CHARACTERS = 2_000_000
+
+
+class Pieces:
+    """A SentencePiece model.
+
+    Args:
+        model: the content of a SentencePiece model file.
+
+    Raises:
+        RunError: it is no such file, or its special pieces stand elsewhere.
+    """
+
+    level = "piece"
+
+    def __init__(self, model: bytes) -> None:
+        processor = sentencepiece_library().SentencePieceProcessor()
+        try:
+            processor.LoadFromSerializedProto(model)
+        except (RuntimeError, TypeError) as error:
+            raise RunError(f"not a SentencePiece model: {error}") from None
+        special = (processor.bos_id(), processor.pad_id(), processor.eos_id(), processor.unk_id())
+        if special != (START, PAD, END, UNKNOWN) or processor.piece_to_id(MASK) == UNKNOWN:
+            raise RunError(
+                f"the SentencePiece model has <s>, <pad>, </s>, <unk> at {special} and needs them at (0, 1, 2, 3), "
+                f"with a piece {MASK}"
+            )
+        self.model = model
+        self._processor = processor
+
+    @cached_property
+    def symbols(self) -> tuple[str, ...]:
+        """What id 0, 1, … stand for."""
+        return tuple(self._processor.id_to_piece(index) for index in range(self.size))
+
+    @property
+    def size(self) -> int:
+        """V, the number of ids."""
+        return int(self._processor.get_piece_size())
+
+    @cached_property
+    def mask_id(self) -> int:
+        return int(self._processor.piece_to_id(MASK))
+
+    @cached_property
+    def special(self) -> NDArray[np.bool_]:
+        """[V], True for ids that are no text: `<s>`, `<pad>`, `</s>`, `<mask>`."""
+        special = np.zeros(self.size, dtype=np.bool_)
+        special[[START, PAD, END, self.mask_id]] = True
+        return special
+
+    @cached_property
+    def characters(self) -> NDArray[np.int64]:
+        """[V], how many characters of text a piece stands for: a space is one, `<unk>` is one, special pieces none."""
+        lengths = np.array([len(symbol) for symbol in self.symbols], dtype=np.int64)
+        lengths[self.special] = 0
+        lengths[UNKNOWN] = 1
+        return lengths
+
+    @cached_property
+    def digest(self) -> str:
+        """64 bits in hexadecimal that tell models apart."""
+        return hashlib.sha256(self.model).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces) and self.model == other.model
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Pieces(size={self.size}, digest={self.digest!r})"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Ids [n], without `<s>` and `</s>`."""
+        return np.asarray(self._processor.encode(text, out_type=int), dtype=np.int64)
+
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids [n], and where each piece starts and ends in `text` [n, 2], in characters.
+
+        The offsets are those of the original text, not of the normalised one: spans of answers need them.
+        """
+        found = self._processor.encode(text, return_type="offset_mapping")
+        ids, offsets = found["ids"], found["offsets"]
+        return np.asarray(ids, dtype=np.int64), np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; special pieces have none."""
+        return str(self._processor.decode([int(index) for index in ids]))
+
+    def to_json(self) -> str:
+        """One line of JSON that `from_json` reads, the model in base64."""
+        return json.dumps({"level": self.level, "model": base64.b64encode(self.model).decode("ascii")})
+
+    @classmethod
+    def from_json(cls, text: str) -> Pieces:
+        """The pieces that `to_json` wrote.
+
+        Raises:
+            RunError: a text that holds no SentencePiece model.
+        """
+        try:
+            data = json.loads(text)
+            model = base64.b64decode(data["model"], validate=True)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"not a vocabulary of pieces: {error}") from None
+        return cls(model)
+
+
+@dataclass(frozen=True)
+class MultilingualText:
+    """Sentences by language; an empty one ends a document.
+
+    Attributes:
+        name: for tables.
+        train: language -> sentences.
+        valid: language -> sentences, of those languages that have a validation part of their own.
+        note: what was left out, for the protocol line.
+    """
+
+    name: str
+    train: Mapping[str, tuple[str, ...]]
+    valid: Mapping[str, tuple[str, ...]]
+    note: str = ""
+
+
+def shares(sizes: Mapping[str, int], exponent: float) -> dict[str, float]:
+    """Sampling shares p_l ~ (n_l / sum n)^a (Conneau and Lample 2019): a = 1 as they are, a = 0 all alike.
+
+    Raises:
+        RunError: an exponent below 0 or above 1.
+    """
+    if not 0 <= exponent <= 1:
+        raise RunError(f"sampling exponent {exponent}: allowed are numbers from 0 to 1")
+    total = sum(sizes.values())
+    weights = {language: (size / total) ** exponent for language, size in sizes.items()}
+    return {language: weight / sum(weights.values()) for language, weight in weights.items()}
+
+
+def learn_pieces(text: MultilingualText, size: int, *, exponent: float = 0.7, seed: int = 0) -> Pieces:
+    """Trains pieces on 2 million characters, drawn over the languages with this exponent.
+
+    Raises:
+        RunError: as `train_pieces`, with the text's name.
+    """
+    characters = {language: sum(map(len, sentences)) for language, sentences in text.train.items()}
+    chosen: list[str] = []
+    for number, (language, share) in enumerate(shares(characters, exponent).items()):
+        sentences = [sentence for sentence in text.train[language] if sentence]
+        order = np.random.Generator(np.random.Philox(key=[seed, number])).permutation(len(sentences))
+        budget = share * _TRAINING_CHARACTERS
+        for index in order:
+            if budget <= 0:
+                break
+            chosen.append(sentences[index])
+            budget -= len(sentences[index])
+    try:
+        return train_pieces(sorted(chosen), size)
+    except RunError as error:
+        raise RunError(f"{text.name}: {error}") from None
+
+
+def train_pieces(sentences: Iterable[str], size: int, *, coverage: float = 0.9995) -> Pieces:
+    """Trains a unigram model of `size` pieces; the same sentences in the same order give the same model.
+
+    Args:
+        sentences: the text to learn from, one sentence each.
+        size: V, special pieces included.
+        coverage: share of the characters in the text that the pieces must cover.
+
+    Raises:
+        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
+    """
+    if size < 16:
+        raise RunError(f"{size} pieces: at least 16 are needed")
+    return Pieces(
+        train_model(
+            sentences, size, coverage=coverage, normalization_rule_name="nmt_nfkc", bos_id=START, pad_id=PAD,
+            eos_id=END, unk_id=UNKNOWN, user_defined_symbols=[MASK],
+        )
+    )  # fmt: skip
+
+
+def train_model(sentences: Iterable[str], size: int, *, coverage: float, **options: Any) -> bytes:
+    """Trains a unigram model; the content of a SentencePiece model file. `options` are SentencePiece's.
+
+    Raises:
+        RunError: too little text for so many pieces, or fewer pieces than the text has characters.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece_library().SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences), model_writer=model, vocab_size=size, model_type="unigram",
+            character_coverage=coverage, num_threads=1, minloglevel=2, **options,
+        )  # fmt: skip
+    except RuntimeError as error:
+        told = str(error)
+        if few := re.search(r"required_chars\. \d+ vs (\d+)", told):
+            reason = f"its characters need at least {few[1]}"
+        elif many := re.search(r"too high .* value <= (\d+)", told):
+            reason = f"it gives at most {many[1]}"
+        else:
+            reason = told.rpartition("] ")[2].strip() or told
+        raise RunError(f"{size} pieces cannot be trained on this text: {reason}") from None
+    return model.getvalue()
+
+
+def sentencepiece_library() -> Any:
+    """The module `sentencepiece`; RunError if it is not installed."""
+    with needing("pieces need sentencepiece", "text"):
+        import sentencepiece
+    return sentencepiece

@@ -1,0 +1,245 @@
+"""Learning a task from pre-trained weights: what all such tasks share, and how far the routing moved meanwhile."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman._errors import RunError
+from pointsman.control import freeze, named_routers, record_routing, set_top_k
+from pointsman.diagnostics.change import Fluctuation
+from pointsman.diagnostics.diagnose import Batch
+from pointsman.diagnostics.observe import evaluating
+from pointsman_lab.data.streams import IGNORE
+from pointsman_lab.data.task_streams import Encoded, eval_batches
+from pointsman_lab.finetuning.settings import Defaults, Finetuning
+from pointsman_lab.models.config import build_model
+from pointsman_lab.runs.checkpoints import CheckpointError
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import autocast
+from pointsman_lab.training.task import Observed, Task
+
+EXAMPLES = 256
+TOP_K = 2
+
+
+class FineTuning(Task):
+    """A task that is learned from pre-trained weights; `TaskEntry.fine_tuning` returns the class.
+
+    Args:
+        data: what is learned.
+        settings: of the fine-tuning.
+        vocabulary: of the pre-trained run.
+        weights: of the pre-trained model; None = fresh ones.
+    """
+
+    may_choose = True
+
+    def __init__(self, data: Any, settings: Finetuning, vocabulary: Any, weights: Mapping[str, Tensor] | None) -> None:
+        self.data = data
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.weights = weights
+        self.fingerprint = f"{data.fingerprint}-{vocabulary.digest}"
+
+    @classmethod
+    def find(cls, spec: str) -> None:
+        """Refuses a task that does not exist, without reading it.
+
+        Args:
+            spec: as `--task` names it.
+
+        Raises:
+            RunError: no such task, file or folder.
+        """
+
+    @classmethod
+    @abstractmethod
+    def read(cls, spec: str) -> Any:
+        """The task's data: an object with `name`, `classes`, `splits` (with "train"), `description` (the protocol
+        line), `reported` (the judged part) and `fingerprint`.
+
+        Raises:
+            RunError: they are missing or damaged.
+        """
+
+    @classmethod
+    def path(cls, spec: str) -> str:
+        """A spec without its options: its last part names the folders of runs."""
+        return spec
+
+    @classmethod
+    def defaults(cls, name: str) -> Defaults:
+        """What a fine-tuning on data of this name has unless it is told otherwise."""
+        return Defaults()
+
+    @classmethod
+    @abstractmethod
+    def model(cls, config: RunConfig, name: str, classes: int, settings: Finetuning) -> nn.Module:
+        """The model of a task of this name with fresh weights; its attribute `backbone` is the pre-trained one."""
+
+    def remarks(self, config: RunConfig) -> list[str]:
+        """What a user must know before the run."""
+        return []
+
+    @abstractmethod
+    def truncated(self, config: RunConfig) -> dict[str, int]:
+        """Part -> how many texts were cut."""
+
+    @abstractmethod
+    def read_again(self, config: RunConfig) -> Encoded:
+        """The texts on which the routing is compared with the pre-trained model's."""
+
+    @abstractmethod
+    def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
+        """What an evaluation of a part reads, by group: languages, or one group.
+
+        Raises:
+            RunError: no such part.
+        """
+
+    def check(self, config: RunConfig) -> None:
+        self.batches(config, torch.device("cpu"))
+
+    def build_model(self, config: RunConfig) -> nn.Module:
+        """Pre-trained weights, a fresh head, frozen parts, the balance loss's weight."""
+        model = self.model(config, self.data.name, len(self.data.classes), self.settings)
+        return from_pretrained(model, self.settings, self.weights)
+
+    def reported_split(self, config: RunConfig) -> str:
+        return str(self.data.reported)
+
+    def observed(self, config: RunConfig, split: str, tokens: int | None, device: torch.device) -> Observed:
+        """The rows that an evaluation of this part scores."""
+        parts = self.rows(replace(config, eval_tokens=tokens), split)
+        batches = [
+            Batch(one.tokens, one.labels, one.tokens >= 0, number)
+            for number, encoded in enumerate(parts.values())
+            for one in eval_batches(encoded, config.eval_batch_size, device)
+        ]
+
+        def read(model: nn.Module, batch: Batch) -> Tensor:
+            assert batch.targets is not None
+            with autocast(config, device):
+                logits = model(batch.inputs).float()
+            targets = batch.targets[:, : logits.shape[1]] if logits.dim() > batch.targets.dim() else batch.targets
+            return F.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+            )
+
+        read_tokens = sum(int((one.inputs >= 0).sum()) for one in batches)
+        protocol = {"data": self.data.description, "split": split, "tokens": read_tokens}
+        return Observed(batches, len(batches), lambda: read, protocol, tuple(parts))
+
+    def further_results(self, model: Any, config: RunConfig) -> dict[str, Any]:
+        """How far the routing moved from the pre-trained model's."""
+        if self.weights is None or not any(True for _ in named_routers(model)):
+            return {}
+        change = {"change_from_pretrained": change_from(self.weights, model, self.read_again(config))}
+        return change | unchanged(model, self.settings, self.weights)
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        """How the figures came about, for the tables."""
+        settings, data = self.settings, self.data
+        return {
+            "task": data.description,
+            "fingerprint": data.fingerprint,
+            "split": self.reported_split(config),
+            "length": config.segment_length,
+            "truncated": self.truncated(config),
+            "pooling": settings.pooled,
+            "trained_with_k": config.train_top_k,
+            "frozen": list(settings.freeze),
+            "balance": settings.balance,
+            "from_scratch": settings.from_scratch,
+            "steps": config.steps,
+            "checkpoint_rule": checkpoint_rule(config),
+        }
+
+
+def checkpoint_rule(config: RunConfig) -> str:
+    """Which weights are evaluated, in words."""
+    return "the last step" if config.choose == "last" else "the best step on held-out rows of training"
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def from_pretrained(model: Model, settings: Finetuning, weights: Mapping[str, Tensor] | None) -> Model:
+    """A model with the pre-trained weights in its `backbone`, frozen parts and the balance loss's weight.
+
+    Raises:
+        CheckpointError: the weights belong to another model.
+        RunError: a role that the model does not have.
+    """
+    if weights is not None:
+        try:
+            model.backbone.load_state_dict(weights)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise CheckpointError(f"the pre-trained weights do not fit: {str(error).splitlines()[-1]}") from None
+    set_balance(model, settings.balance)
+    if settings.freeze:
+        try:
+            freeze(model, *settings.freeze)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    return model
+
+
+def unchanged(model: Any, settings: Finetuning, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Compares what was frozen with the pre-trained weights bit by bit.
+
+    Returns:
+        {"frozen": {"roles", "tensors": how many were frozen, "changed": names of those that differ}}; {} if nothing was
+        frozen.
+    """
+    if not settings.freeze:
+        return {}
+    found = [name for name, parameter in model.backbone.named_parameters() if not parameter.requires_grad]
+    own = model.backbone.state_dict()
+    changed = [name for name in found if not torch.equal(own[name].cpu(), weights[name].cpu())]
+    return {"frozen": {"roles": list(settings.freeze), "tensors": len(found), "changed": changed}}
+
+
+def set_balance(model: nn.Module, balance: float | None) -> None:
+    """Gives every router's balance loss this weight; None leaves them as they are."""
+    if balance is not None:
+        for _, router in named_routers(model):
+            router.balance = balance
+
+
+@torch.no_grad()
+def change_from(weights: Mapping[str, Tensor], model: Any, encoded: Encoded) -> dict[str, Any]:
+    """Routing fluctuation between the pre-trained model and the fine-tuned one, on the same texts at k = 2.
+
+    Args:
+        weights: of the pre-trained language model.
+        model: fine-tuned from it.
+        encoded: texts; the first 256 are read.
+
+    Returns:
+        {"top_k", "examples", "layers": {layer: what `Fluctuation` gives}}; padding is left out.
+    """
+    device = next(model.parameters()).device
+    before = build_model(model.config)
+    before.load_state_dict(weights)
+    before.to(device)
+    top_k = min(TOP_K, model.config.num_experts)
+    part = encoded.first(EXAMPLES)
+    layers = {name: Fluctuation() for name, _ in named_routers(before)}
+    with evaluating(model, 0), evaluating(before, 0), set_top_k(model, top_k), set_top_k(before, top_k):
+        for batch in eval_batches(part, 32, device):
+            mask = batch.tokens >= 0
+            with record_routing(before) as one, record_routing(model.backbone) as two:
+                before.encode(batch.tokens.clamp_min(0), padding_mask=mask)
+                model.backbone.encode(batch.tokens.clamp_min(0), padding_mask=mask)
+            for name, fluctuation in layers.items():
+                fluctuation.update(one[name], two[name], mask.reshape(-1))
+    results = {name: fluctuation.result() for name, fluctuation in layers.items()}
+    return {"top_k": top_k, "examples": len(part), "layers": results}

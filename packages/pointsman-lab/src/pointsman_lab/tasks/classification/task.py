@@ -1,0 +1,201 @@
+"""Classification of texts: examples as token ids, and the task that a pre-trained language model learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pointsman._errors import RunError
+from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.data.task_streams import Encoded, TaskStream
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
+from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.finetuning.run import finetuned_task
+from pointsman_lab.finetuning.settings import Defaults, Finetuning
+from pointsman_lab.finetuning.task import FineTuning
+from pointsman_lab.models.classifier import Classifier
+from pointsman_lab.models.memory import Memory
+from pointsman_lab.tasks.classification.data import Examples, LabelledTexts, find_task, load_task, parse_task
+from pointsman_lab.tasks.classification.evaluation import evaluate_task
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.objectives import Objective, Outcome, objective_of
+from pointsman_lab.training.run import Run
+from pointsman_lab.training.task import Batches
+
+
+class Classification(FineTuning):
+    """Learns to classify texts.
+
+    Args:
+        reported: the part that is judged; None: as in `data`.
+    """
+
+    data: LabelledTexts
+    vocabulary: Vocabulary
+
+    def __init__(
+        self,
+        data: LabelledTexts,
+        settings: Finetuning,
+        vocabulary: Vocabulary,
+        weights: Mapping[str, Tensor] | None,
+        *,
+        reported: str | None = None,
+    ) -> None:
+        if not isinstance(vocabulary, Vocabulary):
+            raise RunError(f"the task {data.name} is for language models; encoders learn XTREME's tasks")
+        super().__init__(data, settings, vocabulary, weights)
+        self.reported = reported or data.reported
+        self._encoded: dict[tuple[str, int], Encoded] = {}
+
+    @classmethod
+    def find(cls, spec: str) -> None:
+        find_task(spec, data_dir=data_folder())
+
+    @classmethod
+    def read(cls, spec: str) -> LabelledTexts:
+        return load_task(spec, data_dir=data_folder())
+
+    @classmethod
+    def path(cls, spec: str) -> str:
+        return parse_task(spec)[0]
+
+    @classmethod
+    def defaults(cls, name: str) -> Defaults:
+        """HyperRouter's (Section 4.1, Table A2): all experts chosen, length 512, batch 16 (IMDB: 4), 3 epochs
+        (BANKING77: 15)."""
+        return Defaults(batch_size=4 if name == "imdb" else 16, epochs=15 if name == "banking77" else 3)
+
+    @classmethod
+    def model(cls, config: RunConfig, name: str, classes: int, settings: Finetuning) -> Classifier:
+        return Classifier(
+            config.model, classes, pooling=settings.pooled, dropout=settings.head_dropout, seed=config.seed
+        )
+
+    def encoded(self, split: str, length: int) -> Encoded:
+        """The examples of a part, cut to `length` tokens."""
+        if (split, length) not in self._encoded:
+            self._encoded[split, length] = encode_examples(self.data.splits[split], self.vocabulary, length)
+        return self._encoded[split, length]
+
+    def scored(self, split: str, config: RunConfig) -> Encoded:
+        """The examples of a part that an evaluation reads: all, or what `eval_tokens` allows."""
+        encoded = self.encoded(split, config.segment_length)
+        return encoded if config.eval_tokens is None else encoded.take(encoded.within(config.eval_tokens))
+
+    def remarks(self, config: RunConfig) -> list[str]:
+        """What a user must know before the run."""
+        data, found = self.data, []
+        for split in ("train", self.reported):
+            if cut := self.encoded(split, config.segment_length).truncated:
+                texts = len(data.splits[split])
+                found.append(f"{data.name} {split}: {cut:,} of {texts:,} texts cut to {config.segment_length} tokens")
+        if scored := self.protocol(config).get("scored"):
+            found.append(f"{data.name} {self.reported}: accuracy is that of {scored}")
+        return found
+
+    def batches(self, config: RunConfig, device: torch.device) -> Batches:
+        return TaskStream(self.encoded("train", config.segment_length), config.batch_size, config.seed, device)
+
+    def objective(self, model: Any, config: RunConfig) -> Objective:
+        return objective_of(model, label_loss, label_logits, label_smoothing=config.label_smoothing)
+
+    def validation_split(self, config: RunConfig) -> str | None:
+        return self.data.watched
+
+    def reported_split(self, config: RunConfig) -> str:
+        return self.reported
+
+    def evaluate(
+        self, model: Any, config: RunConfig, split: str, top_k: Sequence[int], context: EvaluationContext
+    ) -> list[dict[str, Any]]:
+        return evaluate_task(
+            model, self.scored(split, config), split=split, top_k=top_k, batch_size=config.eval_batch_size,
+            how=context,
+        )  # fmt: skip
+
+    def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
+        if split not in self.data.splits:
+            raise RunError(f"the task {self.data.name} has no {split} part; it has: {', '.join(self.data.splits)}")
+        return {"": self.scored(split, config)}
+
+    def truncated(self, config: RunConfig) -> dict[str, int]:
+        parts = ("train", self.reported)
+        return {split: self.encoded(split, config.segment_length).truncated for split in parts}
+
+    def read_again(self, config: RunConfig) -> Encoded:
+        return self.encoded(self.reported, config.segment_length)
+
+    def is_current(self, record: Mapping[str, Any] | None, config: RunConfig) -> bool:
+        scored = (record or {}).get("protocol", {}).get("scored")
+        return super().is_current(record, config) and scored == self.protocol(config).get("scored")
+
+    def protocol(self, config: RunConfig) -> dict[str, Any]:
+        read, every = len(self.scored(self.reported, config)), len(self.data.splits[self.reported])
+        scored = {} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}
+        return {**super().protocol(config), **scored}
+
+
+def texts_of(run: Run) -> LabelledTexts:
+    """The data of a run fine-tuned to classify texts.
+
+    Raises:
+        RunError: the task's files are gone or have changed, or it learned another kind of task.
+    """
+    data = finetuned_task(run).data
+    if not isinstance(data, LabelledTexts):
+        raise RunError(f"{run.path} was fine-tuned on {data.name}: attacks are for classifiers of single texts")
+    return data
+
+
+def label_loss(model: Classifier, inputs: Tensor, labels: Tensor, memory: Memory | None, length: int) -> Outcome:
+    """Mean cross-entropy of the labels."""
+    loss = F.cross_entropy(model(inputs).float(), labels)
+    return Outcome(loss, loss.detach(), None)
+
+
+def label_logits(model: Classifier, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
+    """[B, C]."""
+    return model(inputs), None
+
+
+def encode_examples(examples: Examples, vocabulary: Vocabulary, max_length: int) -> Encoded:
+    """Encodes texts and appends an end mark; a text longer than `max_length` with its mark is truncated at the end.
+
+    A classifier uses the hidden state at the mark (`end_mark`).
+
+    Raises:
+        RunError: `max_length` is below 2, or a text is empty in this vocabulary.
+    """
+    if max_length < 2:
+        raise RunError(f"length {max_length}: at least 2 tokens are needed, a text and its end mark")
+    mark = end_mark(vocabulary)
+    rows, unknown, truncated = [], 0, 0
+    for text in examples.texts:
+        ids, missed = vocabulary.encode_compact(text)
+        unknown += missed
+        rows.append(cut(ids, mark, max_length))
+        truncated += len(ids) + len(mark) > max_length
+        if not len(ids):
+            raise RunError(f"the text {text[:40]!r} is empty in this vocabulary")
+    return Encoded(tuple(rows), np.array(examples.labels, dtype=np.int64), truncated, unknown)
+
+
+def end_mark(vocabulary: Vocabulary) -> IdArray:
+    """The ids that end a text: a newline (`<eos>` at word level), else a space, else `<unk>`; never none."""
+    for text in ("\n", " "):
+        ids, missed = vocabulary.encode_compact(text)
+        if len(ids) and not missed:
+            return ids
+    last = vocabulary.unknown_id  # None of bytes, which have a stand-in
+    return vocabulary.encode_compact("\n")[0] if last is None else np.array([last], dtype=vocabulary.dtype)
+
+
+def cut(ids: IdArray, mark: IdArray, max_length: int) -> IdArray:
+    """`ids` and the end mark, in at most `max_length` tokens."""
+    return np.concatenate([ids[: max_length - len(mark)], mark])

@@ -1,0 +1,164 @@
+"""Files of the cross-lingual tasks: pairs of sentences, tagged words, questions with answers; plain or .gz.
+
+Every mistake names the file, and the line or the question's id.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import parse_json
+from pointsman_lab.data.reading import read_lines, reading
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sentences and their class.
+
+    Attributes:
+        row: its place in the file; None where rows of one place are no translations of each other.
+    """
+
+    first: str
+    second: str
+    label: str
+    row: int | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """The words of a sentence and a tag for each."""
+
+    words: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question on a passage.
+
+    Attributes:
+        answers: (text, where it starts in `context`), the first one is trained on; all count in evaluation.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[tuple[str, int], ...]
+
+
+def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
+    """Rows `sentence<TAB>sentence<TAB>label`, without a header (XTREME's XNLI and PAWS-X).
+
+    Quotes are text, as XTREME's own reader takes them: PAWS-X keeps those that its script's CSV writer added.
+
+    Raises:
+        RunError: a row of another width, a label that is not one of `labels`, or no row.
+    """
+    pairs: list[Pair] = []
+    for number, line in read_lines(file):
+        row = line.split("\t")
+        if len(row) == 2:
+            raise RunError(f"{file}: line {number} has no label: an unlabelled part cannot be evaluated")
+        if len(row) != 3:
+            raise RunError(f"{file}: line {number} has {len(row)} columns; sentence, sentence, label are expected")
+        if row[2] not in labels:
+            raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
+        pairs.append(Pair(row[0], row[1], row[2], len(pairs)))
+    _check_some(pairs, file, "row")
+    return pairs
+
+
+def read_tagged(file: Path, tags: Sequence[str]) -> list[Tagged]:
+    """Sentences of `word<TAB>tag` lines with an empty line after each (WikiAnn), or of CoNLL-U (`.conllu`).
+
+    A prefix `LANG:` of WikiAnn's raw release is taken off. CoNLL-U: FORM and UPOS; multi-word tokens, empty nodes and
+    comments are passed over.
+
+    Raises:
+        RunError: a line of another form, or a tag that is not one of `tags`.
+    """
+    conllu = ".conllu" in file.name
+    sentences: list[Tagged] = []
+    words: list[str] = []
+    found: list[str] = []
+    for number, line in read_lines(file):
+        if not line.strip():
+            if words:
+                sentences.append(Tagged(tuple(words), tuple(found)))
+                words, found = [], []
+            continue
+        if conllu and line.startswith("#"):
+            continue
+        row = line.split("\t")
+        if len(row) != (10 if conllu else 2):
+            raise RunError(f"{file}: line {number} has {len(row)} columns; {10 if conllu else 2} are expected")
+        if conllu and not row[0].isdecimal():
+            continue
+        word, tag = (row[1], row[3]) if conllu else row
+        prefix, colon, rest = word.partition(":")
+        if not conllu and colon and rest and file.name.partition(".")[0].endswith(f"-{prefix}"):
+            word = rest
+        if tag not in tags:
+            raise RunError(f"{file}: line {number}: unknown tag {tag!r}: {did_you_mean(tag, tags)}")
+        words.append(word)
+        found.append(tag)
+    if words:
+        sentences.append(Tagged(tuple(words), tuple(found)))
+    return sentences
+
+
+def read_questions(file: Path) -> list[Question]:
+    """Questions in SQuAD's form (XQuAD, MLQA, TyDiQA-GoldP).
+
+    Raises:
+        RunError: other JSON, or no question; an answer that is empty, or does not stand where its offset says: named
+            by its id.
+    """
+    with reading(file):
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    try:
+        data = parse_json(raw.decode("utf-8-sig"))
+        questions = [
+            _question(file, paragraph["context"], item)
+            for article in data["data"]
+            for paragraph in article["paragraphs"]
+            for item in paragraph["qas"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{file}: not in SQuAD's form ({_reason(error)})") from None
+    _check_some(questions, file, "question")
+    return questions
+
+
+def _check_some(items: Sequence[object], file: Path, what: str) -> None:
+    if not items:
+        raise RunError(f"{file} has no {what}")
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _question(file: Path, context: str, item: Mapping[str, Any]) -> Question:
+    name = item["id"]
+    try:
+        question = str(item["question"])
+        answers = tuple((str(answer["text"]), int(answer["answer_start"])) for answer in item["answers"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise RunError(f"{file}: question {name!r} is not in SQuAD's form ({_reason(error)})") from None
+    for text, start in answers:
+        if not text:
+            raise RunError(f"{file}: question {name!r} has an empty answer: it cannot be evaluated")
+        if start < 0 or context[start : start + len(text)] != text:
+            raise RunError(f"{file}: the answer of question {name!r} does not stand at character {start}")
+    if not answers:
+        raise RunError(f"{file}: question {name!r} has no answer")
+    return Question(str(name), context, question, answers)

@@ -1,0 +1,136 @@
+"""The data of a cross-lingual task: English rows to train on, and a test part in every language."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
+from pointsman_lab.tasks.crosslingual.hub import fetch_task
+from pointsman_lab.tasks.crosslingual.xtreme import (
+    XTREME,
+    Item,
+    components,
+    hashed,
+    load_task,
+    task_folder,
+)
+
+ENGLISH = "en"
+TRAINED_ON = {"xquad": "tydiqa", "mlqa": "tydiqa"}
+"""Tasks without a training part of their own: SQuAD is not at hand."""
+
+VALIDATION = 20  # one English training row in so many, by a hash of its text, is held out
+
+
+@dataclass(frozen=True)
+class XtremeData:
+    """A task's rows.
+
+    Attributes:
+        name: the task. kind: "pairs", "tags" or "questions". classes: its labels or tags; none for questions.
+        splits: "train" and "valid", both English.
+        tests: language -> the reported items. groups: of these items (`parallel_groups`).
+        description: the protocol line.
+    """
+
+    name: str
+    kind: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Sequence[Item]]
+    tests: Mapping[str, Sequence[Item]]
+    groups: Mapping[str, Sequence[str]]
+    description: str
+
+    reported = "test"
+    watched = "valid"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A 64-bit hash (hexadecimal) of all rows."""
+        found = hashlib.sha256(repr(self.classes).encode())
+        for name, items in (*self.splits.items(), *self.tests.items()):
+            found.update(repr((name, len(items))).encode())
+            for item in items:
+                found.update(repr(item).encode())
+        return found.hexdigest()[:16]
+
+
+def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
+    """`TASK[:languages=en+de]`; a task that the data folder lacks is fetched from the Hugging Face hub into it.
+
+    Raises:
+        RunError: no data folder, an unknown language or option, files that are missing or damaged.
+    """
+    name, _, rest = spec.partition(":")
+    key, _, wanted = rest.partition("=")
+    if rest and (key != "languages" or not wanted):
+        raise RunError(f"task {spec!r}: unknown option {key!r}: allowed is languages=en+de")
+    if data_dir is None:
+        raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
+    task = XTREME[name]
+    trained_on = TRAINED_ON.get(name, name)
+    for one in (trained_on, name):
+        if task_folder(one, data_dir) is None:
+            fetch_task(one, data_dir / XTREME[one].folder)
+    rows = load_task(trained_on, data_dir, "train").get(ENGLISH, [])
+    tests = load_task(name, data_dir, "test")
+    if not any(tests.values()):
+        raise RunError(f"the task {name}: {task_folder(name, data_dir)} has no test part in any language")
+    chosen = wanted.split("+") if wanted else sorted(tests, key=lambda language: (language != ENGLISH, language))
+    for language in chosen:
+        if language not in tests:
+            raise RunError(f"task {spec!r}: no test part in {language!r}: {did_you_mean(language, tests)}")
+        if not tests[language]:
+            raise RunError(f"the task {name}: the test part in {language!r} is empty in {task_folder(name, data_dir)}")
+    held = [hashed(f"valid {group}") % VALIDATION == 0 for group in groups_of(rows)]
+    splits = {
+        "train": [row for row, out in zip(rows, held, strict=True) if not out],
+        "valid": [row for row, out in zip(rows, held, strict=True) if out],
+    }
+    if not splits["train"] or not splits["valid"]:
+        raise RunError(f"the task {name}: too few English rows to train on ({len(rows)}) in {data_dir}")
+    sizes = ", ".join(f"{language} {len(tests[language]):,}" for language in chosen)
+    groups = parallel_groups(tests)
+    return XtremeData(
+        name, task.kind, task.labels, splits, {language: tests[language] for language in chosen},
+        {language: groups[language] for language in chosen},
+        f"{name}: {task.protocol}; English: train {len(splits['train']):,}, valid {len(splits['valid']):,}; "
+        f"test: {sizes}",
+    )  # fmt: skip
+
+
+def groups_of(items: Sequence[Item]) -> list[str]:
+    """For each item a name of what it must not be separated from, and is resampled with.
+
+    Pairs that share a sentence, questions on one passage, tagged sentences of the same words.
+    """
+    pairs = [(item.first, item.second) for item in items if isinstance(item, Pair)]
+    if pairs:
+        return components(pairs)
+    return [item.context if isinstance(item, Question) else " ".join(item.words) for item in items]  # type: ignore[union-attr]
+
+
+def original(item: Item) -> int | str | None:
+    """What an item and its translations have in common: the row of a pair, the id of a question; None of words."""
+    if isinstance(item, Tagged):
+        return None
+    return item.id if isinstance(item, Question) else item.row
+
+
+def parallel_groups(tests: Mapping[str, Sequence[Item]]) -> dict[str, list[str]]:
+    """language -> `groups_of` its items, where a translation is in the group of its English item.
+
+    Two pairs may share a sentence in English and none in a translation. Without English the first language decides.
+    """
+    first = tests.get(ENGLISH) or next(iter(tests.values()))
+    names = dict(zip(map(original, first), groups_of(first), strict=True))
+    names.pop(None, None)
+    return {
+        language: [names.get(original(item), own) for item, own in zip(items, groups_of(items), strict=True)]
+        for language, items in tests.items()
+    }

@@ -1,0 +1,255 @@
+"""Multilingual text: sentences in documents, a part for training and one for validation, language by language.
+
+- `multilingual:PATH`: a folder with `LANG.txt[.gz]`, one sentence a line, an empty line after a document; or with
+  `LANG/train.txt[.gz]` and `LANG/valid.txt[.gz]`.
+- `xtreme-text`: the training parts of the tasks in the data folder. A sentence that equals a sentence of any reported
+  part (after NFKC) is left out, so that no reported text is in the pre-training text.
+
+What was read, cut into pieces and packed into blocks is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import unicodedata
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import user_cache_folder, write_whole
+from pointsman_lab.data.catalog import data_folder
+from pointsman_lab.data.download import DataProgress
+from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
+from pointsman_lab.data.reading import find_file, read_lines
+from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, texts
+from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
+
+FORMAT = 3
+
+
+def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
+    """Reads `multilingual:PATH[:languages=en+de]` or `xtreme-text[:languages=en+de]`.
+
+    Raises:
+        RunError: no such folder, a language without text, an unknown option.
+    """
+    check_spec(spec, data_dir)
+    body, _, option = spec.partition(":languages=")
+    wanted = tuple(filter(None, option.split("+")))
+    if body == "xtreme-text":
+        assert data_dir is not None, "check_spec"
+        text = _xtreme_text(data_dir)
+    else:
+        text = _folder(Path(body.partition(":")[2]).expanduser())
+    for language in wanted:
+        if language not in text.train:
+            raise RunError(f"data {spec!r}: no text in {language!r}: {did_you_mean(language, text.train)}")
+    kept = wanted or tuple(text.train)
+    return MultilingualText(
+        f"{text.name}:languages={'+'.join(wanted)}" if wanted else text.name,
+        {language: text.train[language] for language in sorted(kept)},
+        {language: text.valid[language] for language in sorted(kept) if language in text.valid},
+        text.note,
+    )
+
+
+def check_spec(spec: str, data_dir: Path | None) -> None:
+    """Refuses a spec that names no multilingual text, without reading it.
+
+    Raises:
+        RunError: another form, no data folder, or no such folder.
+    """
+    body = spec.partition(":languages=")[0]
+    kind, colon, path = body.partition(":")
+    if body == "xtreme-text":
+        if data_dir is None or not data_dir.is_dir():
+            raise RunError("xtreme-text is made from the tasks in the data folder: set POINTSMAN_DATA")
+    elif kind != "multilingual" or not colon:
+        raise RunError(
+            f"data {spec!r}: a masked language model reads multilingual:PATH or xtreme-text; "
+            f"{did_you_mean(kind, ['multilingual', 'xtreme-text'])}"
+        )
+    elif not Path(path).expanduser().is_dir():
+        raise RunError(f"there is no folder {path}")
+
+
+def _folder(folder: Path) -> MultilingualText:
+    train: dict[str, tuple[str, ...]] = {}
+    valid: dict[str, tuple[str, ...]] = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and (file := find_file(entry, "train.txt")):
+            train[entry.name] = _sentences(file)
+            if own := find_file(entry, "valid.txt"):
+                valid[entry.name] = _sentences(own)
+        elif entry.is_file() and entry.name.removesuffix(".gz").endswith(".txt"):
+            train[entry.name.partition(".")[0]] = _sentences(entry)
+    if not train:
+        raise RunError(f"{folder} holds no text: LANG.txt, LANG.txt.gz or LANG/train.txt is expected")
+    for part, of in (("text", train), ("text for validation", valid)):
+        for language, sentences in of.items():
+            if not any(sentences):
+                raise RunError(f"{folder}: the language {language!r} has no {part}")
+    return MultilingualText(folder.name, train, valid)
+
+
+def _sentences(file: Path) -> tuple[str, ...]:
+    return tuple(" ".join(line.split()) for _, line in read_lines(file))
+
+
+def normal(sentence: str) -> str:
+    """The form in which sentences are compared: NFKC, one space between words, case kept."""
+    return " ".join(unicodedata.normalize("NFKC", sentence).split())
+
+
+def reported_sentences(data_dir: Path) -> set[str]:
+    """Every sentence of every part that some task or translation reports, in its `normal` form."""
+    found: set[str] = set()
+    for name, task in XTREME.items():
+        if (data_dir / task.folder).is_dir():
+            for items in load_task(name, data_dir, "test").values():
+                found.update(normal(text) for item in items for text in texts(item))
+    for file in sorted((data_dir / "multi30k").glob("*")):
+        if not file.name.startswith("train."):
+            found.update(normal(line) for _, line in read_lines(file))
+    for file in sorted((data_dir / "ud").glob("*.conllu*")):
+        if "-train." not in file.name:  # the raw text, too: `texts` has its words with a space between
+            found.update(normal(text) for text in _treebank(file))
+    return found
+
+
+def _treebank(file: Path) -> Iterable[str]:
+    return (line.removeprefix("# text = ") for _, line in read_lines(file) if line.startswith("# text = "))
+
+
+def _xtreme_text(data_dir: Path) -> MultilingualText:
+    reported = reported_sentences(data_dir)
+    found: dict[str, list[str]] = {}
+    dropped = 0
+
+    def add(language: str, sentences: Iterable[str], *, documents: bool = False) -> None:
+        nonlocal dropped
+        own = found.setdefault(language, [])
+        for sentence in sentences:
+            text = normal(sentence)
+            if text in reported:
+                dropped += 1
+            elif text:
+                own.append(text)
+                if documents:
+                    own.append("")
+        own.append("")
+
+    first: dict[str, str] = {}
+    for name, task in XTREME.items():
+        first.setdefault(task.folder, name)  # a folder's text once
+    for folder, name in first.items():
+        if (data_dir / folder).is_dir() and folder != "ud":
+            for language, items in load_task(name, data_dir, "train").items():
+                once = dict.fromkeys(text for item in items for text in texts(item))
+                add(language, once, documents=XTREME[name].kind == "questions")
+    for language, stem in (("en", "en_ewt"), ("fr", "fr_sequoia")):
+        if file := find_file(data_dir / "ud", f"{stem}-ud-train.conllu"):
+            add(language, _treebank(file))
+    for file in sorted((data_dir / "multi30k").glob("train.*")):
+        add(file.name.split(".")[1], (line for _, line in read_lines(file)))
+    if not found:
+        raise RunError(f"{data_dir} holds none of the tasks that xtreme-text is made from: {', '.join(XTREME)}")
+    note = f"training parts of the tasks; {dropped:,} sentences that some task reports were left out"
+    return MultilingualText("xtreme-text", {language: tuple(found[language]) for language in sorted(found)}, {}, note)
+
+
+def open_blocks(
+    spec: str,
+    *,
+    length: int,
+    size: int = 8192,
+    exponent: float = 0.7,
+    pieces: Pieces | None = None,
+    progress: DataProgress | None = None,
+) -> PackedText:
+    """`--data xtreme-text` or `multilingual:PATH` in blocks of `length` pieces; POINTSMAN_DATA names the data folder.
+
+    Args:
+        spec: as `read_text` takes it.
+        size: number of pieces to learn.
+        exponent: of the languages' shares in the text that the pieces are learned from.
+        pieces: those of a trained run; None: learned from the text.
+        progress: called as progress(what, done, total).
+
+    Raises:
+        RunError: as `read_text`, `learn_pieces` and `pack_text`.
+    """
+    data_dir = data_folder()
+    check_spec(spec, data_dir)
+    how = [FORMAT, spec, length, pieces.digest if pieces else [size, exponent], list(_files(spec, data_dir))]
+    key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:24]
+    file = user_cache_folder() / "blocks" / f"{key}.npz"
+    if (found := _read(file)) is not None:
+        return found
+
+    def report(what: str, done: int) -> None:
+        if progress:
+            progress(f"{what} {spec.partition(':')[0]}", done, 3)
+
+    report("reading", 0)
+    text = read_text(spec, data_dir)
+    report("learning pieces of", 1)
+    pieces = pieces or learn_pieces(text, size, exponent=exponent)
+    report("packing", 2)
+    packed = pack_text(text, pieces, length)
+    report("packing", 3)
+    try:
+        write_whole(file, _written(packed))
+    except RunError as error:
+        warnings.warn(f"{error}: the blocks are made anew each time", stacklevel=2)
+    return packed
+
+
+def _files(spec: str, data_dir: Path | None) -> Iterator[tuple[str, int, int]]:
+    """(path, size, time) of every file that the text comes from."""
+    body = spec.partition(":languages=")[0]
+    if body == "xtreme-text":
+        assert data_dir is not None, "check_spec"
+        folders = sorted({task.folder for task in XTREME.values()} | {"multi30k"})
+        files = [file for name in folders for file in sorted((data_dir / name).glob("*"))]
+    else:
+        files = sorted(Path(body.partition(":")[2]).expanduser().rglob("*.txt*"))
+    for file in files:
+        status = file.stat()
+        yield str(file.resolve()), status.st_size, status.st_mtime_ns
+
+
+def _written(packed: PackedText) -> bytes:
+    about = {"name": packed.name, "note": packed.note, "cut": packed.cut, "unknown": packed.unknown}
+    arrays: dict[str, Any] = {
+        "about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8),
+        "pieces": np.frombuffer(packed.pieces.model, dtype=np.uint8),
+    }
+    for part, blocks in (("train", packed.train), ("valid", packed.valid)):
+        arrays |= {f"{part}.{language}": each for language, each in blocks.items()}
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()
+
+
+def _read(file: Path) -> PackedText | None:
+    """What `_written` wrote; None where there is none, or where it is damaged (the archive has checksums)."""
+    try:
+        with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            parts: dict[str, dict[str, Any]] = {"train": {}, "valid": {}}
+            for name in arrays.files:
+                part, dot, language = name.partition(".")
+                if dot:
+                    parts[part][language] = arrays[name]
+            pieces = Pieces(arrays["pieces"].tobytes())
+            return PackedText(pieces, parts["train"], parts["valid"], **about)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, RunError):
+        return None

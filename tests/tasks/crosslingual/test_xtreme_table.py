@@ -1,0 +1,180 @@
+"""XTREME's total table and X-MoE's tables beside it, from invented fine-tunings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman_lab.report.language_table import LanguageTable, Line
+from pointsman_lab.report.metrics import metric
+from pointsman_lab.report.paper import paper_tables
+from pointsman_lab.report.published import open_paper
+from pointsman_lab.report.tables import Cell
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.tasks.crosslingual.table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
+from tests.lab.report.fixtures import dump, write_comparison, write_run
+from tools.results.measures import Measure
+
+ROUTERS = ("switch", "xmoe")
+
+
+def test_the_rule_gives_the_five_published_averages() -> None:
+    table = open_paper("x-moe").tables[0]
+    assert [column.name for column in table.columns] == [*COLUMNS, AVERAGE]
+    assert len(table.lines) == 5
+    for line in table.lines:
+        *figures, printed = line.values
+        assert round(average([(c.task, v) for c, v in zip(table.columns, figures, strict=False)]), 1) == printed  # type: ignore[arg-type]
+    assert average([("a", 1.0), ("a", 3.0), ("b", 5.0)]) == 3.5
+    assert average([("a", 1.0), ("b", None)]) is None
+    translated = open_paper("x-moe").tables[3]
+    for line in translated.lines:
+        *figures, printed = line.values
+        assert average([(c.name, v) for c, v in zip(translated.columns, figures, strict=False)]) == pytest.approx(
+            printed, abs=0.06
+        )
+
+
+def tuned(run: Path, variant: str, router: str, seed: int, value: float, **about: Any) -> None:
+    """A finished fine-tuning with invented figures."""
+    path = run / "finetune" / variant / f"seed-{seed}"
+    path.mkdir(parents=True)
+    task = variant.partition(",")[0]
+    dump(path / "config.json", {"format": 1, "model": {"router": router, "num_experts": 8}, "data": task, "steps": 9,
+                                "seed": seed, "preset": "finetune"})  # fmt: skip
+    dump(path / "finetune.json", {"format": 1, "task": task, "freeze": [], "balance": None, "classes": [],
+                                  "head_dropout": 0.1, "pooling": "first", "from_scratch": False, **about})  # fmt: skip
+    row = {"split": "test", "top_k": 1, "metric": "f1" if task in ("panx", "tydiqa", "xquad", "mlqa") else "accuracy",
+           "value": value, "exact_match": value - 0.2, "f1_xtreme": value + 0.1, "routers": {}}  # fmt: skip
+    protocol = {"task": task, "split": "test", "from_scratch": False, "steps": 9, "balance": None, "frozen": [],
+                "trained_with_k": "1", "pooling": "first", "length": 128, "truncated": {}}  # fmt: skip
+    dump(path / "evaluation.json", {"format": 1, "checkpoint": "step-9", "protocol": protocol, "results": [row],
+                                    "router_parameters": 1, "parameters": 2, "step_seconds": 1.0})  # fmt: skip
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    path = tmp_path / "comparison"
+    write_comparison(path, ROUTERS, (0, 1))
+    plan = json.loads((path / "comparison.json").read_text())
+    for router in ROUTERS:
+        for seed in (0, 1):
+            run = next(run for key, run in read_comparison(path).runs.items() if key == (router, seed)).path
+            for place, task in enumerate(TASKS if (router, seed) != ("xmoe", 1) else TASKS[:-1]):
+                tuned(run, task, router, seed, 0.5 + 0.01 * place + 0.02 * seed + 0.1 * (router == "xmoe"))
+    assert plan["routers"] == list(ROUTERS)
+    return path
+
+
+def test_all_tasks_and_their_average(comparison: Path) -> None:
+    [table] = XtremeTable.all(read_comparison(comparison))
+    assert list(table.lines) == [("switch", 1), ("xmoe", 1)]
+    one = table.lines["switch", 1]
+    assert one["POS F1"].values == pytest.approx({0: 0.6, 1: 0.62})
+    assert one["XQuAD EM"].values == pytest.approx({0: 0.32, 1: 0.34})
+    by_hand = (0.6 + 0.51 + (0.52 + 0.32) / 2 + (0.53 + 0.33) / 2 + (0.54 + 0.34) / 2 + 0.55 + 0.56) / 7
+    assert one[AVERAGE].values == pytest.approx({0: by_hand, 1: by_hand + 0.02})
+    assert list(table.lines["xmoe", 1][AVERAGE].values) == [0]  # the other seed lacks a task
+    files = table.write(comparison)
+    assert [file.name for file in files] == ["xtreme.txt", "xtreme.csv", "xtreme.md", "xtreme.tex"]
+    assert "+10.0" in files[0].read_text()
+    assert f"{100 * by_hand + 1:.1f} ± 1.4" in files[2].read_text()
+    assert f"switch,1,{AVERAGE},{by_hand + 0.01}"[:24] in files[1].read_text()
+
+
+def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
+    line = Line("switch", 1, {"en": Cell({0: 0.61}), "de": Cell({0: 0.57})})
+    floors = {"en": ("majority", 0.5), "de": ("majority", 0.5)}
+    table = LanguageTable("xtreme-xnli", metric("accuracy"), "", ["en", "de"], [line], floors, {"en": 0.05, "de": 0.05})
+    figures, floor, errors = table.grid().rows
+    assert [cell.endswith(" °") for cell in figures[1:]] == [False, True]
+    assert (floor[0], errors[0]) == ("floor", "standard error over items")
+    assert "not above its floor by two standard errors" in table.caption
+
+
+def test_the_papers_first_table_has_one_row_of_ours_with_its_average(comparison: Path) -> None:
+    table = paper_tables(comparison, "x-moe").tables[0]
+    [setting] = table.ours
+    assert setting.startswith("tiny, 400 steps, fine-tuned")
+    assert setting.endswith("(not the paper's setting)")
+    cells = table.ours[setting]
+    place = len(table.published.columns) - 1
+    assert len(cells[1, place].values) == 2
+    assert len(cells[2, place].values) == 1
+    assert cells[1, 0].mean == pytest.approx(0.61)  # POS F1
+
+
+def test_tables_3_and_6_are_filled_by_freezing_and_balance(tmp_path: Path) -> None:
+    routers = ("xmoe:gate=sigmoid", "xmoe:gate=sigmoid:routing_dim=full")
+    write_comparison(tmp_path / "c", routers, (0,))
+    for (router, seed), run in read_comparison(tmp_path / "c").runs.items():
+        for task in ("xnli", "mlqa"):
+            both = {"freeze": ["router", "experts"]}
+            tuned(run.path, f"{task},freeze=router+experts,balance=0.01", router, seed, 0.6, **both, balance=0.01)
+            tuned(run.path, f"{task},freeze=router+experts,balance=0.1", router, seed, 0.5, **both, balance=0.1)
+            tuned(run.path, f"{task},balance=0.01", router, seed, 0.7, balance=0.01)
+    tables = {one.published.number: one for one in paper_tables(tmp_path / "c", "x-moe").tables}
+    third = tables["Table 3"]
+    mine = next(found for name, found in third.ours.items() if "balance=0.01" in name)
+    assert mine[0, 0].mean == mine[1, 0].mean == 0.6  # frozen, both routers
+    assert mine[3, 0].mean == 0.7  # free
+    assert mine[0, 2].mean == pytest.approx(0.4)  # MLQA's exact match
+    [(name, sixth)] = [(name, found) for name, found in tables["Table 6"].ours.items() if "freeze" in name]
+    assert "balance" not in name
+    assert [sixth[line, 0].mean for line in (2, 3)] == [0.6, 0.5]
+    assert (0, 0) not in sixth
+    text = paper_tables(tmp_path / "c", "x-moe").text()
+    assert "71.93" in text
+    assert "ours: tiny, 400 steps, fine-tuned freeze=router+experts" in text
+
+
+def test_translation_is_taken_by_language_and_at_the_k_of_training(tmp_path: Path) -> None:
+    languages = [column.language for column in open_paper("x-moe").tables[3].columns if column.language]
+    write_comparison(tmp_path / "c", ("switch", "xmoe"), (0,), metric="bleu")
+    for (router, _), run in read_comparison(tmp_path / "c").runs.items():
+        config, record = (json.loads((run.path / name).read_text()) for name in ("config.json", "evaluation.json"))
+        names = languages if router == "switch" else languages[1:]
+        config |= {"data": f"parallel:/data/wmt10:from={'+'.join(names)}:to=en", "train_top_k": "2"}
+        for row in record["results"]:
+            values = {name: {"value": 10.0 * row["top_k"] + place} for place, name in enumerate(names)}
+            row |= {"metric": "bleu", "languages": values}
+        dump(run.path / "config.json", config)
+        dump(run.path / "evaluation.json", record)
+    table = paper_tables(tmp_path / "c", "x-moe").tables[3]
+    [cells] = table.ours.values()
+    assert cells[1, 0].mean == 20.0
+    assert cells[1, 9].mean == 24.0  # nine languages
+    assert cells[2, 1].mean == 20.0
+    assert (2, 0) not in cells
+    assert (2, 9) not in cells
+    seventh = next(one for one in open_paper("x-moe").tables if one.number == "Table 7")
+    assert seventh.trained_k
+
+
+def test_claims_measure_nats_and_transfer(comparison: Path) -> None:
+    for path in (comparison / "runs").rglob("evaluation.json"):
+        record = json.loads(path.read_text())
+        for row in record["results"]:
+            row |= {"nats": 6.0, "transfer": row["value"] / 2}
+        dump(path, record)
+    read = read_comparison(comparison)
+    assert Measure("nats", 1).of(read, "xmoe") == {0: 6.0, 1: 6.0}
+    whole, away = (Measure(name, 1, task="panx").of(read, "xmoe") for name in ("accuracy", "transfer"))
+    assert whole.keys() == {0, 1}
+    assert away == pytest.approx({seed: value / 2 for seed, value in whole.items()})
+
+
+def test_a_model_without_routers_has_one_figure_for_every_k(comparison: Path) -> None:
+    plan = json.loads((comparison / "comparison.json").read_text())
+    dump(comparison / "comparison.json", plan | {"routers": [*plan["routers"], "plain"]})
+    run = comparison / "runs/plain/seed-0"
+    write_run(run, "plain", 0, top_k=(8,), values={8: 3.0})
+    record = json.loads((run / "evaluation.json").read_text())
+    record["results"] = [row | {"nats": 2.5, "routers": {}} for row in record["results"]]
+    dump(run / "evaluation.json", record | {"router_parameters": None})
+    read = read_comparison(comparison)
+    assert (Measure("nats", 1).of(read, "plain"), Measure("quality", 1).of(read, "plain")) == ({0: 2.5}, {0: 3.0})
+    assert Measure("quality", 3).of(read, "xmoe") == {}

@@ -1,0 +1,236 @@
+"""Masked language modelling from a folder of text to a table, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sentencepiece")
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
+from pointsman_lab.models.encoder import EncoderConfig
+from pointsman_lab.runs.directory import RunDirectory
+from pointsman_lab.tasks.masked_language_modelling import evaluation as masked_language_model
+from pointsman_lab.tasks.masked_language_modelling import text as texts
+from pointsman_lab.tasks.masked_language_modelling.blocks import Masking
+from pointsman_lab.tasks.masked_language_modelling.evaluation import evaluate_masked, masked_batches
+from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling
+from pointsman_lab.tasks.masked_language_modelling.text import open_blocks
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.run import load_run
+from pointsman_lab.training.state import TrainingState
+from pointsman_lab.training.task import pretraining_task
+from pointsman_lab.training.trainer import train
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text in two languages."""
+    made = tmp_path_factory.mktemp("texts")
+    for seed, (language, count) in enumerate((("aa", 1600), ("bb", 900))):
+        draw = random.Random(seed)
+        words = ["".join(draw.choices("abcdefghijklmno", k=draw.randint(2, 7))) for _ in range(80)]
+        lines = [" ".join(draw.choices(words, k=draw.randint(3, 12))) + "." for _ in range(count)]
+        (made / f"{language}.txt").write_text("\n".join(lines))
+    return made
+
+
+@pytest.fixture
+def masked(folder: Path) -> Callable[..., RunConfig]:
+    """masked(router, key=value) -> settings of a run of 6 short steps."""
+
+    def make(router: str = "smoe:balance=0.01", **changes: Any) -> RunConfig:
+        model = EncoderConfig(
+            vocab_size=200, num_layers=2, dim=16, num_heads=2, head_dim=8, hidden_dim=24, num_experts=4, router=router,
+            moe_layers="after:1", norm="pre", dropout=0.0, attention_dropout=0.0, max_length=32,
+        )  # fmt: skip
+        config = RunConfig.of(
+            model=model, data=f"multilingual:{folder}", steps=6, batch_size=8, segment_length=32, memory_length=0,
+            eval_batch_size=16, eval_tokens=1024, valid_tokens=1024, train_top_k="2", pieces=150, learning_rate=3e-3,
+            validate_every=3, checkpoint_every=3, keep_checkpoints=3, log_every=1,
+        )  # fmt: skip
+        return config.with_overrides(changes)
+
+    return make
+
+
+Make = Callable[..., RunConfig]
+
+
+def test_a_run_is_judged_by_language_and_resumes_bit_for_bit(masked: Make, tmp_path: Path) -> None:
+    config = masked()
+    result = train(config, tmp_path / "whole")
+    first = result.evaluation["results"][0]
+    assert [row["top_k"] for row in result.evaluation["results"]] == [1, 2, 4]
+    assert (first["split"], first["metric"]) == ("valid", "perplexity")
+    assert set(first["languages"]) == {"aa", "bb"}
+    assert 0 < first["nats_per_character"] < first["nats"]
+    assert "masked" in result.evaluation["protocol"]
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-6")
+    (tmp_path / "cut/evaluation.json").unlink()
+    again = train(config, tmp_path / "cut", resume=True)
+    assert again.evaluation["results"] == result.evaluation["results"]
+    one, two = ((tmp_path / name / "checkpoints/step-6/model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == two
+    assert train(config, tmp_path / "cut", resume=True).already_finished
+
+
+def test_a_saved_run_is_evaluated_on_its_own_and_on_other_text(
+    masked: Make, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(masked(), tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert RunDirectory(tmp_path / "run").vocabulary() == run.vocabulary
+    other = f"multilingual:{folder}:languages=bb"
+    assert main(["evaluate", str(tmp_path / "run"), "--data", other, "--top-k", "1"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    assert set(run.task(other).text.valid) == {"bb"}  # type: ignore[attr-defined]
+    assert main(["evaluate", str(tmp_path / "run"), "--split", "test"]) == 2
+    assert "allowed is valid" in capsys.readouterr().err
+
+
+def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Path) -> None:
+    import json
+
+    from pointsman.diagnostics.summary import summary
+    from pointsman_lab.diagnosis import Settings, diagnose_path
+    from pointsman_lab.report.samples import collect_samples
+
+    train(masked("xmoe"), tmp_path / "run")
+    found = diagnose_path(tmp_path / "run", settings=Settings(tokens=600))
+    [layer] = found["layers"].values()
+    assert found["groups"] == ["aa", "bb"]
+    assert layer["group"]["ids"] == 2  # I(expert; language)
+    assert layer["collapse"]["value"] > 0
+    assert [row["checkpoint"] for row in found["history"]] == ["step-3"]
+    assert 0 <= found["history"][0]["layers"]["inserted.moe"]["fluctuation"]["top1"] <= 1
+    assert "I(expert; language)" in summary(found)
+    file = collect_samples(tmp_path / "run", tokens=128, method="pca")
+    assert file is not None
+    sample = json.loads(file.read_text())
+    assert (sample["split"], sample["level"]) == ("valid", "piece")
+    assert [row["step"] for row in sample["history"]["checkpoints"]] == [3, 6]
+    assert len(sample["tokens"]) > 32
+
+
+def test_perplexity_is_that_of_the_logits(masked: Make) -> None:
+    config = masked()
+    task = pretraining_task(config)
+    assert isinstance(task, MaskedLanguageModelling)
+    config = task.prepared(config)
+    model, text = task.build_model(config).eval(), task.text
+    shares = {"aa": 0.25, "bb": 0.75}
+    [result] = evaluate_masked(model, text, shares, top_k=[2], batch_size=16)
+    nats, letters = {}, {}
+    for language in shares:
+        found, characters = [], 0
+        for batch in masked_batches(text, 8, "cpu"):
+            if batch.language == language:
+                for row, target in zip(batch.inputs, batch.targets, strict=True):
+                    at = target >= 0
+                    logits = model(row[row >= 0][None])[0][at[row >= 0]]
+                    found.append(torch.nn.functional.cross_entropy(logits.double(), target[at], reduction="none"))
+                    characters += int(text.pieces.characters[target[at].numpy()].sum())
+        nats[language] = float(torch.cat(found).detach().mean())
+        letters[language] = characters / len(torch.cat(found))
+        assert result["languages"][language]["nats"] == pytest.approx(nats[language], rel=1e-5)
+    pooled = sum(shares[one] * nats[one] for one in shares)
+    assert result["nats"] == pytest.approx(pooled, rel=1e-5)
+    assert result["value"] == pytest.approx(torch.tensor(pooled).exp().item(), rel=1e-4)
+    expected = pooled / sum(shares[one] * letters[one] for one in shares)
+    assert result["nats_per_character"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_of_which_nothing_is_masked_has_no_figure(masked: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = masked()
+    task = pretraining_task(config)
+    assert isinstance(task, MaskedLanguageModelling)
+    model, text = task.build_model(task.prepared(config)), task.text
+    monkeypatch.setattr(masked_language_model, "SCORED", Masking(rate=0.0))
+    with pytest.raises(RunError, match="none of its tokens is masked"):
+        evaluate_masked(model, text, {"aa": 0.5, "bb": 0.5}, top_k=[2], batch_size=16)
+
+
+def test_micro_batches_count_by_their_targets(masked: Make) -> None:
+    """The gradient of 4 micro-batches with different numbers of targets is that of the whole batch."""
+    gradients = []
+    for accumulation in (1, 4):
+        config = masked("plain", accumulation=accumulation)
+        task = pretraining_task(config)
+        state = TrainingState(task.prepared(config), task, torch.device("cpu"))
+        state.model.train()
+        batches = state._micro_batches()
+        assert accumulation == 1 or len({int((targets >= 0).sum()) for _, targets in batches}) > 1
+        gradients.append(_gradient(state))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def _gradient(state: TrainingState) -> torch.Tensor:
+    passed = state._forward_and_backward(2, state._micro_batches(), None)
+    every = [parameter.grad.flatten() for parameter in state.parameters.values() if parameter.grad is not None]
+    return torch.cat([passed.figures[:1], *every])
+
+
+def test_routers_of_a_comparison_see_the_same_masks(masked: Make, tmp_path: Path) -> None:
+    from pointsman_lab.progress import Quiet
+    from pointsman_lab.report.tables import ComparisonTable
+
+    class Watcher:
+        def begins(self, *_: object) -> None: ...
+        def ended(self, *_: object) -> None: ...
+
+    plan = Plan(masked(steps="2"), ("plain", "xmoe", "thor"), (0,))
+    compare(plan, tmp_path / "out", progress=Quiet(), watcher=Watcher())
+    text = ComparisonTable.read(tmp_path / "out").text()
+    assert "perplexity on the valid split" in text
+    task = pretraining_task(plan.base)
+    one, two = (task.batches(plan.config(router, 0), torch.device("cpu")).batch(3) for router in plan.routers[:2])
+    assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
+def test_blocks_are_cached_and_a_damaged_cache_is_made_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = open_blocks(f"multilingual:{folder}", length=32, size=150)
+    [file] = (tmp_path / "pointsman/blocks").iterdir()
+    with monkeypatch.context() as within:
+        within.setattr(texts, "read_text", None)
+        again = open_blocks(f"multilingual:{folder}", length=32, size=150)
+    assert (again.fingerprint, again.note, again.description) == (made.fingerprint, made.note, made.description)
+    file.write_bytes(file.read_bytes()[:-40])
+    assert open_blocks(f"multilingual:{folder}", length=32, size=150).fingerprint == made.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": "stdlib"}, "multilingual:PATH or xtreme-text"),
+        ({"data": "multilingual:/nowhere"}, "there is no folder /nowhere"),
+        ({"mask_rate": "0"}, "mask_rate=0"),
+        ({"mask_rate": "2"}, "allowed are numbers from 0 to 1"),
+        ({"random_share": "0.5"}, "above 1 together"),
+        ({"segment_length": "64"}, "model.max_length is 32"),
+        ({"pieces": "18"}, "18 pieces cannot be trained"),
+    ],
+)
+def test_what_is_refused_is_one_line(masked: Make, changes: dict[str, str], words: str) -> None:
+    with pytest.raises(RunError, match=words) as error:
+        pretraining_task(masked(**changes))
+    assert "\n" not in str(error.value)
+
+
+def test_an_encoder_needs_no_language_it_has_no_text_in(masked: Make, folder: Path) -> None:
+    config = masked()
+    with pytest.raises(RunError, match="no text in 'cc'"):
+        pretraining_task(replace(config, data=f"multilingual:{folder}:languages=cc"))

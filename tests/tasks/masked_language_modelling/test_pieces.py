@@ -1,0 +1,55 @@
+"""Pieces: reproducible, with offsets in the original text."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman._errors import RunError
+from pointsman_lab.data.pieces import Pieces, train_pieces
+from pointsman_lab.tasks.masked_language_modelling.text import MultilingualText
+
+
+def test_training_twice_gives_the_same_model(text: MultilingualText) -> None:
+    first, second = (train_pieces(text.train["aa"][:300], 90) for _ in range(2))
+    assert first.model == second.model
+    assert first.size == 90
+
+
+def test_ids_are_in_the_order_of_xlm_r(pieces: Pieces) -> None:
+    assert pieces.symbols[:4] == ("<s>", "<pad>", "</s>", "<unk>")
+    assert pieces.symbols[pieces.mask_id] == "<mask>"
+    assert pieces.special.nonzero()[0].tolist() == sorted([0, 1, 2, pieces.mask_id])
+
+
+def test_offsets_are_those_of_the_original_text(pieces: Pieces) -> None:
+    sentence = "ab  cde  ﬁ."  # two spaces and a ligature, which normalisation changes
+    ids, offsets = pieces.encode_with_offsets(sentence)
+    assert ids.tolist() == pieces.encode(sentence).tolist()
+    assert "".join(sentence[start:end] for start, end in offsets) == sentence
+
+
+def test_characters_count_the_text(pieces: Pieces, text: MultilingualText) -> None:
+    sentence = text.train["aa"][5]
+    assert pieces.characters[pieces.encode(sentence)].sum() == len(sentence) + 1  # the space that starts the first word
+
+
+def test_round_trips(pieces: Pieces, text: MultilingualText) -> None:
+    sentence = text.train["bb"][0]
+    assert pieces.decode(pieces.encode(sentence)) == sentence
+    assert Pieces.from_json(pieces.to_json()) == pieces
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(8, "at least 16"), (20, r"its characters need at least \d+$"), (100_000, r"it gives at most \d+$")],
+)
+def test_impossible_sizes_are_one_line(text: MultilingualText, size: int, words: str) -> None:
+    with pytest.raises(RunError, match=f"{size} pieces.*{words}") as caught:
+        train_pieces(text.train["aa"][:50], size)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"model": "!"}', '{"model": "AAAA"}'])
+def test_a_foreign_vocabulary_is_refused(content: str) -> None:
+    with pytest.raises(RunError, match=r"SentencePiece model|vocabulary of pieces"):
+        Pieces.from_json(content)
