@@ -143,14 +143,9 @@ def test_a_run_is_diagnosed_with_its_earlier_checkpoints(settings: Settings, tmp
 def test_rows_of_a_comparison_see_the_same_pictures(settings: Settings, tmp_path: Path) -> None:
     base = settings(steps=2)
 
-    class Watcher:
-        def begins(self, *_: object) -> None: ...
-
-        def ended(self, *_: object) -> None: ...
-
     routers = ("vmoe", "plain", "smoe+attention:heads=all")
     for _ in range(2):  # the second call finds everything done
-        compare(Plan(base, routers, (0,)), tmp_path / "comparison", progress=Quiet(), watcher=Watcher())
+        compare(Plan(base, routers, (0,)), tmp_path / "comparison", progress=Quiet())
     runs = [load_run(folder.parent, step=2) for folder in sorted((tmp_path / "comparison").rglob("config.json"))]
     assert len(runs) == 3
     starts = [ImageClassification(open_images(base.data)) for _ in runs]

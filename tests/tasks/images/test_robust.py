@@ -193,13 +193,8 @@ def comparison(sheets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     base = RunConfig(model=shape, data=str(sheets), steps=2, batch_size=8, train_top_k="2", checkpoint_every=2)
 
-    class Watcher:
-        def begins(self, *_: object) -> None: ...
-
-        def ended(self, *_: object) -> None: ...
-
     out = tmp_path_factory.mktemp("compared") / "out"
-    compare(Plan(base, ("plain", "smoe+similarity"), (0,)), out, progress=Quiet(), watcher=Watcher())
+    compare(Plan(base, ("plain", "smoe+similarity"), (0,)), out, progress=Quiet())
     return out
 
 

@@ -185,12 +185,8 @@ def test_routers_of_a_comparison_see_the_same_masks(masked: Make, tmp_path: Path
     from pointsman_lab.progress import Quiet
     from pointsman_lab.report.tables import ComparisonTable
 
-    class Watcher:
-        def begins(self, *_: object) -> None: ...
-        def ended(self, *_: object) -> None: ...
-
     plan = Plan(masked(steps="2"), ("plain", "xmoe", "thor"), (0,))
-    compare(plan, tmp_path / "out", progress=Quiet(), watcher=Watcher())
+    compare(plan, tmp_path / "out", progress=Quiet())
     text = ComparisonTable.read(tmp_path / "out").text()
     assert "perplexity on the valid split" in text
     task = pretraining_task(plan.base)

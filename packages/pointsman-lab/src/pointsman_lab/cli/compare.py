@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,15 +12,13 @@ from typing import TYPE_CHECKING
 from pointsman._errors import RunError
 from pointsman_lab.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
 from pointsman_lab.cli.options import Parser, choose_device, whole, words
-from pointsman_lab.cli.progress import Display, TableUpdates, stop_on_signals
+from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.cli.ranks import FLAGS as RANK_FLAGS
 from pointsman_lab.cli.ranks import add_rank_flags, in_a_rank, joined, launched
 from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_imports
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
-    from pointsman.ranks import Ranks
-    from pointsman_lab.training.compare import Plan
 
 EPILOG = """examples:
   pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
@@ -72,26 +69,35 @@ def run(arguments: Sequence[str]) -> int:
     device = choose_device(values.device)
     if not values.routers:
         fine_tune_comparison(values, values.out, device)
-        print(write_page(values.out, look_inside=False), file=sys.stderr)
+        print(write_page(values.out), file=sys.stderr)
         return 0
+    if values.processes:
+        flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
+    from pointsman_lab.training.compare import Plan, compare, default_jobs
+    from pointsman_lab.training.task import check_on_ranks
+
     if values.out is None:
         data = run_config(values, "smoe").data
         values.out = Path("runs") / f"compare-{Path(data).name.replace(':', ',')}-{values.preset or 'tiny'}"
-    if values.processes:
-        flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
+    use_recorded_imports(values, values.routers)
+    command = shlex.join(["pointsman", "compare", *arguments])
+    plan = Plan(run_config(values, "smoe"), tuple(values.routers), tuple(range(values.seeds)), command)
 
     def check(count: int, layout: Layout) -> None:
-        from pointsman_lab.training.task import check_on_ranks
-
-        plan = _plan(values, arguments)
         with Display() as display:
-            configs = [plan.config(router, 0) for router in plan.routers]
-            check_on_ranks(configs, count, layout, display.data)
+            check_on_ranks([plan.config(router, 0) for router in plan.routers], count, layout, display.data)
 
     code = launched(flags, values, device, "compare", arguments, check, again=())
     if code is None:
         with joined(values, device) as (ranks, layout, device):
-            _train(values, arguments, device, ranks, layout)
+            display = Display()
+            alone = values.jobs is None and ranks.count == 1
+            with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
+                compare(
+                    plan, values.out, device=device, jobs=default_jobs(plan.base, device) if alone else values.jobs,
+                    progress=display, ended=lambda: write_tables(values.out) if ranks.first else None, stop=stop,
+                    data_progress=display.data, ranks=ranks, layout=layout,
+                )  # fmt: skip
     if code or in_a_rank():
         return code or 0
     print(write_tables(values.out))
@@ -99,34 +105,6 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
     print(f"\n{write_page(values.out)}", file=sys.stderr)
     return 0
-
-
-def _plan(values: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    from pointsman_lab.training.compare import Plan, ordered_seeds
-
-    use_recorded_imports(values, values.routers)
-    base = run_config(values, "smoe")
-    command = shlex.join(["pointsman", "compare", *arguments])
-    return Plan(base, tuple(values.routers), tuple(ordered_seeds(values.seeds)), command)
-
-
-def _train(
-    values: argparse.Namespace, arguments: Sequence[str], device: str, ranks: Ranks, layout: Layout | None
-) -> None:
-    """Trains what is missing of the comparison; writes its tables after each run."""
-    from pointsman_lab.training.compare import compare, default_jobs
-
-    plan = _plan(values, arguments)
-    tables = TableUpdates(lambda: write_tables(values.out) if ranks.first else None)
-    jobs = values.jobs
-    if jobs is None and ranks.count == 1:
-        jobs = default_jobs(plan.base, device)
-    display = Display()
-    with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
-        compare(
-            plan, values.out, device=device, jobs=jobs, progress=display, watcher=tables, stop=stop,
-            data_progress=display.data, ranks=ranks, layout=layout,
-        )  # fmt: skip
 
 
 def write_tables(out: Path) -> str:
@@ -151,11 +129,11 @@ def write_tables(out: Path) -> str:
     return f"{table.text()}\n{languages.text()}"
 
 
-def write_page(out: Path, *, look_inside: bool = True) -> str:
-    """Writes report.html, with a look inside every router; without the packages for it, says what to install."""
+def write_page(out: Path) -> str:
+    """Writes report.html without looking into a router anew; without the packages for it, says what to install."""
     from pointsman_lab.report import write_report
 
     try:
-        return f"page: {write_report(out, samples='pca' if look_inside else None)}"
+        return f"page: {write_report(out)}; with maps and a routing explorer: pointsman report {out}"
     except RunError as missing:
         return f"no page: {missing}"

@@ -13,7 +13,7 @@ from pointsman._files import within
 from pointsman._grid import NONE
 from pointsman_lab.cli import options
 from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, whole, words
-from pointsman_lab.cli.progress import Display, TableUpdates, stop_on_signals
+from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.registry import entries
 
 if TYPE_CHECKING:
@@ -117,10 +117,9 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
         return write_task_tables(out, [one.variant for one in variants])
 
     with Display() as display, stop_on_signals() as stop:
-        watcher = TableUpdates(write_tables)
         compare_tasks(
             out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
-            jobs=values.jobs or jobs_of(out, device), progress=display, watcher=watcher, stop=stop,
+            jobs=values.jobs or jobs_of(out, device), progress=display, ended=write_tables, stop=stop,
         )  # fmt: skip
     tables = write_tables()
     write_record(out)

@@ -6,10 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -19,10 +18,6 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from pointsman._values import printable
-
-if TYPE_CHECKING:
-    from pointsman._values import printable
-from pointsman_lab.progress import Progress as RunProgress
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 BAR, SHORTEST_BAR = 24, 10  # columns
@@ -89,19 +84,6 @@ class Display(Line):
         if self._phase != what or done < self._first:
             self.phase(what, max(total, 1))
         self.advance(done, {})
-
-
-class TableUpdates:
-    """Shows the current run in the title of its line, and writes the tables after each run."""
-
-    def __init__(self, write: Callable[[], object]) -> None:
-        self.write = write
-
-    def begins(self, number: int, total: int, router: str, seed: int, line: RunProgress) -> None:
-        line.title = f"{number}/{total} {router}, seed {seed}"
-
-    def ended(self, router: str, seed: int) -> None:
-        self.write()
 
 
 def describe(figures: Mapping[str, float]) -> dict[str, str]:

@@ -137,13 +137,9 @@ def examine(
             and not (place in known and is_whole(known[place], plan.seeds))
         ]  # fmt: skip
 
-        def begins(number: int, line: Progress) -> None:
-            line.title = f"{number + 1}/{len(todo)} {' '.join(todo[number])}"
-
+        titles = [f"{number}/{len(todo)} {' '.join(place)}" for number, place in enumerate(todo, 1)]
         setup = partial(worker, out, plan.seeds, plan.imports)
-        do_all(
-            todo, setup, setup, jobs, progress=progress, begins=begins, ended=lambda _: ended(), stop=stop
-        )  # fmt: skip
+        do_all(todo, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
     return whole
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pointsman_lab.progress import Progress, Stop
 from pointsman_lab.runs.comparison import required_plan, saved_runs
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, REPEAT, run_path
-from pointsman_lab.training.compare import Watcher, default_jobs
+from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.jobs import Work, do_all
@@ -33,7 +33,7 @@ def compare_tasks(
     device: str = "cpu",
     jobs: int | None = None,
     progress: Progress,
-    watcher: Watcher | None = None,
+    ended: Callable[[], object] = lambda: None,
     stop: Stop | None = None,
 ) -> None:
     """Fine-tunes every router and seed of a comparison on these tasks; what is done is left as it is.
@@ -47,7 +47,7 @@ def compare_tasks(
         routers: only these rows; default: all that have saved weights.
         repeats: fine-tunings of each pre-trained run.
         jobs: how many fine-tunings go on at a time, as of `training.compare.compare`.
-        watcher: told when a run begins, and when it has its evaluation.
+        ended: called when a fine-tuning has its evaluation.
         stop: asks to save and end.
 
     Raises:
@@ -66,23 +66,20 @@ def compare_tasks(
         for router, own in runs
         if own == seed
     ]
-    finished: set[int] = set()
+    places = [finetuned_path(run_path(out, router, seed), settings, own) for settings, router, seed, own in todo]
+    finished = {number for number, place in enumerate(places) if (place / EVALUATION).exists()}
+    titles = [
+        f"{number}/{len(todo)} {router} on {settings.variant}, seed {own}"
+        for number, (settings, router, _, own) in enumerate(todo, 1)
+    ]
 
-    def begins(place: int, line: Progress) -> None:
-        settings, router, seed, own_seed = todo[place]
-        if (finetuned_path(run_path(out, router, seed), settings, own_seed) / EVALUATION).exists():
-            finished.add(place)
-        if watcher:
-            watcher.begins(place + 1, len(todo), f"{router} on {settings.variant}", own_seed, line)
-
-    def ended(place: int) -> None:
-        _, router, _, own_seed = todo[place]
-        if watcher and place not in finished:
-            watcher.ended(router, own_seed)
+    def one_ended(number: int) -> None:
+        if number not in finished:
+            ended()
 
     setup = partial(_tuner, out, kernels, device)
     with alone(out):
-        do_all(todo, setup, partial(setup, loaded), jobs, progress=progress, begins=begins, ended=ended, stop=stop)
+        do_all(todo, titles, setup, partial(setup, loaded), jobs, progress=progress, ended=one_ended, stop=stop)
 
 
 def jobs_of(out: Path, device: str) -> int | None:

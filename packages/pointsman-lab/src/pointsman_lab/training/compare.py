@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -122,16 +122,6 @@ def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
     return shlex.join(words)
 
 
-class Watcher(Protocol):
-    """Told of every run of a comparison."""
-
-    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
-        """A run begins that `line` shows."""
-
-    def ended(self, router: str, seed: int) -> None:
-        """A run has its evaluation."""
-
-
 def compare(
     plan: Plan,
     out: Path,
@@ -139,7 +129,7 @@ def compare(
     device: str = "cpu",
     jobs: int | None = None,
     progress: Progress,
-    watcher: Watcher,
+    ended: Callable[[], object] = lambda: None,
     stop: Stop | None = None,
     data_progress: Callable[[str, int, int], None] | None = None,
     ranks: Ranks = ALONE,
@@ -152,7 +142,7 @@ def compare(
         out: the comparison's directory; an interrupted comparison goes on where it was.
         jobs: how many runs go on at a time. Each has one thread then, and with more than one job a process of its own:
             any number of jobs gives the same bits. None: one run after another in this process, with all its threads.
-        watcher: told when a run begins and when it has its evaluation.
+        ended: called when a run has its evaluation.
         stop: asks to save and end.
         data_progress: told of reading and tokenizing the data.
         ranks: who shares each batch of each run, one run after another; every rank calls with the same arguments.
@@ -190,17 +180,11 @@ def compare(
 
         kernels, todo = ranks.by_first(begin)
 
-        def begins(place: int, line: Progress) -> None:
-            number, router, seed = todo[place]
-            watcher.begins(number, len(every), router, seed, line)
-
-        def ended(place: int) -> None:
-            watcher.ended(*todo[place][1:])
-
+        titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         setup = partial(_trainer, plan.base, kernels, device)
         here = partial(setup, task, ranks, layout)
-        do_all(runs, setup, here, jobs, progress=progress, begins=begins, ended=ended, stop=stop)
+        do_all(runs, titles, setup, here, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
     return whole
 
 
@@ -258,8 +242,3 @@ def _today(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if family(model.get("family", OLDEST)).reads_tokens:
         model["vocab_size"] = ANY_VOCABULARY
     return Plan(RunConfig.from_dict({**settings, "model": model}, str(file)), (), ()).settings()
-
-
-def ordered_seeds(count: int) -> Sequence[int]:
-    """The seeds that `--seeds S` means: 0 … S - 1."""
-    return range(count)

@@ -28,29 +28,55 @@ Work = Callable[[Any, Progress, "Stop | None"], None]
 """Does one job."""
 
 
-def side_by_side(
+def do_all(
     jobs: Sequence[Any],
+    titles: Sequence[str],
     setup: Callable[[], Work],
-    count: int,
+    here: Callable[[], Work],
+    count: int | None,
     *,
     progress: Progress,
-    begins: Callable[[int, Progress], None],
-    ended: Callable[[int], None],
+    ended: Callable[[int], object],
     stop: Stop | None = None,
 ) -> None:
     """Does all jobs, at most `count` at a time; a job that is done makes room for the next.
 
+    Any `count` gives the same bits: each job has one thread. None: one after another in this process, with all threads.
+
     Args:
         jobs: in the order in which they begin; must be picklable.
+        titles: what the display says while each goes on.
         setup: called once in every worker; gives the function that does a job there. Must be picklable.
+        here: as `setup`, for this process, which may share with the jobs what it has read.
         progress: gives every worker a line of its own.
-        begins, ended: told the number of a job, counted from 0; `begins` also its worker's line.
+        ended: told the number of a job, counted from 0.
         stop: asks all workers to save and end.
 
     Raises:
         RunError: a job failed, or its process died; the others have saved what they had.
         Stopped: `stop` was set; all workers have saved.
     """
+    with one_thread(count):
+        if count is not None and min(count, len(jobs)) > 1:
+            _side_by_side(jobs, titles, setup, min(count, len(jobs)), progress, ended, stop)
+            return
+        work = here()
+        for number, job in enumerate(jobs):
+            progress.title = titles[number]
+            work(job, progress, stop)
+            ended(number)
+
+
+def _side_by_side(
+    jobs: Sequence[Any],
+    titles: Sequence[str],
+    setup: Callable[[], Work],
+    count: int,
+    progress: Progress,
+    ended: Callable[[int], object],
+    stop: Stop | None,
+) -> None:
+    """`do_all` in this many processes."""
     workers = [_Worker(setup, progress.line()) for _ in range(count)]
     todo = list(enumerate(jobs))
     failures: list[Exception] = []
@@ -67,7 +93,7 @@ def side_by_side(
                 if kind == "ready":
                     item = None if stopping or not todo else todo.pop(0)
                     if item is not None:
-                        begins(item[0], worker.line)
+                        worker.line.title = titles[item[0]]
                     worker.send(item)
                 elif kind == "ended":
                     ended(*values)
@@ -84,35 +110,6 @@ def side_by_side(
         raise failures[0]
     if stopping:
         raise Stopped("stopped; every run is saved: the same command goes on")
-
-
-def do_all(
-    jobs: Sequence[Any],
-    setup: Callable[[], Work],
-    here: Callable[[], Work],
-    count: int | None,
-    *,
-    progress: Progress,
-    begins: Callable[[int, Progress], None],
-    ended: Callable[[int], None],
-    stop: Stop | None = None,
-) -> None:
-    """`side_by_side` where several jobs may go on at a time; otherwise one after another in this process.
-
-    Any `count` gives the same bits: each job has one thread. None: all threads, in this process.
-
-    Args:
-        here: as `setup`, for this process, which may share with the jobs what it has read.
-    """
-    with one_thread(count):
-        if count is not None and min(count, len(jobs)) > 1:
-            side_by_side(jobs, setup, min(count, len(jobs)), progress=progress, begins=begins, ended=ended, stop=stop)
-            return
-        work = here()
-        for number, job in enumerate(jobs):
-            begins(number, progress)
-            work(job, progress, stop)
-            ended(number)
 
 
 @contextmanager

@@ -97,9 +97,34 @@ def train(
     best = Best(state.model, config, task, ranks) if config.choose != "last" else None
     watch = monitor(state.model, config.observe_every, config.seed) if monitor and state.sparse else None
     ranks.by_first(lambda: directory.check(config, resume=resume))  # before a lock is left in somebody else's folder
+    for name in config.track:
+        find_library(name)
     with ExitStack() as held:
         ranks.by_first(lambda: held.enter_context(alone(directory.path)))
-        return _trained(state, best, directory, watch, kernels, progress, stop, resume=resume)
+        ranks.by_first(lambda: directory.claim(config, resume=resume))
+        checkpoint = _restored(state, watch, directory, progress) if resume else None
+        for note in task.notes if checkpoint is None else ():
+            progress.note(note)
+        record = ranks.by_first(lambda: directory.read_json(EVALUATION))
+        if record is not None and state.step == config.steps and task.is_current(record, config):
+            progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
+            return TrainResult(directory.path, state.step, record, already_finished=True)
+        chosen = ranks.by_first(
+            lambda: choose_kernels(config, kernels, state.device) if checkpoint is None
+            else saved_kernels(config, checkpoint, state.device)
+        )  # fmt: skip
+        here = _environment(state, chosen)
+        if checkpoint and (differing := differing_bits(checkpoint.state.get("environment", {}), here)):
+            told = "another machine than the checkpoint's, so the last bits may differ"
+            progress.note(f"{told}: {'; '.join(differing)}")
+        ranks.by_first(lambda: _write_description(directory, task, here))
+        held.enter_context(using(chosen))
+        held.enter_context(deterministic_algorithms(config.deterministic))
+        run = held.enter_context(TrainingLoop(state, best, directory, here, watch, progress, stop))
+        if best and checkpoint and run.metrics:
+            best.restore(checkpoint, run.metrics.rows, state.step)
+        run.loop()
+        return TrainResult(directory.path, state.step, run.evaluate())
 
 
 def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out: Path | str, resume: bool) -> Any:
@@ -108,64 +133,21 @@ def _what_ranks_share(config: RunConfig, task: Task, layout: Layout | None, out:
     return {**flat(config.to_dict()), **here, **versions}
 
 
-def _trained(
-    state: TrainingState,
-    best: Best | None,
-    directory: RunDirectory,
-    watch: Monitor | None,
-    kernels: Kernels | None,
-    progress: Progress,
-    stop: Stop | None,
-    *,
-    resume: bool,
-) -> TrainResult:
-    """`train` in a directory that no other process works in."""
-    config, task, ranks = state.config, state.task, state.ranks
-    for name in config.track:
-        find_library(name)
-    ranks.by_first(lambda: directory.claim(config, resume=resume))
-    checkpoint = _restored(state, watch, directory, progress) if resume else None
-    for note in task.notes if checkpoint is None else ():
-        progress.note(note)
-    record = ranks.by_first(lambda: directory.read_json(EVALUATION))
-    if record is not None and state.step == config.steps and task.is_current(record, config):
-        progress.note(f"{directory.path} is finished: {config.steps} steps and the evaluation are done")
-        return TrainResult(directory.path, state.step, record, already_finished=True)
-
-    def choose() -> Kernels:
-        if checkpoint is None:
-            return choose_kernels(config, kernels, state.device)
-        return saved_kernels(config, checkpoint, state.device)
-
-    chosen = ranks.by_first(choose)
+def _environment(state: TrainingState, kernels: Kernels) -> dict[str, Any]:
+    """environment.json."""
     cuda = state.device.type == "cuda"
+    name = torch.cuda.get_device_name(state.device) if cuda else None
     here = environment(
-        chosen.to_dict(),
-        device=str(state.device),
-        device_name=torch.cuda.get_device_name(state.device) if cuda else None,
-        threads=torch.get_num_threads(),
-    )
-    if checkpoint:
-        _note_other_machine(checkpoint, here, progress)
-    if ranks.count > 1:
-        here |= {"ranks": ranks.count, "layout": str(state.layout)}
+        kernels.to_dict(), device=str(state.device), device_name=name, threads=torch.get_num_threads()
+    )  # fmt: skip
+    return here if state.ranks.count == 1 else {**here, "ranks": state.ranks.count, "layout": str(state.layout)}
 
-    def write() -> None:
-        directory.write_json(ENVIRONMENT, here)
-        for name, values in task.files.items():
-            directory.write_json(name, values)
-        write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
 
-    ranks.by_first(write)
-    with (
-        using(chosen),
-        deterministic_algorithms(config.deterministic),
-        TrainingLoop(state, best, directory, here, watch, progress, stop) as run,
-    ):
-        if best and checkpoint and run.metrics:
-            best.restore(checkpoint, run.metrics.rows, state.step)
-        run.loop()
-        return TrainResult(directory.path, state.step, run.evaluate())
+def _write_description(directory: RunDirectory, task: Task, here: Mapping[str, Any]) -> None:
+    directory.write_json(ENVIRONMENT, here)
+    for name, values in task.files.items():
+        directory.write_json(name, values)
+    write_whole(directory.path / VOCABULARY, task.vocabulary.to_json())
 
 
 def _restored(
@@ -194,8 +176,3 @@ def _restored(
     if found.step < state.config.steps:
         progress.note(f"{directory.path} goes on after step {found.step} of {state.config.steps}")
     return found
-
-
-def _note_other_machine(checkpoint: Checkpoint, here: Mapping[str, Any], progress: Progress) -> None:
-    if differing := differing_bits(checkpoint.state.get("environment", {}), here):
-        progress.note(f"another machine than the checkpoint's, so the last bits may differ: {'; '.join(differing)}")

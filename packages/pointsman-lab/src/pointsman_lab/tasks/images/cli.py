@@ -43,7 +43,7 @@ def evaluate(values: argparse.Namespace, device: str) -> int:
         if table.name == Path(asked.file).stem:
             table.write(values.out or values.run)
             print(table.text())
-    print(f"\n{write_page(values.run, look_inside=False)}", file=sys.stderr)
+    print(f"\n{write_page(values.run)}", file=sys.stderr)
     return 0
 
 
