@@ -38,7 +38,6 @@ EXCEPTIONS = {
 }
 CIRCLES = {
     ("data.subwords", "data.vocabulary"),
-    ("report.page", "report.paper"),
 }
 """Imports inside functions that close a circle between files: to be taken apart."""
 

@@ -26,7 +26,7 @@ from pointsman_lab.exam.exam import PLAN, RECORD, Plan, collect, examine, read_r
 from pointsman_lab.exam.registry import QUICK, TASKS, tasks
 from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
 from pointsman_lab.exam.student import ROWS
-from pointsman_lab.report.metrics import metric
+from pointsman_lab.report.cell import metric
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("smoe", "hyperrouter", "xmoe", "smoe-dropout", "loss-free")

@@ -16,7 +16,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_json, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman._shapes import check_shape
-from pointsman_lab.report.intervals import LEAST_SEEDS
+from pointsman_lab.report.cell import LEAST_SEEDS
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims

@@ -45,7 +45,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text
 from pointsman._shapes import check_shape
 from pointsman._values import typed_fields
-from pointsman_lab.report.intervals import LEAST_SEEDS
+from pointsman_lab.report.cell import LEAST_SEEDS
 from tools.results.inference import CORRECTIONS
 from tools.results.measures import MARGINS, UNITS, Measure
 

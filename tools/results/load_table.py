@@ -12,8 +12,8 @@ from typing import Any
 from pointsman._files import read_text
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
+from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.runs.comparison import Comparison
 
 NOTE = (

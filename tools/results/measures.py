@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._values import finite
-from pointsman_lab.report.metrics import squared_variation
-from pointsman_lab.report.tables import ComparisonTable, by_pretraining
+from pointsman_lab.report.cell import by_pretraining, squared_variation
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, consistency, finetunings, pretrained_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord

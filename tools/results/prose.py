@@ -30,7 +30,7 @@ import jinja2
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import read_text, write_whole
 from pointsman._grid import NONE, Grid
-from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
+from pointsman_lab.report.cell import LEAST_SEEDS, Paired
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.measures import UNITS, Measure

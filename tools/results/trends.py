@@ -33,8 +33,8 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
+from pointsman_lab.report.cell import LEAST_SEEDS, LEVEL, Paired
 from pointsman_lab.report.figures import save_lines
-from pointsman_lab.report.intervals import LEAST_SEEDS, LEVEL, Paired
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, planned, read_toml

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pointsman_lab.report.consistency import consistency
 from pointsman_lab.report.page import render
+from pointsman_lab.report.sections import consistency
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import write_comparison, write_finetuning
 

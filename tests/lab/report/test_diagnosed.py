@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pointsman_lab.report import write_report
-from pointsman_lab.report.diagnosed import diagnosis_grid, history_of
+from pointsman_lab.report.inside import diagnosis_grid, history_of
 from pointsman_lab.runs.comparison import read_comparison
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tests.lab.report.test_page import Page

@@ -17,8 +17,7 @@ from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.report import inside, write_report
-from pointsman_lab.report.embedding import embed, pca
-from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens
+from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, embed, pca
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from tests.lab.report.fixtures import write_comparison
@@ -128,8 +127,8 @@ def test_pca_of_a_line_and_of_one_point() -> None:
     assert np.allclose(np.abs(found[:, 0]), np.abs(np.linspace(-10, 10, 30)))
     assert np.allclose(found[:, 1], 0)
     assert np.array_equal(pca(np.ones((1, 5))), np.zeros((1, 2)))
-    assert embed(along[:5])[1] == "pca"
-    with pytest.raises(RunError, match="allowed are auto, umap and pca"):
+    assert embed(along[:5], "umap")[1] == "pca"
+    with pytest.raises(RunError, match="allowed are pca and umap"):
         embed(along, "tsne")
 
 

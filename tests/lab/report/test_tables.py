@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.results import tidy
-from pointsman_lab.report.tables import Cell, ComparisonTable, told_apart
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import REPEAT
 from tests.lab.report.fixtures import write_comparison, write_run
@@ -210,7 +211,7 @@ def test_the_best_is_bold_only_where_its_intervals_say_so(tmp_path: Path) -> Non
     assert table.best(2) == set()
     assert "**1.0" in table.markdown()
     two = {"a": Cell({0: 1.0, 1: 1.1}), "b": Cell({0: 1.2, 1: 1.301})}
-    assert told_apart(two, lower_is_better=True) == set(), "two seeds"
+    assert significantly_best(two, lower_is_better=True) == set(), "two seeds"
     repeated = replace(table, repeats=True, rows=[
         replace(row, quality={1: Cell({seed * REPEAT: value for seed, value in row.quality[1].values.items()})})
         for row in table.rows

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from pointsman_lab.report.cell import Cell, metric
 from pointsman_lab.report.language_table import LanguageTable, Line
-from pointsman_lab.report.metrics import metric
 from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.published import open_paper
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.crosslingual.table import AVERAGE, COLUMNS, TASKS, XtremeTable, average
 from tests.lab.report.fixtures import dump, write_comparison, write_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman_lab.report.tables import Cell
+from pointsman_lab.report.cell import Cell
 from tools.results.load_table import LoadTable, imbalance, measured_shares
 
 

@@ -109,10 +109,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def write_tables(out: Path) -> str:
     """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
-    from pointsman_lab.report.differences import Differences
     from pointsman_lab.report.language_table import LanguageTable
     from pointsman_lab.report.results import write_results
-    from pointsman_lab.report.tables import ComparisonTable
+    from pointsman_lab.report.tables import ComparisonTable, Differences
     from pointsman_lab.runs.compact import write_record
     from pointsman_lab.runs.comparison import read_comparison
 

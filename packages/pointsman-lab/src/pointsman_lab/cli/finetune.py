@@ -217,7 +217,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
     """Accuracy or F1 (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
-    from pointsman_lab.report.tables import Cell
+    from pointsman_lab.report.cell import Cell
     from pointsman_lab.report.task_table import ROUTING_KEYS, routing_of
 
     rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}

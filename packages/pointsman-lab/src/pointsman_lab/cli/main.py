@@ -34,7 +34,8 @@ OVER_RANKS = ("train",)
 """The commands that torchrun may start on several ranks."""
 EXTRAS = {
     "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
-    "report": ("matplotlib", "jinja2", "umap"),
+    "report": ("matplotlib", "jinja2"),
+    "umap": ("umap",),
     "track": ("tensorboard", "wandb", "trackio"),
     "vision": ("PIL", "scipy"),
     "text": ("sentencepiece",),

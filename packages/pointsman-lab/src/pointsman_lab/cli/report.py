@@ -32,9 +32,9 @@ def parser() -> Parser:
     flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
     flags.add_argument(
         "--map",
-        default="auto",
-        choices=("auto", "umap", "pca", "none"),
-        help="the map of tokens: umap (auto: pca where umap-learn is absent); none looks into no router anew",
+        default="pca",
+        choices=("pca", "umap", "none"),
+        help="the map of tokens (default: pca); none looks into no router anew",
     )
     flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
     return flags

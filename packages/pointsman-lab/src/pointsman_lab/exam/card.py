@@ -14,9 +14,9 @@ from pointsman._grid import NONE, Grid
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.scores import Cells, mean_of_runs, regret, scores, values
 from pointsman_lab.exam.student import ROWS
+from pointsman_lab.report.cell import LEAST_SEEDS, Paired
 from pointsman_lab.report.forms import Forms
-from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
-from pointsman_lab.report.page import fill
+from pointsman_lab.report.html import fill
 
 COLUMNS = ("task", "router", "seed", "value", "score", "regret", "ami", "experts_used", "experts_per_token", "rate",
            "tuned")  # fmt: skip

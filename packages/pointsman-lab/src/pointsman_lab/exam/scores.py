@@ -9,7 +9,7 @@ from typing import Any
 
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.exam.student import ROWS
-from pointsman_lab.report.intervals import Paired
+from pointsman_lab.report.cell import Paired
 
 Cells = Mapping[tuple[str, str], Mapping[str, Any]]
 

@@ -13,9 +13,9 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._values import finite
 from pointsman_lab.registry import OLDEST, entries, trains
+from pointsman_lab.report.cell import Cell
+from pointsman_lab.report.protocol import deviations, named
 from pointsman_lab.report.published import COUNTED, Column, Line, PublishedTable
-from pointsman_lab.report.settings import deviations, named
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.report.task_table import pretrained_of
 from pointsman_lab.runs.paths import FINETUNE, finetuned_runs
 from pointsman_lab.runs.record import RunRecord, read_object, read_run

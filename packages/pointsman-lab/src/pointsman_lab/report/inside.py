@@ -1,27 +1,26 @@
-"""Chart data of the routing: loads, entropies, fluctuation, collapse, and the explorer's sample."""
+"""What the page shows of the routing: loads, entropies, fluctuation, collapse, and results of `pointsman diagnose`."""
 
 from __future__ import annotations
 
 import base64
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pointsman._shapes import unpacked
+from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman_lab.report.diagnosed import diagnosis_of, history_of
+from pointsman_lab.report.explorer import explorer, sample_of
 from pointsman_lab.report.series import Curve, binned, by_layer, drawn, last_step, per_router, short_layer, significant
 from pointsman_lab.runs.comparison import Comparison
-from pointsman_lab.runs.record import RunRecord
+from pointsman_lab.runs.paths import DIAGNOSTICS
+from pointsman_lab.runs.record import RunRecord, read_object
 
 COLUMNS = 60
-EXPLORER_BYTES = 1_400_000
 Rows = dict[str, list[dict[str, Any]]]
 History = Sequence[Mapping[str, Any]]
+Found = Mapping[str, Any]
 
 
 def inside(comparison: Comparison) -> dict[str, Any]:
@@ -145,106 +144,69 @@ def collapse(comparison: Comparison, histories: Mapping[str, History]) -> dict[s
     return by_layer({layer: curves for layer, curves in of.items() if curves})
 
 
-def sample_of(comparison: Comparison, router: str) -> dict[str, Any] | None:
-    """explorer.json of the router's first run that has one, with its seed."""
+def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
+    """diagnostics.json of the router's first run that has one, else the comparison's entry for it, else {}."""
     for run in comparison.of(router):
-        found = run.explorer
-        if readable(found):
-            return {**found, "seed": run.seed}
-    return None
+        if "layers" in (found := run.diagnostics):
+            return found
+    if comparison.planned:
+        found = read_object(comparison.path / DIAGNOSTICS).get("routers", {}).get(router, {})
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
-def first_type(experts: int) -> np.dtype[Any]:
-    """The integer type of first experts in a sample; its largest value means none."""
-    return np.dtype(np.uint8 if experts <= 255 else "<u2")
+def diagnosis_grid(comparison: Comparison) -> Grid:
+    """Router, layer and figures of all diagnosed routers, without empty columns; the caption is their protocols."""
+    from pointsman.diagnostics.summary import COLUMNS
+
+    rows: list[list[str]] = []
+    protocols: dict[str, None] = {}
+    for router in comparison.routers:
+        found = diagnosis_of(comparison, router)
+        for name, layer in found.get("layers", {}).items():
+            moved = _last_fluctuation(found, name)
+            consistency = finite((found.get("consistency", {}).get(name) or {}).get("without_diagonal"))
+            figures = [cell(layer) for _, cell in COLUMNS]
+            figures += [NONE if value is None else f"{value:.3f}" for value in (moved, consistency)]
+            rows.append([router, name, *figures])
+        if protocol := found.get("protocol"):
+            read = f"{int(protocol['tokens']):,} tokens of {protocol['split']}" if "tokens" in protocol else "tokens"
+            protocols[f"{read}, k = {protocol.get('top_k', NONE)}"] = None
+    header = ["router", "layer", *(name for name, _ in COLUMNS), "fluctuation", "IC over seeds"]
+    return Grid(header, rows, caption="; ".join(protocols)).without_empty_columns(keep=2)
 
 
-def readable(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample has all parts, in the format for its number of experts."""
-    parts = ("tokens", "top_k", "num_experts", "layers", "routing", "usage", "map")
-    if not all(part in sample for part in parts) or sample.get("format") != first_type(sample["num_experts"]).itemsize:
-        return False
-    try:
-        _cut(sample, 1)
-        _first_at(sample)
-    except (KeyError, IndexError, ValueError):  # packed routing that is cut or altered
-        return False
-    return True
+def _last_fluctuation(found: Found, layer: str) -> float | None:
+    history = found.get("history") or []
+    return _top1(history[-1], layer) if history else None
 
 
-def explorer(samples: Mapping[str, Mapping[str, Any]], budget: int = EXPLORER_BYTES) -> dict[str, Any]:
-    """The samples, all cut to the same number of tokens, so that together they take at most `budget` bytes."""
-    if not samples:
-        return {"texts": [], "routers": []}
-    shortest = min(len(sample["tokens"]) for sample in samples.values())
-    tokens = shortest
-    while True:
-        cuts = {router: _cut(sample, tokens) for router, sample in samples.items()}
-        size = sum(len(cut) for cut in cuts.values())
-        if size <= budget or tokens <= 64:
-            break
-        tokens = max(64, min(tokens - 1, int(0.97 * tokens * budget / size)))
-    texts: list[list[str]] = []
-    routers = []
-    for router, sample in samples.items():
-        text = list(sample["tokens"][:tokens])
-        if text not in texts:
-            texts.append(text)
-        usage = json.dumps(sample["usage"], separators=(",", ":")).encode()
-        mapped = {**sample["map"], "tokens": [sample["tokens"][i] for i in sample["map"]["indices"]]}
-        routers.append(
-            {
-                "name": router,
-                "seed": sample["seed"],
-                "text": texts.index(text),
-                "word": sample.get("level") == "word",
-                "topK": sample["top_k"],
-                "experts": sample["num_experts"],
-                "layers": [[name, short_layer(name)] for name in sample["layers"]],
-                "sampled": len(sample["tokens"]),
-                "routing": cuts[router],
-                "usage": base64.b64encode(zlib.compress(usage, 9)).decode(),
-                "map": {**mapped, "first": _first_at(sample)},
+def _top1(entry: Found, layer: str) -> float | None:
+    return finite((entry["layers"].get(layer, {}).get("fluctuation") or {}).get("top1"))
+
+
+def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
+    """[{"step", "layers": {name: {"collapse", "top1"}}}], oldest checkpoint first.
+
+    top1: share of tokens whose first expert changed since the previous checkpoint. From a diagnosis with earlier
+    checkpoints, which reads more tokens, else from the explorer's sample.
+    """
+    entries = list(diagnosis.get("history") or [])
+    sampled = list(sample.get("history", {}).get("checkpoints", []))
+    if (sampled and not entries) or not diagnosis:
+        return sampled
+    line = [*((str(entry["checkpoint"]), entry["layers"]) for entry in entries)]
+    line.append((f"step-{diagnosis.get('source', {}).get('step', '')}", diagnosis["layers"]))
+    found = []
+    for place, (label, layers) in enumerate(line):
+        step = label.rpartition("-")[2]
+        if step.isdigit():
+            values = {
+                name: {
+                    "collapse": finite((layer.get("collapse") or {}).get("value")),
+                    "top1": _top1(entries[place - 1], name) if place else None,
+                }
+                for name, layer in layers.items()
             }
-        )
-    return {"texts": texts, "routers": routers}
-
-
-def _blocks(sample: Mapping[str, Any]) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
-    """[layer, k, bytes] of the packed routing, and the number of tokens."""
-    layers, ks, tokens, experts = (
-        len(sample["layers"]),
-        len(sample["top_k"]),
-        len(sample["tokens"]),
-        sample["num_experts"],
-    )
-    token = experts + first_type(experts).itemsize + (experts + 7) // 8
-    raw = np.frombuffer(unpacked(sample["routing"], layers * ks * tokens * token), dtype=np.uint8)
-    return raw.reshape(layers, ks, -1), tokens
-
-
-def _cut(sample: Mapping[str, Any], tokens: int) -> str:
-    """The packed routing of the first `tokens` tokens."""
-    blocks, total = _blocks(sample)
-    experts = sample["num_experts"]
-    lead = blocks.shape[:2]
-    probs = blocks[:, :, : total * experts].reshape(*lead, total, experts)[:, :, :tokens]
-    size = first_type(experts).itemsize
-    first = blocks[:, :, total * experts : total * (experts + size)].reshape(*lead, total, size)[:, :, :tokens]
-    bits = blocks[:, :, total * (experts + size) :].reshape(*lead, total, -1)[:, :, :tokens]
-    parts = [probs.reshape(*lead, -1), first.reshape(*lead, -1), bits.reshape(*lead, -1)]
-    return base64.b64encode(zlib.compress(np.concatenate(parts, -1).tobytes(), 9)).decode()
-
-
-def _first_at(sample: Mapping[str, Any]) -> dict[str, list[int | None]]:
-    """The first expert of every mapped token, by layer; None where it has none."""
-    blocks, total = _blocks(sample)
-    experts = sample["num_experts"]
-    k = sample["top_k"].index(sample["map"]["top_k"])
-    kind = first_type(experts)
-    first = np.ascontiguousarray(blocks[:, k, total * experts : total * (experts + kind.itemsize)]).view(kind)
-    none, at = np.iinfo(kind).max, sample["map"]["indices"]
-    return {
-        name: [None if expert == none else expert for expert in first[i, at].tolist()]
-        for i, name in enumerate(sample["layers"])
-    }
+            found.append({"step": int(step), "layers": values})
+    return found

@@ -9,9 +9,8 @@ from typing import Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite, mean_of
+from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.forms import Forms
-from pointsman_lab.report.metrics import Metric, metric
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.runs.record import RunRecord
 
 AT_FLOOR = "°"

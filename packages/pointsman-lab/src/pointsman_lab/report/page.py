@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pointsman._errors import needing
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, sections, series
-from pointsman_lab.report.consistency import consistency
-from pointsman_lab.report.diagnosed import diagnosis_grid
-from pointsman_lab.report.inside import inside
-from pointsman_lab.report.tables import Cell, ComparisonTable
+from pointsman_lab.report.cell import Cell
+from pointsman_lab.report.html import asset, embed, fill
+from pointsman_lab.report.inside import diagnosis_grid, inside
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read
 
-if TYPE_CHECKING:
-    from pointsman_lab.report.paper import PaperTables
-
-ASSETS = "pointsman_lab.report.assets"
-THEME = """\
-document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";\
-"""
 SCRIPTS = ("charts.js", "maps.js", "page.js", "explorer.js")
 
 
@@ -65,7 +52,7 @@ def write_report(
         path: the directory, or several run directories.
         out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
         baseline: the router that differences are taken against; the first by default.
-        samples: the kind of map, "pca" (a second or two a run), "umap" or "auto": first makes the samples for maps and
+        samples: the kind of map, "pca" (a second or two a run) or "umap": first makes the samples for maps and
             explorer where they are missing (`samples.collect_all`). None: uses the existing ones.
         quotes: whether text and images of the data are shown (explorer, patches), where samples have them. Their
             licence may not allow it on a page that is published.
@@ -105,7 +92,7 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
         data |= each.data
     if not quotes:
         data["inside"]["explorer"] = {"texts": [], "routers": []}
-    agreed = consistency(comparison)
+    agreed = sections.consistency(comparison)
     data["consistency"] = agreed.get("chart")
     return fill(
         "page.html.j2",
@@ -129,30 +116,6 @@ def task_sections(comparison: Comparison, baseline: str | None, quotes: bool) ->
         if any(next(run.path.glob(pattern), None) for run in runs for pattern in entry.records)
     ]
     return [each for each in told if each]
-
-
-def render_paper(tables: PaperTables) -> str:
-    """A paper's tables with ours beside them, as a page."""
-    return fill("paper.html.j2", paper=tables.paper, tables=tables.tables)
-
-
-def fill(template: str, *, javascript: str = "", json: str = "", **values: Any) -> str:
-    """A template of the page, filled; style sheet, scripts and data are inserted unescaped.
-
-    The page's policy has the hashes of these scripts: a browser runs no other.
-    """
-    with needing("the report page needs jinja2", "report"):
-        import jinja2
-        from markupsafe import Markup
-
-    loader = jinja2.FunctionLoader(lambda name: asset(*reversed(name.rpartition("/")[::2])))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=loader)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    digests = [hashlib.sha256(one.encode()).digest() for one in (THEME, javascript) if one]
-    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    raw = {"css": asset("style.css"), "theme": THEME, "javascript": javascript, "json": json, "scripts": scripts}
-    values |= {name: Markup(text) for name, text in raw.items()}
-    return environment.get_template(f"{ASSETS}/{template}").render(version=version("pointsman"), **values)
 
 
 def chart_data(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
@@ -231,13 +194,3 @@ def per_seed(comparison: Comparison, table: ComparisonTable) -> Grid:
                 interval = NONE if cell.interval is None else f"± {cell.interval * scale:.{digits}f}"
                 rows.append([router, str(k), *shown, interval])
     return Grid(["router", "k", *(f"seed {seed}" for seed in comparison.seeds), "mean", "95 %"], rows)
-
-
-def embed(data: Mapping[str, Any]) -> str:
-    """JSON for a script element: without '<' and nan."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-
-
-def asset(name: str, package: str = ASSETS) -> str:
-    """A file of the page."""
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

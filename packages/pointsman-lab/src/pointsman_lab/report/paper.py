@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
+from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.cells import counted, finetuned, measured
 from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.metrics import Metric, metric
+from pointsman_lab.report.html import fill
 from pointsman_lab.report.published import OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.runs.comparison import read_comparison
 
 
@@ -110,10 +110,8 @@ class PaperTables(Forms):
 
     def write(self, directory: Path) -> list[Path]:
         """Writes paper-NAME.txt, .csv, .md, .tex and .html; returns their paths."""
-        from pointsman_lab.report.page import render_paper
-
-        page = write_whole(directory / f"{self.file}.html", render_paper(self))
-        return [*super().write(directory), page]
+        page = fill("paper.html.j2", paper=self.paper, tables=self.tables)
+        return [*super().write(directory), write_whole(directory / f"{self.file}.html", page)]
 
 
 def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:

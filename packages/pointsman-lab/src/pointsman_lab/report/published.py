@@ -25,7 +25,7 @@ from pointsman._files import read_ordinary
 from pointsman._grid import NONE
 from pointsman._shapes import check_shape
 from pointsman._values import finite, typed_fields
-from pointsman_lab.report.metrics import METRICS, Metric
+from pointsman_lab.report.cell import METRICS, Metric
 
 _SHAPE = {
     "name": str, "link": str, "columns": {"*": [dict]}, "routers": {"*": [str]},

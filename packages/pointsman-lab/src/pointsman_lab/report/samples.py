@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,14 @@ from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.registry import OLDEST, trains
-from pointsman_lab.report.embedding import available, embed
-from pointsman_lab.report.inside import readable
+from pointsman_lab.report.explorer import readable
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.training.run import load_run
 
+FEWEST = 20  # points: fewer are projected by PCA
 Note = Callable[[str], None]
 Seen = dict[str, tuple[Tensor, Routing]]
 """Layer name -> the inputs [T, dim] of its router, and its routing of all T tokens."""
@@ -46,7 +47,7 @@ def collect_samples(
     *,
     tokens: int = 2048,
     points: int = 500,
-    method: str = "auto",
+    method: str = "pca",
     device: str = "cpu",
 ) -> Path | None:
     """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
@@ -55,7 +56,7 @@ def collect_samples(
         path: a run directory with a checkpoint.
         tokens: length of the stretch, the first of the split; shorter if the split is.
         points: how many of them the 2-D map shows.
-        method: of the map: "umap", "pca", or "auto" (UMAP where umap-learn is installed).
+        method: of the map: "pca" or "umap".
         device: where the model runs.
 
     Returns:
@@ -94,12 +95,11 @@ def collect_samples(
     return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
 
-def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | None = None) -> None:
+def collect_all(comparison: Comparison, *, method: str = "pca", note: Note | None = None) -> None:
     """Samples of the first finished run of every router, where they are missing or out of date.
 
     A run that cannot be sampled (no checkpoint, no data) is skipped; `note` is told why.
     """
-    wanted = available(method)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
         if run is None or has_one_k(router):
@@ -107,7 +107,7 @@ def collect_all(comparison: Comparison, *, method: str = "auto", note: Note | No
         if run.is_audit:
             continue  # it has its own, or none
         own = trains(run.family or OLDEST).samples(run)
-        current, make = own or (_is_current(run, wanted), partial(collect_samples, run.path, method=wanted))
+        current, make = own or (_is_current(run, method), partial(collect_samples, run.path, method=method))
         if current:
             continue
         try:
@@ -213,3 +213,33 @@ def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: st
         low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
         layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
     return {"top_k": top_k, "method": used, "indices": chosen.tolist(), "layers": layers}
+
+
+def embed(points: NDArray[np.float64], method: str) -> tuple[NDArray[np.float64], str]:
+    """Projects [n, dim] to two dimensions; returns [n, 2] and the method used: below 20 points "pca".
+
+    "umap" takes 100 neighbours and a least distance of 1 (X-MoE, Figure 2), with a fixed seed.
+    """
+    if method not in ("pca", "umap"):
+        raise RunError(f"map method {method!r}: allowed are pca and umap")
+    if method == "pca" or len(points) < FEWEST:
+        return pca(points), "pca"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # umap warns that a fixed seed means one thread
+        from umap import UMAP
+
+        # initialized by PCA: the spectral initialization is slow where the neighbour graph is not connected
+        reducer = UMAP(n_neighbors=min(100, len(points) - 1), min_dist=1.0, random_state=0, init="pca")
+        found = reducer.fit_transform(points)
+    return np.asarray(found, dtype=np.float64), "umap"
+
+
+def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The first two principal components [n, 2]; each with its largest entry positive, so that the sign is fixed."""
+    centred = points - points.mean(0)
+    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+    found = np.zeros((len(points), 2))
+    width = min(2, left.shape[1])
+    found[:, :width] = left[:, :width] * singular[:width]
+    signs = np.sign(found[np.abs(found).argmax(0), range(2)])
+    return found * np.where(signs == 0, 1.0, signs)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pointsman._values import finite
-from pointsman_lab.report.tables import Cell, ComparisonTable
+from pointsman_lab.report.cell import Cell
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,72 +10,20 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
+from pointsman_lab.report.cell import (
+    LEAST_SEEDS,
+    LEVEL,
+    Cell,
+    Metric,
+    Paired,
+    by_pretraining,
+    metric,
+    significantly_best,
+)
 from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.intervals import LEAST_SEEDS, Paired
-from pointsman_lab.report.metrics import Metric, metric
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.evaluation import over_layers
-from pointsman_lab.runs.paths import REPEAT
 from pointsman_lab.runs.record import RunRecord
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One quantity over seeds.
-
-    Attributes:
-        values: seed -> value, finite ones only.
-    """
-
-    values: Mapping[int, float]
-
-    @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.values.values()) if self.values else None
-
-    @property
-    def std(self) -> float | None:
-        """Sample standard deviation (n - 1); None below two seeds."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
-
-    @property
-    def interval(self) -> float | None:
-        """Half the width of the 95 % confidence interval of the mean (Student's t); None below two seeds."""
-        return Paired(list(self.values.values())).half
-
-    def text(self, decimals: int, scale: float = 1.0, *, sign: bool = False) -> str:
-        """`mean ± std` with this many decimals, the mean alone for one seed, '-' for none."""
-        if self.mean is None:
-            return NONE
-        mean = f"{self.mean * scale:{'+' if sign else ''}.{decimals}f}"
-        return mean if self.std is None else f"{mean} ± {self.std * scale:.{decimals}f}"
-
-    def shown(self, metric: Metric, *, sign: bool = False) -> str:
-        """`text` in the metric's units and with its decimals."""
-        return self.text(metric.decimals, metric.scale, sign=sign)
-
-    def minus(self, other: Cell) -> Cell:
-        """The differences to another cell, over the seeds that both have."""
-        return Cell({seed: own - other.values[seed] for seed, own in self.values.items() if seed in other.values})
-
-
-def by_pretraining(values: Mapping[int, float]) -> dict[int, float]:
-    """Seed of a pre-trained run -> the mean over its fine-tunings, whose seeds are s + 1000 j."""
-    seeds = dict.fromkeys(seed % REPEAT for seed in values)
-    return {one: statistics.fmean(value for seed, value in values.items() if seed % REPEAT == one) for one in seeds}
-
-
-def told_apart(cells: Mapping[str, Cell], *, lower_is_better: bool) -> set[str]:
-    """The one with the best mean, if paired 95 % intervals, corrected for their number, tell it from each other.
-
-    Intervals of fewer than three seeds tell nothing apart.
-    """
-    better = -1 if lower_is_better else 1
-    known = {name: cell for name, cell in cells.items() if cell.mean is not None}
-    first, *others = sorted(known, key=lambda name: better * (known[name].mean or 0.0), reverse=True) or [""]
-    differences = [Paired(list(known[first].minus(known[other]).values.values()), len(others)) for other in others]
-    enough = all(len(one.values) >= LEAST_SEEDS for one in differences)
-    return {first} if differences and enough and all(one.sign == better for one in differences) else set()
 
 
 @dataclass(frozen=True)
@@ -168,11 +115,11 @@ class ComparisonTable(Forms):
         return {row.router: {k: self.quality(row, k).minus(own[k]) for k in self.top_k} for row in others}
 
     def best(self, top_k: int) -> set[str]:
-        """The row with the best mean at this k, if it is `told_apart` from every other row."""
+        """The row with the best mean at this k, if it is `significantly_best` from every other row."""
         cells = {row.router: self.quality(row, top_k) for row in self.rows}
         if self.repeats:
             cells = {router: Cell(by_pretraining(cell.values)) for router, cell in cells.items()}
-        return told_apart(cells, lower_is_better=self.metric.lower_is_better)
+        return significantly_best(cells, lower_is_better=self.metric.lower_is_better)
 
     @property
     def varies(self) -> bool:
@@ -242,8 +189,8 @@ class ComparisonTable(Forms):
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
             "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
-            "the largest k; router params: trainable ones; s/step: median training step. Bold: told apart from every "
-            "other row (95 % intervals of the paired differences, corrected for their number)."
+            "the largest k; router params: trainable ones; s/step: median training step. Bold: significantly "
+            "different from every other row (95 % intervals of the paired differences, corrected for their number)."
         )
 
     @property
@@ -289,6 +236,73 @@ class ComparisonTable(Forms):
     def rich(self) -> Any:
         """The table for a terminal, as a `rich.table.Table`."""
         return self.grid().rich(f"{self.metric.label} ({self.metric.direction})")
+
+
+@dataclass(frozen=True)
+class Differences(Forms):
+    """Every row minus the baseline, at every k: mean ± half of the interval, corrected for all cells of the table."""
+
+    table: ComparisonTable
+
+    @property
+    def file(self) -> str:
+        return "differences"
+
+    @property
+    def comparisons(self) -> int:
+        """What intervals are corrected for: the differences that have one, of at least three seeds; 1 without any."""
+        return max(1, self._intervals)
+
+    @property
+    def caption(self) -> str:
+        metric = self.table.metric
+        what = f"Paired differences to {self.table.baseline} in {metric.label} ({metric.direction}): mean"
+        if not self._intervals:
+            return f"{what}. None has three seeds, so none has an interval."
+        return (
+            f"{what} ± half of the {LEVEL:.0%} confidence interval (Student's t), corrected for the {self.comparisons} "
+            "intervals of this table (Bonferroni); in brackets not corrected; none below three seeds. Bold: the "
+            "interval excludes 0."
+        )
+
+    @property
+    def _intervals(self) -> int:
+        cells = [cell for of in self.table.differences().values() for cell in of.values()]
+        return sum(len(cell.values) >= LEAST_SEEDS for cell in cells)
+
+    def grid(self) -> Grid:
+        """The differences as text."""
+        metric, rows, told = self.table.metric, [], set()
+        for i, (router, of) in enumerate(self.table.differences().items()):
+            cells = []
+            for j, cell in enumerate(of.values(), 1):
+                paired = Paired([value * metric.scale for value in cell.values.values()], self.comparisons)
+                cells.append(paired.text(metric.decimals))
+                told |= {(i, j)} if paired.sign and len(paired.values) >= LEAST_SEEDS else set()
+            rows.append([router, *cells])
+        return Grid(["router", *self.table.titles], rows, told, self.caption)
+
+    def shown_grids(self) -> list[Grid]:
+        return [self.grid()]
+
+    def csv(self) -> str:
+        """One line a router and k, full precision."""
+        header = ["router", "baseline", "k", "seeds", "metric", "mean", "std", "half", "corrected half"]
+        rows = []
+        for router, of in self.table.differences().items():
+            for k, cell in of.items():
+                paired = Paired(list(cell.values.values()), self.comparisons)
+                figures = [paired.mean, cell.std, paired.half_of(1), paired.half]
+                rows.append([router, self.table.baseline, k, len(paired.values), self.table.metric.name, *figures])
+        return Grid(header, rows).csv()
+
+    def markdown(self) -> str:
+        """A Markdown table."""
+        return joined(self.grid().markdown(), self.caption)
+
+    def latex(self) -> str:
+        """A LaTeX table for the booktabs package."""
+        return self.grid().latex(["Router", *(f"${title}$" for title in self.table.titles)])
 
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
+from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.forms import Forms, captioned, joined
-from pointsman_lab.report.tables import Cell, ComparisonTable
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import consistency, finetunings, is_of, variants
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object

@@ -8,9 +8,9 @@ from typing import Any
 
 from pointsman._grid import Grid
 from pointsman._values import finite
+from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.cells import average
 from pointsman_lab.report.forms import Forms
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.report.task_table import finetunings, variants
 from pointsman_lab.runs.comparison import Comparison
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite, mean_of
+from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.tables import Cell, told_apart
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.scores import ALEXNET, corruption_error, relative_corruption_error
@@ -191,7 +191,7 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         (routers.index(router), place + 1)
         for place, name in enumerate(names)
         if name not in ("first expert moved", "set moved", "shared experts", "clean")
-        for router in told_apart({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
+        for router in significantly_best({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
     }
     caption = (
         f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: told apart from every "

@@ -9,12 +9,11 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._values import finite, mean_of
 from pointsman_lab.report import series
-from pointsman_lab.report.metrics import squared_variation
+from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.report.page import Sections
 from pointsman_lab.report.published import Column
 from pointsman_lab.report.sections import charts
 from pointsman_lab.report.series import short_layer
-from pointsman_lab.report.tables import Cell
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, PICTURES
 from pointsman_lab.runs.record import RunRecord, read_object
