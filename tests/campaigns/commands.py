@@ -50,11 +50,12 @@ OUTS = [
     "out", "out", "out/2", "run", "cmp", "text.txt", "letters", "hf", "", "x" * 300, "/dev/null", "pipe", "loop", "é",
 ]  # fmt: skip
 WORDS = [
-    "softmax", "sigmoid", "true", "false", "none", "full", "all", "surer", "unit", "input", "attention", "auto", "cpu",
-    "lowest-entropy", "lowest-entropy-sequence", "batch", "sequence", "step", "scores", "linear", "cosine", "float32",
-    "bfloat16", "last", "mean", "router", "experts", "router,experts", "word", "char", "textfooler", "test", "valid",
-    "train", "png", "gif", "png,svg", "hyperrouter", "x-moe", "mutual-inform", "umap", "pca", "tiny", "small", "tinny",
-    "tiny-decoder", "safetensors", "hf", "pickle", "relu", "ffn", "base", "every:2:1", "last:2", "after:6", "cuda",
+    "softmax", "sigmoid", "true", "false", "none", "full", "all", "lower-entropy", "unit", "input", "attention",
+    "auto", "cpu", "lowest-entropy", "lowest-entropy-sequence", "batch", "sequence", "step", "scores", "linear",
+    "cosine", "float32", "bfloat16", "last", "mean", "router", "experts", "router,experts", "word", "char",
+    "textfooler", "test", "valid", "train", "png", "gif", "png,svg", "hyperrouter", "x-moe", "mutual-inform", "umap",
+    "pca", "tiny", "small", "tinny", "tiny-decoder", "safetensors", "hf", "pickle", "relu", "ffn", "base",
+    "every:2:1", "last:2", "after:6", "cuda",
 ]  # fmt: skip
 ODD = ["\n", "é", "%", "{", "'", '"', "=", ",", ":", "|", "+", " ", "\\", "0", "-", "\x1b", "\u202e", "𝟙", "\0"]
 DEVICES = ["cpu", "cpu", "cpu", "cuda", "cuda:1", "meta", "mps", "tpu9", "", "cpu:0", "cpu:99", "xla", "cpu,cuda"]

@@ -140,7 +140,7 @@ def attended(hidden: Tensor, heads: int = 8) -> AttentionTrace:
 def memory(args: argparse.Namespace) -> None:
     dim = 352
     print(f"peak memory of the router in MB, forward and backward, 1 sequence, dim {dim}, 16 experts")
-    for spec in (*SPECS, "smoe+attention:heads=all", "smoe+similarity:neighbours=surer"):
+    for spec in (*SPECS, "smoe+attention:heads=all", "smoe+similarity:neighbours=lower-entropy"):
         router, peaks = build_router(spec, dim=dim, num_experts=16), []
         for length in (1024, 2048, 4096, 8192):
             hidden = torch.randn(1, length, dim, requires_grad=True)

@@ -45,7 +45,7 @@ SEEDS = "seeds"
 
 
 @dataclass(frozen=True)
-class Told:
+class Estimate:
     """A figure of a text.
 
     Attributes:
@@ -142,23 +142,23 @@ class Rows:
         """A row as the base of rows of another grid."""
         return self, name
 
-    def of(self, name: str, what: str = "quality", *, digits: int = 2, **measure: Any) -> Told:
+    def of(self, name: str, what: str = "quality", *, digits: int = 2, **measure: Any) -> Estimate:
         """The figures of one row."""
-        return Told(list(self._found(name, _measure(what, **measure)).values()), digits=digits)
+        return Estimate(list(self._found(name, _measure(what, **measure)).values()), digits=digits)
 
-    def gap(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
+    def gap(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Estimate:
         """Row minus base, with its sign."""
         return replace(self._difference(name, base, what, **more), signed=True)
 
-    def less(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
+    def less(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Estimate:
         """How much less the row has than the base; ValueError where it has not."""
         return self._with_sign("less", self._difference(name, base, what, **more), name, base)
 
-    def more(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
+    def more(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Estimate:
         """How much more the row has than the base; ValueError where it has not."""
         return self._with_sign("more", self._difference(name, base, what, **more), name, base)
 
-    def level(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Told:
+    def level(self, name: str, base: str | tuple[Rows, str], what: str = "quality", **more: Any) -> Estimate:
         """The difference, without its sign, of rows that are not told apart; ValueError where the interval has no 0."""
         told = self._difference(name, base, what, **more)
         if Paired(told.values).sign:
@@ -182,16 +182,16 @@ class Rows:
 
     def _difference(
         self, name: str, base: str | tuple[Rows, str], what: str, *, digits: int = 2, **measure: Any
-    ) -> Told:  # fmt: skip
+    ) -> Estimate:  # fmt: skip
         of, other = base if isinstance(base, tuple) else (self, base)
         taken = _measure(what, **measure)
         one, two = self._found(name, taken), of._found(other, taken)
         values = [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
         if not values:
             raise ValueError(f"{self.name}: {name} and {other} have no seed in common: {taken.text}")
-        return Told(values, paired=True, digits=digits)
+        return Estimate(values, paired=True, digits=digits)
 
-    def _with_sign(self, said: str, told: Told, name: str, base: str | tuple[Rows, str]) -> Told:
+    def _with_sign(self, said: str, told: Estimate, name: str, base: str | tuple[Rows, str]) -> Estimate:
         if (mean := statistics.fmean(told.values)) * (1 if said == "more" else -1) < 0:
             raise ValueError(f"{self.name}: {name} minus {_name(base)} is {mean:+.4f}, not {said}")
         return told

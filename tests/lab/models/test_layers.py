@@ -49,7 +49,7 @@ MODELS = [
     "smoe+similarity",
     "smoe+attention",
     "xmoe+attention:heads=all",
-    "smoe+similarity:neighbours=surer|smoe+attention",
+    "smoe+similarity:neighbours=lower-entropy|smoe+attention",
 ]
 
 

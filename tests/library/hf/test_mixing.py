@@ -20,7 +20,7 @@ MIXED = (
     "smoe+similarity",
     "hyperrouter+similarity:source=input",
     "xmoe+similarity",
-    "smoe+similarity:neighbours=surer",
+    "smoe+similarity:neighbours=lower-entropy",
 )
 WITH_TRACE = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
 

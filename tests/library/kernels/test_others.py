@@ -25,7 +25,7 @@ from tests.library.kernels.tools import (
 QUICK = (
     "(test_against_float64 and route and case1 and ((dtype0 and softmax) or (dtype1 and sigmoid)))"
     " or (test_against_float64 and relative and (((case0 or case1) and dtype0) or (case3 and dtype2)))"
-    " or (test_against_float64 and inform and 5 and ((surer and False) or (padded and True))) or test_without_values"
+    " or (test_against_float64 and inform and 5 and ((entropy and False) or (padded and True))) or test_without_values"
     " or test_what_the_kernels or test_ties or test_strided"
     " or (test_whole_routers and (z_loss or xmoe)) or test_others"
 )

@@ -8,7 +8,7 @@ import pytest
 
 from pointsman._errors import RunError
 from tests.lab.report.fixtures import write_comparison, write_run
-from tools.results.prose import RESULT, SOURCE, Told, rendered, wrapped, write_prose
+from tools.results.prose import RESULT, SOURCE, Estimate, rendered, wrapped, write_prose
 
 VALUES = {"smoe": (3.0, 3.1, 3.2), "xmoe": (2.9, 2.98, 3.06), "smoe+mix": (3.4, 3.0, 3.5), "young": (3.0, 3.5)}
 
@@ -48,10 +48,10 @@ def test_figures(folder: Path) -> None:
 
 
 def test_only_differences_lose_their_sign() -> None:
-    assert str(Told([-0.25], digits=1)) == "-0.2"
-    assert Told([-0.25]).percent == "-25.00"
-    assert str(Told([-0.25], paired=True)) == "0.25"
-    assert Told([1.0] * 12).count == "12"
+    assert str(Estimate([-0.25], digits=1)) == "-0.2"
+    assert Estimate([-0.25]).percent == "-25.00"
+    assert str(Estimate([-0.25], paired=True)) == "0.25"
+    assert Estimate([1.0] * 12).count == "12"
 
 
 def test_a_table(folder: Path) -> None:

@@ -142,7 +142,7 @@ class MoE(nn.Module):
         """
         # no view between the rows and the experts: autograd adds the router's gradient into theirs then, in place
         rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-        if self.router.score.asking:
+        if self.router.score.needs_responses:
             context = replace(context or RoutingContext(), responses=partial(responses, self.experts, rows))
         seen = hidden if hidden.dim() == 2 or torch.compiler.is_exporting() else rows.view(hidden.shape)
         routing: Routing = self.router(seen, context)

@@ -19,10 +19,10 @@ MIXERS = [
     "similarity",
     "similarity:source=input:learned=true",
     "similarity:source=attention",
-    "similarity:neighbours=surer",
+    "similarity:neighbours=lower-entropy",
     "attention",
     "attention:heads=all",
-    "attention:neighbours=surer:sigma=0.5",
+    "attention:neighbours=lower-entropy:sigma=0.5",
     "similarity:strength=0.4",
 ]
 

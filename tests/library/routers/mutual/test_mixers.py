@@ -75,15 +75,15 @@ class Case:
     def everyone(self) -> Tensor:
         return torch.cat([self.past_probs, self.probs], 1)
 
-    def informs(self, b: int, i: int, j: int, surer: bool) -> bool:
+    def informs(self, b: int, i: int, j: int, lower: bool) -> bool:
         own = self.everyone.shape[1] - T + i
         if j == own:
             return True
         if (self.causal and j > own) or not self.real[b, j] or not self.real[b, own]:
             return False
-        return not surer or bool(entropy(self.everyone[b, j]) <= entropy(self.everyone[b, own]))
+        return not lower or bool(entropy(self.everyone[b, j]) <= entropy(self.everyone[b, own]))
 
-    def attention(self, b: int, h: int, i: int, surer: bool) -> Tensor:
+    def attention(self, b: int, h: int, i: int, lower: bool) -> Tensor:
         """A_h[i, :] [S]."""
         keys = self.key.shape[2]
         scores = []
@@ -95,7 +95,7 @@ class Case:
                 score = score + u[h] @ self.key[b, h, j]
                 if distance >= 0:
                     score = score + (self.query[b, h, i] + w[h]) @ r[h, keys - 1 - distance]
-            scores.append(score * self.scale if self.informs(b, i, j, surer) else score.new_tensor(-torch.inf))
+            scores.append(score * self.scale if self.informs(b, i, j, lower) else score.new_tensor(-torch.inf))
         return torch.softmax(torch.stack(scores), 0)
 
     factor = HEADS
@@ -107,32 +107,32 @@ class Case:
         return torch.exp(-distance / (2 * sigma**2)) / (2 * math.pi * sigma**2) ** (DIM / 2)
 
 
-def similarity(case: Case, u: Tensor, weight: Tensor, tau: float, surer: bool = False) -> Tensor:
+def similarity(case: Case, u: Tensor, weight: Tensor, tau: float, lower: bool = False) -> Tensor:
     """Definition 1; u [B, S, DIM]."""
     out = []
     for b in range(B):
         for i in range(T):
             own = u.shape[1] - T + i
-            allowed = [j for j in range(u.shape[1]) if case.informs(b, i, j, surer)]
+            allowed = [j for j in range(u.shape[1]) if case.informs(b, i, j, lower)]
             s = torch.softmax(torch.stack([u[b, own] @ weight @ u[b, j] / tau for j in allowed]), 0)
             out.append(sum(s[n] * case.everyone[b, j] for n, j in enumerate(allowed)))
     return torch.stack(out).view(B, T, EXPERTS)
 
 
-def posterior(case: Case, b: int, h: int, i: int, sigma: float, surer: bool) -> tuple[Tensor, Tensor]:
+def posterior(case: Case, b: int, h: int, i: int, sigma: float, lower: bool) -> tuple[Tensor, Tensor]:
     """A'_h[i, :] [S], and the evidence sum_j A_h[i, j] N_j."""
-    prior = case.attention(b, h, i, surer)
+    prior = case.attention(b, h, i, lower)
     joint = torch.stack([prior[j] * case.gaussian(b, h, i, j, sigma) for j in range(len(prior))])
     return joint / joint.sum(), joint.sum()
 
 
-def attention(case: Case, sigma: float, head: list[int] | None, surer: bool = False) -> Tensor:
+def attention(case: Case, sigma: float, head: list[int] | None, lower: bool = False) -> Tensor:
     """Definition 2 with a head for each sequence, or Lemma 1 with all of them (the prior over heads is 1/H)."""
     out = []
     for b in range(B):
         for i in range(T):
             heads = range(HEADS) if head is None else [head[b]]
-            found = [posterior(case, b, h, i, sigma, surer) for h in heads]
+            found = [posterior(case, b, h, i, sigma, lower) for h in heads]
             evidence = torch.stack([z / HEADS for _, z in found])
             share = evidence / evidence.sum()
             out.append(sum(share[n] * (a @ case.everyone[b]) for n, (a, _) in enumerate(found)))
@@ -150,12 +150,12 @@ def assert_same(got: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
 CASES = [(True, False, False), (True, True, True), (False, False, True), (False, True, False), (True, True, False)]
 
 
-@pytest.mark.parametrize("surer", [False, True])
+@pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize(("causal", "memory", "padded"), CASES)
 @pytest.mark.parametrize("source", ["unit:tau=0.1", "input", "input:tau=2.5:learned=true", "attention"])
-def test_similarity_is_the_papers(source: str, causal: bool, memory: bool, padded: bool, surer: bool) -> None:
+def test_similarity_is_the_papers(source: str, causal: bool, memory: bool, padded: bool, lower: bool) -> None:
     case = Case(causal, memory, padded)
-    mix = mixer(f"similarity:source={source}:neighbours={'surer' if surer else 'all'}")
+    mix = mixer(f"similarity:source={source}:neighbours={'lower-entropy' if lower else 'all'}")
     tau = {"unit": 0.1, "attention": 1.0}.get(source.split(":")[0], 2.5 if "2.5" in source else 1.0)
     tokens = case.output if source == "attention" else case.hidden
     u = torch.cat([case.past_hidden, tokens], 1)
@@ -173,20 +173,20 @@ def test_similarity_is_the_papers(source: str, causal: bool, memory: bool, padde
         weight = mix.weight
         leaves.append(mix.weight)
     got, carry, _ = mix(case.probs, case.hidden, case.context)
-    assert_same(got, similarity(case, u, weight, tau, surer), leaves)
+    assert_same(got, similarity(case, u, weight, tau, lower), leaves)
     assert carry["probs"].shape == (B, T + M * memory, EXPERTS)
     assert not any(tensor.requires_grad for tensor in carry.values())
 
 
-@pytest.mark.parametrize("surer", [False, True])
+@pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("bias", ["none", "relative", "opaque"])
 @pytest.mark.parametrize(("causal", "memory", "padded"), CASES)
 @pytest.mark.parametrize("heads", ["lowest-entropy", "lowest-entropy-sequence", "all"])
-def test_attention_is_the_papers(heads: str, causal: bool, memory: bool, padded: bool, bias: str, surer: bool) -> None:
+def test_attention_is_the_papers(heads: str, causal: bool, memory: bool, padded: bool, bias: str, lower: bool) -> None:
     if not causal and bias != "none":
         pytest.skip("relative attention is causal")
     case = Case(causal, memory, padded, bias, side_by_side=bias == "relative")
-    mix = mixer(f"attention:sigma=1.3:heads={heads}:neighbours={'surer' if surer else 'all'}")
+    mix = mixer(f"attention:sigma=1.3:heads={heads}:neighbours={'lower-entropy' if lower else 'all'}")
     head: list[int] | None = None
     if heads == "lowest-entropy":
         mix.head_entropy = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_attention_is_the_papers(heads: str, causal: bool, memory: bool, padded:
         assert not mix.causal
     got, carry, _ = mix(case.probs, case.hidden, case.context)
     leaves = [case.probs, case.query, case.key, case.value, case.out_weight, case.heads_out, *case.relative]
-    assert_same(got, attention(case, 1.3, head, surer), leaves)
+    assert_same(got, attention(case, 1.3, head, lower), leaves)
     assert set(carry) == {"probs", "real"}
 
 
@@ -244,7 +244,7 @@ def test_strength_interpolates_and_zero_is_the_identity(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["similarity:source=input:tau=", "attention:heads=all:sigma="])
 def test_proposition_1(name: str) -> None:
-    """H(p_i) <= sum_j s_ij H(e_j) + H(s_i) (18); with surer neighbours at most H(e_i) as tau or sigma goes to 0."""
+    """H(p_i) <= sum_j s_ij H(e_j) + H(s_i) (18); with neighbours of lower entropy at most H(e_i), tau or sigma -> 0."""
     case = Case(True, False, False)
     before = entropy(case.probs)
     previous = torch.full_like(before, torch.inf)
@@ -257,9 +257,9 @@ def test_proposition_1(name: str) -> None:
         assert (entropy(mixed) <= bound + 1e-9).all()
         assert (torch.special.entr(s).sum(-1) <= previous + 1e-6).all()
         previous = torch.special.entr(s).sum(-1)
-    surer = mixer(f"{name}0.001:neighbours=surer")(case.probs, case.hidden, case.context)[0]
-    assert (entropy(surer) <= before + 1e-6).all()
-    assert (entropy(surer) < before - 1e-3).any()
+    lower = mixer(f"{name}0.001:neighbours=lower-entropy")(case.probs, case.hidden, case.context)[0]
+    assert (entropy(lower) <= before + 1e-6).all()
+    assert (entropy(lower) < before - 1e-3).any()
     # without the restriction it need not fall: some sure token is informed by an unsure one
     assert (entropy(mixed) > before + 1e-3).any()
 
@@ -267,9 +267,9 @@ def test_proposition_1(name: str) -> None:
 def test_equally_sure_tokens_inform_each_other() -> None:
     case = Case(True, False, False)
     probs = case.probs[:, :1].expand(B, T, EXPERTS)
-    own, effective = mixer("similarity:neighbours=surer:tau=100")(probs, case.hidden, case.context)[0], None
+    own, effective = mixer("similarity:neighbours=lower-entropy:tau=100")(probs, case.hidden, case.context)[0], None
     torch.testing.assert_close(own, probs)
-    own, effective = mixer("similarity:neighbours=surer:tau=100").neighbours(probs, case.hidden, case.context)
+    own, effective = mixer("similarity:neighbours=lower-entropy:tau=100").neighbours(probs, case.hidden, case.context)
     torch.testing.assert_close(effective, torch.arange(1.0, T + 1).double().expand(B, T), atol=1e-2, rtol=0)
 
 
@@ -319,7 +319,7 @@ def test_keys_without_scores_are_left_out() -> None:
         ("attention:sigma=-1", "sigma=-1"),
         ("similarity:strength=2", "strength=2"),
         ("attention:heads=first", "lowest-entropy or lowest-entropy-sequence or all"),
-        ("similarity:neighbours=none", "all or surer"),
+        ("similarity:neighbours=none", "all or lower-entropy"),
         ("similarity:sorce=unit", "did you mean 'source'"),
     ],
 )

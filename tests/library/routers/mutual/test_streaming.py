@@ -84,8 +84,8 @@ def visibilities(count: int, length: int, keys: int) -> dict[str, Visible]:
         "causal": Visible(length, keys),
         "everyone": Visible(length, keys, causal=False),
         "padded": Visible(length, keys, real=real),
-        "surer": Visible(length, keys, entropy=entropy),
-        "everyone surer padded": Visible(length, keys, False, real, entropy),
+        "entropy": Visible(length, keys, entropy=entropy),
+        "everyone entropy padded": Visible(length, keys, False, real, entropy),
     }
 
 
@@ -136,7 +136,7 @@ def test_float32_is_as_close_as_float32_is(causal: bool, length: int, keys: int)
         assert (mine.double() - reference).norm() <= 1e-5 * reference.norm().clamp_min(1)
 
 
-@pytest.mark.parametrize("kind", ["causal", "padded", "surer"])
+@pytest.mark.parametrize("kind", ["causal", "padded", "entropy"])
 @pytest.mark.parametrize(("length", "keys"), [(5, 5), (4, 9), (140, 150)])
 def test_an_opaque_bias_is_the_same_as_positions(kind: str, length: int, keys: int) -> None:
     heads, batch, width = 1, 2, 4

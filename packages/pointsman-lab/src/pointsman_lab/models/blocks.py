@@ -87,7 +87,7 @@ class LayerContext:
     remember: bool = True
 
 
-class Handed(NamedTuple):
+class RouterStates(NamedTuple):
     """What a layer's router hands on: `carry` to later tokens, `above` to the sparse layers above."""
 
     carry: RouterState | None
@@ -204,9 +204,9 @@ class FeedForwardLayer(nn.Module):
 
     def mix(
         self, hidden: Tensor, context: LayerContext, attention: AttentionTrace | None, past: RouterState | None
-    ) -> tuple[Tensor, Handed | None]:
+    ) -> tuple[Tensor, RouterStates | None]:
         """[B, T, dim] -> [B, T, dim], and what the router hands on."""
-        handed: Handed | None = None
+        handed: RouterStates | None = None
         if self.moe is None and self.feed_forward is None:
             return hidden, None
         norm = self.feed_forward_norm
@@ -221,7 +221,7 @@ class FeedForwardLayer(nn.Module):
                 below=context.below,
             )
             inner, routing = self.moe(inner, looks_at, return_routing=True)
-            handed = Handed(routing.carry, routing.above)
+            handed = RouterStates(routing.carry, routing.above)
         else:
             assert self.feed_forward is not None
             inner = self.feed_forward(inner)
@@ -244,7 +244,7 @@ class TransformerLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: RelativeContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor, Handed | None, AttentionTrace | None]:
+    ) -> tuple[Tensor, Tensor, RouterStates | None, AttentionTrace | None]:
         """hidden [B, T, dim], memory [B, M, dim] -> hidden, what to remember, what the router hands on, and the trace.
 
         The trace is made only if this layer's router needs it, or if `trace` says that a later one does.

@@ -24,7 +24,7 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear, suits
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention, Rotate
-from pointsman_lab.models.blocks import FeedForwardLayer, Handed, LayerContext
+from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterStates
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
@@ -130,7 +130,7 @@ class DecoderLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: DecoderContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+    ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
         """[B, T, dim], memory [B, M, width] -> hidden, all keys and values, what the router hands on, trace."""
         mixed, kept, seen = self.attention(
             self.attention_norm(hidden),

@@ -21,7 +21,7 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, check_padding_mask
 from pointsman_lab.models.attention import Attention, Bias
-from pointsman_lab.models.blocks import FeedForwardLayer, Handed, LayerContext, Norm
+from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory
@@ -93,7 +93,7 @@ class EncoderLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: None, context: EncoderContext, past: None, trace: bool
-    ) -> tuple[Tensor, None, Handed | None, AttentionTrace | None]:
+    ) -> tuple[Tensor, None, RouterStates | None, AttentionTrace | None]:
         """[B, T, dim] -> [B, T, dim], nothing to remember, what the router hands on, and the attention's trace."""
         normed = self.attention_norm(hidden) if self.pre_norm else hidden
         mixed, _, seen = self.attention(

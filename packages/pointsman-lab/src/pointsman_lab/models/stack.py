@@ -18,7 +18,7 @@ from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman.routing import RouterState
-from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, Handed, LayerContext
+from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, LayerContext, RouterStates
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import seeded
 from pointsman_lab.models.memory import Memory, newest
@@ -32,7 +32,7 @@ class Stack(nn.Module, Generic[Config]):
     """Base class of models.
 
     Layers are called as `layer(hidden, memory, context, past, trace)` and give (hidden, what to remember, what the
-    router hands on (`Handed`), the attention's trace if `trace` asks for it). What to remember is None, or of the new
+    router hands on (`RouterStates`), the attention's trace if `trace` asks for it). What to remember is None, or of new
     positions [B, T, width], or, if `joins_memory`, of all of them [B, M + T, width], detached.
 
     Attributes:
@@ -164,7 +164,7 @@ class Stack(nn.Module, Generic[Config]):
         kept: list[Tensor] = []
         carries: dict[str, RouterState] = {}
 
-        def keep(name: str, handed: Handed | None) -> LayerContext:
+        def keep(name: str, handed: RouterStates | None) -> LayerContext:
             """Remembers what is carried on to later tokens; returns the context for the layers above."""
             carry = None if handed is None else handed.carry
             if memory is not None and carry is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ENTROPY_TOLERANCE = 1e-5  # nats: rounding must not make one of two equal distributions surer
+ENTROPY_TOLERANCE = 1e-5  # nats: rounding must not make the entropy of one of two equal distributions lower
 CPU_ROWS, GPU_ROWS = 128, 512  # rows in a block
 CPU_CELLS, GPU_CELLS = 2**19, 2**26  # scores in one block; short sequences share a block up to here
 

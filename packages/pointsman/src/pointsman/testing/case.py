@@ -93,7 +93,7 @@ def context_for(router: Router, hidden: Tensor, **fields: object) -> RoutingCont
         token_ids=(torch.arange(hidden.shape[1]) % VOCABULARY).expand(hidden.shape[:2])
         if "token_ids" in needs
         else None,
-        responses=fixed_responses(hidden, router.num_experts) if router.score.asking else None,
+        responses=fixed_responses(hidden, router.num_experts) if router.score.needs_responses else None,
         below={
             name: torch.linspace(-1, 1, width).to(hidden.dtype).expand(*hidden.shape[:2], width)
             for name, width in router.score.below.items()

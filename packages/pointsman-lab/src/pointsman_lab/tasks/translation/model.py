@@ -21,7 +21,7 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForwardLayer, Handed, LayerContext, Norm
+from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.initial import initialize, seeded
@@ -108,7 +108,7 @@ class TargetLayer(FeedForwardLayer):
 
     def forward(
         self, hidden: Tensor, memory: Tensor, context: TargetContext, past: RouterState | None, trace: bool
-    ) -> tuple[Tensor, Tensor | None, Handed | None, AttentionTrace | None]:
+    ) -> tuple[Tensor, Tensor | None, RouterStates | None, AttentionTrace | None]:
         """[B, T, dim], memory [B, M, 2 width] -> hidden, all keys and values, what the router hands on, trace."""
         mixed, kept, seen = self.attention(
             self.attention_norm(hidden),

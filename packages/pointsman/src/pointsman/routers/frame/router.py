@@ -78,7 +78,9 @@ class Router(nn.Module):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
         self.ragged = select.ragged or bool(layer.virtual)
-        self.needs_moe = select.needs_moe or self.weigh == "input" or stages.score.asks_experts or bool(layer.virtual)
+        self.needs_moe = (
+            select.needs_moe or self.weigh == "input" or stages.score.may_need_responses or bool(layer.virtual)
+        )
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self.changes_with_step = any(part.changes_with_step for part in parts)

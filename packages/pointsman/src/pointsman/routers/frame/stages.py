@@ -111,13 +111,14 @@ class Scorer(Stage):
     Attributes:
         accepts_half: whether `forward` takes half precision and upcasts it itself (`scoring.linear`). Otherwise it
             gets float32. A subclass with a `forward` of its own must set it again.
-        asks_experts: whether it may use `RoutingContext.responses`; `asking`: whether its next forward does.
+        may_need_responses: whether it may use `RoutingContext.responses`.
+        needs_responses: whether its next forward does.
         tells_apart: whether its logits differ at all.
     """
 
     accepts_half = False
-    asks_experts = False
-    asking = False
+    may_need_responses = False
+    needs_responses = False
     tells_apart = True
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -189,7 +189,7 @@ def similarity(
     tau: Positive | None = None,
     learned: bool = False,
     strength: Probability = 1.0,
-    neighbours: Literal["all", "surer"] = "all",
+    neighbours: Literal["all", "lower-entropy"] = "all",
 ) -> Mixer:
     """Similarity-Inform: p_i = sum_j softmax_j(u_i' W_s u_j / tau) e_j.
 
@@ -197,7 +197,7 @@ def similarity(
     tau: temperature (none = 0.1 for unit, else 1); on layer-normed inputs tau 1 makes the mixing the identity.
     learned: W_s trains, from the identity.
     strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
-    neighbours: all tokens, or only those at least as sure of their experts (surer).
+    neighbours: all tokens, or only those whose scores have at most the entropy of their own (lower-entropy).
     """
     tau = TAU[source] if tau is None else tau
     return SimilarityInform(
@@ -214,7 +214,7 @@ def attention(
     factor: Literal["heads", "one"] = "heads",
     heads: Literal["lowest-entropy", "lowest-entropy-sequence", "all"] = "lowest-entropy",
     strength: Probability = 1.0,
-    neighbours: Literal["all", "surer"] = "all",
+    neighbours: Literal["all", "lower-entropy"] = "all",
 ) -> Mixer:
     """Attention-Inform: p_i = sum_j A'[i, j] e_j, A'[i, j] ~ A[i, j] N(u_i | c W_O v_j, sigma^2 I), u its output.
 
@@ -225,7 +225,7 @@ def attention(
     heads: the head of lowest mean attention entropy over training so far (lowest-entropy) or in this sequence, which
         looks ahead (lowest-entropy-sequence); or every head, by its posterior (all).
     strength: p = (1 - strength) e + strength times the mixed scores; 0 is the bare router.
-    neighbours: all tokens, or only those at least as sure of their experts (surer).
+    neighbours: all tokens, or only those whose scores have at most the entropy of their own (lower-entropy).
     """
     if sigma is None:
         sigma, relative = 1.0, True

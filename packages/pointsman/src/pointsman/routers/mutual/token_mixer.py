@@ -30,7 +30,7 @@ class TokenMixer(Mixer):
 
     Args:
         strength: p = (1 - strength) e + strength (mixed e).
-        neighbours: "all", or "surer": only tokens whose scores' entropy is at most a token's own inform it
+        neighbours: "all", or "lower-entropy": only tokens whose scores' entropy is at most a token's own inform it
             (Proposition 1).
     """
 
@@ -98,7 +98,7 @@ class TokenMixer(Mixer):
         count = 0 if past is None else self.keys(context, past["probs"].shape[1])
         past = None if past is None or not count else {name: value[:, -count:] for name, value in past.items()}
         sure = None
-        if self.neighbours_rule == "surer":
+        if self.neighbours_rule == "lower-entropy":
             with torch.no_grad():
                 sure = entropy(_joined(past, "probs", probs))
         return past, Visible(length, count + length, self.sees_earlier(context), _real(past, context, probs), sure)

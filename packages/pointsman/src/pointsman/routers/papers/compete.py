@@ -31,7 +31,7 @@ class Competing(Scorer):
     """
 
     one_process = "in a competition each token runs all experts where it is"
-    asks_experts = True
+    may_need_responses = True
     needs_step_end = True
     accepts_half = True
     steps: Tensor
@@ -49,7 +49,7 @@ class Competing(Scorer):
         return int(self.steps) >= self.warmup and float(torch.rand((), generator=draw, device="cpu")) < self.rate
 
     @property
-    def asking(self) -> bool:  # type: ignore[override]
+    def needs_responses(self) -> bool:  # type: ignore[override]
         return self.training and self.competes
 
     def step_end(self) -> None:
@@ -63,7 +63,7 @@ class Competing(Scorer):
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         found = super().forward(hidden, context)
-        if not self.asking:
+        if not self.needs_responses:
             return found
         if context.responses is None:
             raise ValueError("compete: a competition step asks the experts of the MoE layer: the router is not in one")
