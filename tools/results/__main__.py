@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab.cli.compare import write_tables
-from pointsman_lab.cli.finetune import write_task_tables
 from pointsman_lab.report import series, write_report
 from pointsman_lab.report.figures import save_lines
+from pointsman_lab.report.results import write_tables, write_task_tables
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.runs.paths import COMPARISON

@@ -73,6 +73,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if values.processes:
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
+    from pointsman_lab.report.results import write_tables
     from pointsman_lab.training.compare import Plan, compare, default_jobs
     from pointsman_lab.training.task import check_on_ranks
 
@@ -105,27 +106,6 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
     print(f"\n{write_page(values.out)}", file=sys.stderr)
     return 0
-
-
-def write_tables(out: Path) -> str:
-    """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
-    from pointsman_lab.report.language_table import LanguageTable
-    from pointsman_lab.report.results import write_results
-    from pointsman_lab.report.tables import ComparisonTable, Differences
-    from pointsman_lab.runs.compact import write_record
-    from pointsman_lab.runs.comparison import read_comparison
-
-    comparison = read_comparison(out)
-    table = ComparisonTable.of(comparison)
-    table.write(out)
-    Differences(table).write(out)
-    write_results(out)
-    write_record(out)
-    languages = LanguageTable.of([run for router in comparison.routers for run in comparison.of(router)], "languages")
-    if languages is None:
-        return table.text()
-    languages.write(out)
-    return f"{table.text()}\n{languages.text()}"
 
 
 def write_page(out: Path) -> str:

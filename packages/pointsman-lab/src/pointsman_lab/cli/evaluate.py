@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.cli.options import Parser, aligned, choose_device, overrides
+from pointsman_lab.cli.options import Parser, choose_device, overrides
 from pointsman_lab.cli.progress import Display, stop_on_signals
 from pointsman_lab.registry import entries
 
@@ -63,7 +63,9 @@ def run(arguments: Sequence[str]) -> int:
         saved = load_run(values.run, device=device, note=display.note)
         task = saved.task(values.data, display.data)
         record, file, _ = evaluated(saved, task, values, changes, display, stop)
-    print(table(record["results"]))
+    from pointsman_lab.report.results import text_of_results
+
+    print(text_of_results(record["results"]))
     print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
     return 0
 
@@ -101,24 +103,3 @@ def evaluated(
     record = {"format": 1, "checkpoint": f"step-{saved.step}", "protocol": protocol, "results": results}
     file = (values.out or values.run) / f"evaluation-{slug(task.name)}-{split}.json"
     return record, write_whole(file, json.dumps(record, indent=2) + "\n"), config
-
-
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
-    from pointsman_lab.report.results import experts_per_token
-    from pointsman_lab.runs.evaluation import over_layers
-
-    each = [experts_per_token(dict(result)) for result in results]
-    varies = any(
-        mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
-    )
-    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
-    rows = [titles + ["experts/token"] * varies]
-    for result, mean in zip(results, each, strict=True):
-        mean_entropy = over_layers(result, "entropy")
-        entropy = "-" if mean_entropy is None else f"{mean_entropy:.3f}"
-        value = "-" if result["value"] is None else f"{result['value']:.4f}"
-        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
-        if varies:
-            rows[-1].append("-" if mean is None else f"{mean:.2f}")
-    return aligned(rows)

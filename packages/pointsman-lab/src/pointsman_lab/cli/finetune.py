@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman._files import within
-from pointsman._grid import NONE
 from pointsman_lab.cli import options
 from pointsman_lab.cli.options import Parser, choose_device, number_from, numbers, whole, words
 from pointsman_lab.cli.progress import Display, stop_on_signals
@@ -109,6 +108,7 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman_lab.finetuning import compare_tasks
     from pointsman_lab.finetuning.compare import jobs_of
+    from pointsman_lab.report.results import write_task_tables
     from pointsman_lab.runs.compact import write_record
 
     variants = settings_of_comparison(values)
@@ -126,25 +126,6 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     print("\n".join(table.text() for table in tables))
     files = ", ".join(f"{table.file}.txt" for table in tables)
     print(f"saved: {files} in {out}, also .csv, .md, .tex", file=sys.stderr)
-
-
-def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> list[Forms]:
-    """Writes the tables of a comparison's fine-tunings, by default of all, one by one and beside each other."""
-    from pointsman_lab.report.language_table import LanguageTable
-    from pointsman_lab.report.task_table import TaskTable, finetunings
-    from pointsman_lab.report.task_table import variants as all_variants
-    from pointsman_lab.runs.comparison import read_comparison
-
-    comparison = read_comparison(folder)
-    tables: list[Forms] = []
-    for name in all_variants(comparison) if variants is None else variants:
-        table = TaskTable.of(comparison, name)
-        languages = LanguageTable.of(finetunings(comparison, name), f"xtreme-{name}", table.note)
-        tables += [table, *([languages] if languages else [])]
-    tables += [table for entry in entries() for table in entry.tables(comparison)]
-    for each in tables:
-        each.write(folder)
-    return tables
 
 
 def settings_of(
@@ -178,6 +159,8 @@ def run(arguments: Sequence[str]) -> int:
     from pointsman.diagnostics.monitor import RoutingMonitor
     from pointsman_lab.finetuning import finetune
     from pointsman_lab.finetuning.run import finetuned_path, open_task
+    from pointsman_lab.report.results import tables_of
+    from pointsman_lab.report.task_table import TaskTable
     from pointsman_lab.runs.record import read_run
     from pointsman_lab.training.failures import Interrupted
 
@@ -206,31 +189,6 @@ def run(arguments: Sequence[str]) -> int:
             found.setdefault(settings.variant, []).append(read_run(result.out))
             print(f"run: {out}", file=sys.stderr)
     print(data.description, file=sys.stderr)
-    print(accuracy_table(found, data.reported))
-    from pointsman_lab.report.language_table import LanguageTable
-
     for name, runs in found.items():
-        if table := LanguageTable.of(runs, f"xtreme-{name}"):
-            print(f"\n{table.text()}", end="")
+        print("\n".join(table.text() for table in tables_of(TaskTable.of_runs(name, runs), runs)), end="")
     return 0
-
-
-def accuracy_table(found: Mapping[str, Sequence[RunRecord]], split: str) -> str:
-    """Accuracy or F1 (%) at every k, mean and deviation over seeds; routing fluctuation; consistency over seeds."""
-    from pointsman_lab.report.cell import Cell
-    from pointsman_lab.report.task_table import ROUTING_KEYS, routing_of
-
-    rows = {name: [row for run in runs for row in run.evaluation["results"]] for name, runs in found.items()}
-    columns = sorted({row["top_k"] for of in rows.values() for row in of})
-    moved = {name: routing_of(runs) for name, runs in found.items()}
-    kept = [key for key in ROUTING_KEYS if any(of[key] is not None for of in moved.values())]
-    shown = {"top1": "routing moved: top1", "sets": "sets", "consistency": "consistency over seeds"}
-    metric = next((str(row["metric"]) for of in rows.values() for row in of), "accuracy")
-    title = "accuracy" if metric == "accuracy" else metric.upper()
-    lines = [[f"{title} (%), {split}", *(f"k={k}" for k in columns), "seeds", *(shown[key] for key in kept)]]
-    for name, runs in found.items():
-        values = [Cell(dict(enumerate(row["value"] for row in rows[name] if row["top_k"] == k))) for k in columns]
-        figures = [moved[name][key] for key in kept]
-        cells = [*(cell.text(2, 100.0) for cell in values), str(len(runs))]
-        lines.append([name, *cells, *(NONE if one is None else f"{one:.3f}" for one in figures)])
-    return options.aligned(lines)

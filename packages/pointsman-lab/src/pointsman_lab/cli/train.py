@@ -101,7 +101,7 @@ def _config(values: argparse.Namespace) -> RunConfig:
 
 def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout | None) -> None:
     from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman_lab.cli.evaluate import table
+    from pointsman_lab.report.results import text_of_results
     from pointsman_lab.runs.paths import slug
     from pointsman_lab.training.trainer import train
 
@@ -114,5 +114,5 @@ def _train(values: argparse.Namespace, device: str, ranks: Ranks, layout: Layout
             ranks=ranks, layout=layout,
         )  # fmt: skip
     if ranks.first:
-        print(table(result.evaluation["results"]))
+        print(text_of_results(result.evaluation["results"]))
         print(f"\nrun: {out}", file=sys.stderr)

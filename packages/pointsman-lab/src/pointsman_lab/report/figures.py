@@ -14,6 +14,7 @@ from pointsman_lab.report.inside import entropy_by_layer, layer_names, load_heat
 from pointsman_lab.report.page import page_path
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read
+from pointsman_lab.runs.record import RunRecord, read_object
 
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#857600")
@@ -83,6 +84,8 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
         curves = [{"name": one["name"], "points": list(map(_point, one["points"]))} for one in entropies]
         names = [series.short_layer(name) for name in layer_names(comparison)]
         found["entropy-by-layer"] = _lines(curves, look, "", "entropy (nats)", names=names)
+    for run in comparison.runs.values() if table.audit else ():
+        found["audit"] = _audit(run, curves, table)
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     for router, index in look.items():
         if heat := load_heat(comparison, router, rows, series.last_step(comparison)):
@@ -217,6 +220,34 @@ def _heat(heat: Mapping[str, Any]) -> Any:
     all_axes[0].set_ylabel("expert")
     figure.suptitle(f"{heat['router']}, seed {heat['seed']}", fontsize=9)
     figure.colorbar(image, ax=list(all_axes), label="load / even share", pad=0.01)
+    return figure
+
+
+def _audit(run: RunRecord, curves: Sequence[Mapping[str, Any]], table: ComparisonTable) -> Any:
+    """The load of every expert of an audited model at its own k, beside its quality at every k."""
+    import numpy as np
+
+    results, own = run.results(), read_object(run.path / "audit.json").get("top_k")
+    layers = results[own if own in results else max(results)]["routers"]
+    experts = max(len(layer["load"]) for layer in layers.values())
+    load = np.full((len(layers), experts), np.nan)
+    for row, layer in zip(load, layers.values(), strict=True):
+        row[: len(layer["load"])] = np.array(layer["load"], dtype=float) * len(layer["load"])
+    figure, (left, right) = _new(6.4, 2.4, 2)
+    image = left.imshow(load, aspect="auto", cmap="cividis", vmin=0, vmax=3, interpolation="nearest")
+    left.grid(visible=False)
+    left.set_xlabel("expert")
+    left.set_ylabel("layer")
+    left.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=left, label="load / even share")
+    for curve in curves:
+        ks = [point["x"] for point in curve["points"]]
+        right.plot(ks, [point["y"] for point in curve["points"]], color=COLOURS[0], marker=MARKERS[0])
+        right.set_xscale("log", base=2)
+        right.set_xticks(ks, [f"{k:g}" for k in ks])
+    right.minorticks_off()
+    right.set_xlabel("experts per token, k")
+    right.set_ylabel(table.metric.label)
     return figure
 
 

@@ -155,7 +155,9 @@ def pairing(comparison: Comparison) -> list[str]:
             f"{', '.join(random)}: draws random numbers while training, so that later dropout masks of a step differ "
             "from those of the other rows; data order and initial weights still agree."
         )
-    dense = [router for router in comparison.routers if router in ("dense", "dense-dropout", "plain")]
+    from pointsman.routers.frame.entries import BASELINES
+
+    dense = [router for router in comparison.routers if router in BASELINES]
     if dense:
         found.append(
             f"{', '.join(dense)}: no experts, so that the feed-forward weights and their dropout masks have no "

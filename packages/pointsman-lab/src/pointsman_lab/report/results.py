@@ -1,18 +1,26 @@
-"""results.csv: one line a router, seed and k; and the same as a pandas table."""
+"""What a comparison directory gets: its tables, and results.csv, one line a router, seed and k."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman._files import write_whole
+from pointsman._grid import Grid
 from pointsman._values import finite
+from pointsman_lab.registry import entries
+from pointsman_lab.report import task_table
+from pointsman_lab.report.forms import Forms
+from pointsman_lab.report.language_table import LanguageTable
+from pointsman_lab.report.tables import ComparisonTable, Differences
+from pointsman_lab.runs.compact import write_record
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.evaluation import over_layers
+from pointsman_lab.runs.record import RunRecord
 
 if TYPE_CHECKING:
     import pandas
@@ -64,15 +72,61 @@ def load_comparison(path: Path | str) -> pandas.DataFrame:
     return pandas.DataFrame(list(tidy(read_comparison(Path(path)))), columns=list(COLUMNS))
 
 
-def results_csv(comparison: Comparison) -> str:
-    """The rows of `tidy` as CSV in full precision; an empty field where there is no figure."""
+def write_results(folder: Path) -> Path:
+    """Writes the rows of `tidy` as results.csv, in full precision; an empty field where there is no figure."""
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(tidy(comparison))
-    return out.getvalue()
+    writer.writerows(tidy(read_comparison(folder)))
+    return write_whole(folder / RESULTS, out.getvalue())
 
 
-def write_results(folder: Path) -> Path:
-    """Writes results.csv of a comparison directory."""
-    return write_whole(folder / RESULTS, results_csv(read_comparison(folder)))
+def write_tables(out: Path) -> str:
+    """Writes table and differences in four forms, results.csv and record.jsonl; returns the table's text."""
+    comparison = read_comparison(out)
+    table = ComparisonTable.of(comparison)
+    table.write(out)
+    Differences(table).write(out)
+    write_results(out)
+    write_record(out)
+    languages = LanguageTable.of([run for router in comparison.routers for run in comparison.of(router)], "languages")
+    if languages is None:
+        return table.text()
+    languages.write(out)
+    return f"{table.text()}\n{languages.text()}"
+
+
+def write_task_tables(folder: Path, variants: Sequence[str] | None = None) -> list[Forms]:
+    """Writes the tables of a comparison's fine-tunings, by default of all, one by one and beside each other."""
+    comparison = read_comparison(folder)
+    tables: list[Forms] = []
+    for name in task_table.variants(comparison) if variants is None else variants:
+        tables += tables_of(task_table.TaskTable.of(comparison, name), task_table.finetunings(comparison, name))
+    tables += [table for entry in entries() for table in entry.tables(comparison)]
+    for each in tables:
+        each.write(folder)
+    return tables
+
+
+def tables_of(table: task_table.TaskTable, runs: Sequence[RunRecord]) -> list[Forms]:
+    """The table of fine-tunings on one task, and the one by language where there is any."""
+    languages = LanguageTable.of(runs, f"xtreme-{table.name}", table.note)
+    return [table, *([languages] if languages else [])]
+
+
+def text_of_results(results: Sequence[Mapping[str, Any]]) -> str:
+    """The metric and the mean router entropy at every k; where tokens do not all get k experts, how many on average."""
+    each = [experts_per_token(dict(result)) for result in results]
+    varies = any(
+        mean is not None and abs(mean - result["top_k"]) > 1e-6 for mean, result in zip(each, results, strict=True)
+    )
+    titles = ["k", results[0]["metric"].replace("_", " "), "tokens", "router entropy (nats)"]
+    rows = [titles + ["experts/token"] * varies]
+    for result, mean in zip(results, each, strict=True):
+        mean_entropy = over_layers(result, "entropy")
+        entropy = "-" if mean_entropy is None else f"{mean_entropy:.3f}"
+        value = "-" if result["value"] is None else f"{result['value']:.4f}"
+        rows.append([str(result["top_k"]), value, f"{result['tokens']:,}", entropy])
+        if varies:
+            rows[-1].append("-" if mean is None else f"{mean:.2f}")
+    return Grid(rows[0], rows[1:]).text(rule=False)

@@ -103,7 +103,18 @@ class TaskTable(Forms):
     @classmethod
     def of(cls, comparison: Comparison, variant: str, *, baseline: str | None = None) -> TaskTable:
         """The table of this task in a comparison; its rows are the routers of which a fine-tuning has begun."""
-        tuned = finetunings(comparison, variant)
+        return cls._of(variant, finetunings(comparison, variant), comparison, baseline)
+
+    @classmethod
+    def of_runs(cls, variant: str, tuned: Sequence[RunRecord]) -> TaskTable:
+        """The table of fine-tunings of one run."""
+        seeds = [run.seed for run in tuned]
+        return cls._of(variant, tuned, Comparison(tuned[0].path, {}, [tuned[0].router], seeds, {}), None)
+
+    @classmethod
+    def _of(
+        cls, variant: str, tuned: Sequence[RunRecord], comparison: Comparison, baseline: str | None
+    ) -> TaskTable:  # fmt: skip
         found = {(run.router, run.seed): run for run in tuned}
         seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
         begun = {run.router for run in tuned}

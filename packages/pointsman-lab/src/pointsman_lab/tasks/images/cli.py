@@ -61,7 +61,7 @@ def finetune(flags: Parser, values: argparse.Namespace, device: str) -> int | No
     if not isinstance(RunDirectory(values.run).config(RunConfig).model, VisionTransformerConfig):
         return None
     from pointsman.diagnostics.monitor import RoutingMonitor
-    from pointsman_lab.cli.evaluate import table
+    from pointsman_lab.report.results import text_of_results
     from pointsman_lab.tasks.images.further import finetune_images
 
     flags.without_effect(values, TEXT_FLAGS, "on runs that learned images")
@@ -73,7 +73,7 @@ def finetune(flags: Parser, values: argparse.Namespace, device: str) -> int | No
             values.run, values.task, steps=values.steps, epochs=values.epochs, settings=changes, out=values.out,
             device=device, progress=display, monitor=RoutingMonitor, stop=stop,
         )  # fmt: skip
-    print(table(result.evaluation["results"]))
+    print(text_of_results(result.evaluation["results"]))
     print(f"\nrun: {result.out}", file=sys.stderr)
     return 0
 
