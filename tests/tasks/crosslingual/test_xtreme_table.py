@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pointsman_lab.report.cell import Cell, metric
-from pointsman_lab.report.language_table import LanguageTable, Line
+from pointsman_lab.report.language_table import LanguageTable
 from pointsman_lab.report.paper import paper_tables
 from pointsman_lab.report.published import open_paper
 from pointsman_lab.runs.comparison import read_comparison
@@ -85,9 +85,9 @@ def test_all_tasks_and_their_average(comparison: Path) -> None:
 
 
 def test_a_figure_within_two_errors_of_its_floor_is_marked() -> None:
-    line = Line("switch", 1, {"en": Cell({0: 0.61}), "de": Cell({0: 0.57})})
+    lines = {("switch", 1): {"en": Cell({0: 0.61}), "de": Cell({0: 0.57})}}
     floors = {"en": ("majority", 0.5), "de": ("majority", 0.5)}
-    table = LanguageTable("xtreme-xnli", metric("accuracy"), "", ["en", "de"], [line], floors, {"en": 0.05, "de": 0.05})
+    table = LanguageTable("xtreme-xnli", ["en", "de"], lines, metric("accuracy"), "", floors, {"en": 0.05, "de": 0.05})
     figures, floor, errors = table.grid().rows
     assert [cell.endswith(" °") for cell in figures[1:]] == [False, True]
     assert (floor[0], errors[0]) == ("floor", "standard error over items")

@@ -1,10 +1,11 @@
-"""A table by language: routers x languages, with mean, transfer gap, floors, and standard errors over items."""
+"""Tables of routers at every k x columns; the one by language has mean, transfer gap, floors, and standard errors."""
 
 from __future__ import annotations
 
 import statistics
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pointsman._grid import NONE, Grid
@@ -17,39 +18,97 @@ AT_FLOOR = "°"
 Figure = Callable[[Mapping[str, Any]], Any]
 """What a column shows of a result."""
 
-
-@dataclass(frozen=True)
-class Line:
-    """A router at one k: column -> figures over seeds."""
-
-    router: str
-    top_k: int
-    cells: Mapping[str, Cell]
-
-    @property
-    def label(self) -> str:
-        return f"{self.router} k={self.top_k}"
+Line = tuple[str, int]
+"""A router at one k."""
 
 
 @dataclass(frozen=True)
-class LanguageTable(Forms):
-    """Figures by language.
+class LineTable(Forms):
+    """Figures of routers at every k.
 
     Attributes:
-        name: of its files. metric: of the cells. note: the protocol in words.
-        columns: languages, then "mean" and what else there is.
-        lines: routers at every k.
-        floors: column -> (name, figure) of the best prediction without a model. errors: column -> standard error over
-            items, mean over runs.
+        name: of its files.
+        columns: titles, in order.
+        lines: (router, k) -> column -> figures over seeds.
     """
 
     name: str
+    columns: Sequence[str]
+    lines: Mapping[Line, Mapping[str, Cell]]
+
+    @property
+    @abstractmethod
+    def caption(self) -> str:
+        """What the columns are."""
+
+    @abstractmethod
+    def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
+        """A cell as text."""
+
+    @property
+    def file(self) -> str:
+        return self.name
+
+    @property
+    def head(self) -> str:
+        return self.name
+
+    def grid(self) -> Grid:
+        """The figures as text."""
+        rows = [
+            [f"{router} k={k}", *(self.shown(cells[column], column) for column in self.columns)]
+            for (router, k), cells in self.lines.items()
+        ]
+        return Grid(["router", *self.columns], rows, caption=self.caption)
+
+    def difference_grid(self) -> Grid:
+        """Paired differences to the first router at the same k."""
+        first = next(iter(self.lines))[0]
+        base = {k: cells for (router, k), cells in self.lines.items() if router == first}
+        rows = []
+        for (router, k), cells in self.lines.items():
+            other = base.get(k) or next(iter(base.values()))  # a model without routers has one k
+            if router != first:
+                minus = {column: cells[column].minus(other[column]) for column in self.columns}
+                shown = [self.shown(cell, column, sign=True) for column, cell in minus.items()]
+                rows.append([f"{router} k={k}", *shown])
+        caption = f"Paired differences to {first}, seed by seed: mean ± sample standard deviation."
+        return Grid(["router", *self.columns], rows, caption=caption)
+
+    def shown_grids(self) -> list[Grid]:
+        """The figures, then the paired differences."""
+        return [self.grid(), self.difference_grid()]
+
+    def csv(self, title: str = "column", more: Mapping[str, Mapping[str, float]] | None = None) -> str:
+        """One line a router, k and column, in full precision.
+
+        Args:
+            title: of the columns' names.
+            more: further titles -> figure of each column.
+        """
+        more = more or {}
+        rows: list[list[Any]] = [
+            [router, k, column, cell.mean, cell.std, len(cell.values), *(of.get(column) for of in more.values())]
+            for (router, k), cells in self.lines.items()
+            for column, cell in cells.items()
+        ]
+        return Grid(["router", "k", title, "mean", "std", "seeds", *more], rows).csv()
+
+
+@dataclass(frozen=True)
+class LanguageTable(LineTable):
+    """Figures by language: columns are languages, then "mean" and what else there is.
+
+    Attributes:
+        metric: of the cells. note: the protocol in words.
+        floors: column -> (name, figure) of the best prediction without a model.
+        errors: column -> standard error over items, mean over runs.
+    """
+
     metric: Metric
     note: str
-    columns: Sequence[str]
-    lines: Sequence[Line]
-    floors: Mapping[str, tuple[str, float]]
-    errors: Mapping[str, float]
+    floors: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, runs: Sequence[RunRecord], name: str, note: str = "", split: str = "test") -> LanguageTable | None:
@@ -72,11 +131,13 @@ class LanguageTable(Forms):
         columns["mean"] = lambda result: result.get("value")
         extra = ("transfer", "gap", "nats_per_character")
         columns |= {key: _of(key) for key in extra if any(result.get(key) is not None for _, _, result in rows)}
-        places = dict.fromkeys((run.router, k) for run, k, _ in rows)
-        lines = [
-            Line(router, k, {column: _cell(rows, router, k, figure) for column, figure in columns.items()})
-            for router, k in places
-        ]
+        values: dict[Line, dict[str, dict[int, float]]] = {}
+        for run, k, result in rows:
+            cells = values.setdefault((run.router, k), {column: {} for column in columns})
+            for column, figure in columns.items():
+                if (value := finite(figure(result))) is not None:
+                    cells[column][run.seed] = value
+        lines = {line: {column: Cell(seeds) for column, seeds in cells.items()} for line, cells in values.items()}
         floors = {
             language: (str(found["floor_name"]), float(found["floor"]))
             for language in languages
@@ -90,50 +151,30 @@ class LanguageTable(Forms):
             found = [result["languages"].get(column, {}) if column in languages else result for _, _, result in rows]
             if (error := mean_of(one.get("error") for one in found)) is not None:
                 errors[column] = error
-        return cls(name, metric(str(first["metric"])), note, list(columns), lines, floors, errors)
-
-    @property
-    def file(self) -> str:
-        return self.name
+        return cls(name, list(columns), lines, metric(str(first["metric"])), note, floors, errors)
 
     def at_floor(self, line: Line, column: str) -> bool:
         """Whether a figure is not above its floor by two standard errors."""
-        mean, floor = line.cells[column].mean, self.floors.get(column)
+        mean, floor = self.lines[line][column].mean, self.floors.get(column)
         return floor is not None and mean is not None and mean - floor[1] < 2 * self.errors.get(column, 0.0)
+
+    def shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
+        return cell.text(4, sign=sign) if column == "nats_per_character" else cell.shown(self.metric, sign=sign)
 
     def grid(self) -> Grid:
         """Routers x languages as text, then floors and errors."""
-        rows = [[line.label, *(self._text(line, column) for column in self.columns)] for line in self.lines]
-        scale, decimals = self.metric.scale, self.metric.decimals
-        if self.floors:
-            shown = {column: f"{scale * value:.{decimals}f}" for column, (_, value) in self.floors.items()}
-            rows.append(["floor", *(shown.get(column, NONE) for column in self.columns)])
-        if self.errors:
-            shown = {column: f"{scale * value:.{decimals}f}" for column, value in self.errors.items()}
-            rows.append(["standard error over items", *(shown.get(column, NONE) for column in self.columns)])
-        return Grid(["router", *self.columns], rows, caption=self.caption)
-
-    def difference_grid(self) -> Grid:
-        """Paired differences to the first router at the same k."""
-        first = self.lines[0].router
-        base = {line.top_k: line for line in self.lines if line.router == first}
-        rows = []
-        for line in self.lines:
-            if line.router == first:
-                continue
-            other = base.get(line.top_k) or next(iter(base.values()))  # a model without routers has one k
-            minus = [line.cells[column].minus(other.cells[column]) for column in self.columns]
-            shown = [self._shown(cell, column, sign=True) for cell, column in zip(minus, self.columns, strict=True)]
-            rows.append([line.label, *shown])
-        caption = f"Paired differences to {first}, seed by seed: mean ± sample standard deviation."
-        return Grid(["router", *self.columns], rows, caption=caption)
-
-    def _shown(self, cell: Cell, column: str, *, sign: bool = False) -> str:
-        return cell.text(4, sign=sign) if column == "nats_per_character" else cell.shown(self.metric, sign=sign)
-
-    def _text(self, line: Line, column: str) -> str:
-        mark = f" {AT_FLOOR}" if self.at_floor(line, column) else ""
-        return self._shown(line.cells[column], column) + mark
+        grid = super().grid()
+        rows = [
+            [label, *(f"{cell} {AT_FLOOR}" if self.at_floor(line, column) else cell
+                      for column, cell in zip(self.columns, cells, strict=True))]
+            for line, (label, *cells) in zip(self.lines, grid.rows, strict=True)
+        ]  # fmt: skip
+        floors = {column: value for column, (_, value) in self.floors.items()}
+        for title, found in (("floor", floors), ("standard error over items", self.errors)):
+            if found:
+                shown = {column: f"{self.metric.scale * v:.{self.metric.decimals}f}" for column, v in found.items()}
+                rows.append([title, *(shown.get(column, NONE) for column in self.columns)])
+        return replace(grid, rows=rows)
 
     @property
     def caption(self) -> str:
@@ -154,20 +195,9 @@ class LanguageTable(Forms):
     def head(self) -> str:
         return f"{self.name}: {self.note}" if self.note else ""
 
-    def shown_grids(self) -> list[Grid]:
-        """The table, then the paired differences."""
-        return [self.grid(), self.difference_grid()]
-
-    def csv(self) -> str:
-        """One line a router, k and column, in full precision."""
-        rows = [
-            [line.router, line.top_k, column, cell.mean, cell.std, len(cell.values),
-             self.floors.get(column, (None, None))[1], self.errors.get(column)]
-            for line in self.lines
-            for column, cell in line.cells.items()
-        ]  # fmt: skip
-        header = ["router", "k", "language", "mean", "std", "seeds", "floor", "standard error over items"]
-        return Grid(header, rows).csv()
+    def csv(self, title: str = "language", more: Mapping[str, Mapping[str, float]] | None = None) -> str:
+        floors = {column: value for column, (_, value) in self.floors.items()}
+        return super().csv(title, {"floor": floors, "standard error over items": self.errors})
 
 
 def _of_language(language: str) -> Figure:
@@ -176,13 +206,3 @@ def _of_language(language: str) -> Figure:
 
 def _of(key: str) -> Figure:
     return lambda result: result.get(key)
-
-
-def _cell(rows: Sequence[tuple[RunRecord, int, Mapping[str, Any]]], router: str, k: int, figure: Figure) -> Cell:
-    return Cell(
-        {
-            run.seed: value
-            for run, own, result in rows
-            if (run.router, own) == (router, k) and (value := finite(figure(result))) is not None
-        }
-    )
