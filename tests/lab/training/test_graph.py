@@ -504,7 +504,7 @@ def test_what_waits_is_found(settings: Settings) -> None:
         ({"model.checkpoint_activations": True}, "model.checkpoint_activations"),
         ({"deterministic": True}, "deterministic=true"),
         ({"model.router": "compete"}, "the router compete"),
-        ({"model.router": "smoe+similarity|stable|compete+similarity"}, "the router compete, stable"),
+        ({"model.router": "stable|compete+similarity"}, r"the router compete\+similarity, stable "),
         ({"precision": "float32"}, "precision=float32"),
     ],
 )

@@ -10,7 +10,7 @@ monitor sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.kernels.choice import without_triton
 from pointsman.layer import MoE
-from pointsman.routers.frame.registry import parse_spec, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.capture import CudaRecorder, Recorder, cause, instead, noted
 from pointsman_lab.models.memory import Memory
@@ -172,15 +171,16 @@ def _tensors(batches: Batches, memories: Sequence[Memory]) -> list[Tensor]:
     return held + [tensor for memory in memories for tensor in memory.to_tensors().values()]
 
 
-def cuda_recorder(config: RunConfig, device: torch.device, *, fixed_shapes: bool) -> CudaRecorder:
-    """A recorder for a run of these settings; `fixed_shapes`: all its batches have the same.
+def cuda_recorder(
+    config: RunConfig, device: torch.device, routers: Iterable[Router] = (), *, fixed_shapes: bool
+) -> CudaRecorder:
+    """A recorder for a run of these settings with these routers; `fixed_shapes`: all its batches have the same.
 
     Raises:
         RunError: what no graph can capture, in one line.
     """
     model = config.model
-    names = {parse_spec(spec).router for spec in split_specs(model.router)}
-    changing = ", ".join(sorted(names & {"compete", "stable"}))
+    changing = ", ".join(sorted({router.spec for router in routers if router.changes_with_step}))
     for cannot, why in (
         (changing, f"the router {changing} does another thing from some step on"),
         (not fixed_shapes, "batches differ in length"),

@@ -84,9 +84,11 @@ class TrainingState:
         self.stopping = False
         self.device = device
         self.task = task
+        self.model = task.build_model(config)
         if config.cuda_graph and recorder is None:
-            recorder = cuda_recorder(config, device, fixed_shapes=task.fixed_shapes)
-        self.model = task.build_model(config).to(device)
+            routers = [router for _, router in named_routers(self.model)]
+            recorder = cuda_recorder(config, device, routers, fixed_shapes=task.fixed_shapes)
+        self.model.to(device)
         self.layout = layout or Layout(ranks.count)
         if ranks.count > 1:
             parallelize(self.model, self.layout, ranks)

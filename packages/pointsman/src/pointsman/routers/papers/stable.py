@@ -35,6 +35,7 @@ class TwoStageScorer(Scorer):
 
     needs = frozenset({"token_ids"})
     needs_step_end = True
+    changes_with_step = True
     no_decay = ("token",)
     steps: Tensor
 
