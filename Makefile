@@ -10,7 +10,7 @@ DEV := $(VENV)/.dev
 .PHONY: help quickstart test-core test test-slow test-contract campaign check bench results docs wheel clean
 
 help:
-	@echo "make quickstart   compare routers on real text (about five minutes on two cores)"
+	@echo "make quickstart   compare routers on real text (three minutes on two idle cores)"
 	@echo "make test-core    run the tests of the library alone, but for the slow ones"
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
@@ -37,7 +37,7 @@ $(DEV): $(RUN)
 	@touch $@
 
 quickstart: $(RUN)
-	$(BIN)/pointsman compare --routers smoe,smoe-dropout,hyperrouter,frozen-scaled --data stdlib --preset tiny --steps 700 --eval-tokens 100000 --out runs/quickstart
+	$(BIN)/pointsman compare --routers smoe,xmoe,hyperrouter,plain --data stdlib --preset tiny-decoder --steps 400 --eval-tokens 50000 --out runs/quickstart
 
 test-core: $(CORE)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow" tests/library

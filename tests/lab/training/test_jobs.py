@@ -20,17 +20,20 @@ from pointsman.routers.frame.elsewhere import import_routers
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.training.compare import Plan, compare, default_jobs
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.jobs import Work, side_by_side
+from pointsman_lab.training.jobs import Work, do_all
 
 
 class Notes(Quiet):
-    """Keeps what it is told, of all lines."""
+    """Keeps what it is told, of all lines; sets `stop` when two jobs go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: threading.Event | None = None) -> None:
         self.told: list[str] = []
+        self.stop = stop
 
     def phase(self, name: str, total: int, done: int = 0) -> None:
         self.told.append(f"{self.title}{name} {done}/{total}")
+        if self.stop is not None and len(self.told) == 2:
+            self.stop.set()
 
     def note(self, message: str) -> None:
         self.told.append(message)
@@ -57,28 +60,21 @@ def sums(folder: Path) -> Work:
     return work
 
 
-def run(jobs: list[Any], folder: Path, stop: threading.Event | None = None) -> tuple[list[int], list[int], Notes]:
-    begun: list[int] = []
-
-    def begins(place: int, line: Progress) -> None:
-        begun.append(place)
-        if stop is not None and len(begun) == 2:
-            stop.set()
-
+def run(jobs: list[Any], folder: Path, stop: threading.Event | None = None) -> tuple[list[int], Notes]:
     ended: list[int] = []
-    notes = Notes()
-    side_by_side(
-        jobs, partial(sums, folder), 2, progress=notes, begins=begins, ended=ended.append, stop=stop,
-    )  # fmt: skip
-    return begun, ended, notes
+    notes = Notes(stop)
+    titles = [f"job {number}: " for number in range(len(jobs))]
+    setup = partial(sums, folder)
+    do_all(jobs, titles, setup, setup, 2, progress=notes, ended=ended.append, stop=stop)
+    return ended, notes
 
 
 @pytest.mark.slow
 def test_every_job_is_done_once_with_one_thread(tmp_path: Path) -> None:
-    begun, ended, notes = run(list(range(5)), tmp_path)
-    assert sorted(begun) == sorted(ended) == [0, 1, 2, 3, 4]
+    ended, notes = run(list(range(5)), tmp_path)
+    assert sorted(ended) == [0, 1, 2, 3, 4]
     assert {(tmp_path / str(job)).read_text() for job in range(5)} == {"1"}
-    assert notes.told.count("adds 0/10") == 5
+    assert len([told for told in notes.told if told.endswith(": adds 0/10")]) == 5
 
 
 @pytest.mark.slow
@@ -97,19 +93,6 @@ def test_one_stop_reaches_all(tmp_path: Path) -> None:
         run(["waits", "waits", "never"], tmp_path, stop)
     assert (tmp_path / "saved").exists()
     assert not (tmp_path / "never").exists()
-
-
-class Seen:
-    """A watcher."""
-
-    def __init__(self) -> None:
-        self.ends: list[tuple[str, int]] = []
-
-    def begins(self, number: int, total: int, router: str, seed: int, line: Progress) -> None:
-        line.title = f"{number}/{total} {router} {seed}: "
-
-    def ended(self, router: str, seed: int) -> None:
-        self.ends.append((router, seed))
 
 
 @pytest.mark.slow
@@ -131,9 +114,9 @@ def test_any_number_of_jobs_gives_the_same_bits(
     results: dict[int, Mapping[str, bytes]] = {}
     before = torch.get_num_threads()
     for jobs in (1, 2):
-        seen, out = Seen(), tmp_path / str(jobs)
-        compare(plan, out, jobs=jobs, progress=Notes(), watcher=seen)
-        assert len(seen.ends) == 4
+        ends, out = [], tmp_path / str(jobs)
+        compare(plan, out, jobs=jobs, progress=Notes(), ended=partial(ends.append, jobs))
+        assert len(ends) == 4
         results[jobs] = {
             str(file.relative_to(out)): file.read_bytes()
             for file in out.glob("runs/*/*/checkpoints/*/model.safetensors")
