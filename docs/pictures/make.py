@@ -1,4 +1,7 @@
-"""Takes the pictures of docs/report.md and the README from a report page: python docs/pictures/make.py REPORT.html
+"""Takes the pictures of docs/report.md from a report page: python docs/pictures/make.py REPORT.html
+
+`make.py card EXAM/report.html` takes README's report card. The others of README are figures as they are: quickstart.svg
+is `pointsman report runs/quickstart --figures svg`, audit.svg `pointsman report AUDIT --figures svg`.
 
 Needs selenium, chromium and chromedriver.
 """
@@ -64,7 +67,20 @@ def main(page: Path, out: Path) -> None:
         driver.quit()
 
 
+def card(page: Path, out: Path) -> None:
+    with tempfile.TemporaryDirectory() as profile:
+        driver = browser(profile)
+        driver.set_window_size(760, 900)
+        driver.get(page.resolve().as_uri())
+        driver.find_element("css selector", ".card").screenshot(str(out / "exam.png"))
+        driver.quit()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    here = Path(__file__).parent
+    if len(sys.argv) == 3 and sys.argv[1] == "card":
+        card(Path(sys.argv[2]), here)
+    elif len(sys.argv) == 2:
+        main(Path(sys.argv[1]), here)
+    else:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(__file__).parent)

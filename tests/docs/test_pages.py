@@ -59,6 +59,18 @@ def test_the_example_of_a_front_page_runs(page: str) -> None:
     exec(compile(blocks[0], page, "exec"), {})
 
 
+def test_the_readme_fits_in_sixty_seconds_and_says_what_the_claims_say() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 500
+    found = readme.partition("## What was found")[2].partition("\n## ")[0]
+    findings = [line.removeprefix("- ").rstrip(").") for line in found.splitlines() if line.startswith("- ")]
+    claims = " ".join((ROOT / "docs" / "results" / "claims.md").read_text(encoding="utf-8").split())
+    assert len(findings) == 5
+    assert [finding for finding in findings if finding not in claims] == []
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", readme):
+        assert (ROOT / picture).is_file()
+
+
 def reference() -> list[str]:
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     return [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.M)]

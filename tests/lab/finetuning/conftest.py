@@ -13,14 +13,6 @@ from pointsman_lab.training.compare import Plan, compare
 ROUTERS = ("smoe", "xmoe", "dense")
 
 
-class Silent:
-    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
-        return
-
-    def ended(self, router: str, seed: int) -> None:
-        return
-
-
 @pytest.fixture(scope="session")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A comparison directory with one seed of `ROUTERS`. Tests copy it, or write elsewhere."""
@@ -32,7 +24,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        compare(Plan(config, ROUTERS, (0,)), folder / "runs", progress=Quiet(), watcher=Silent())
+        compare(Plan(config, ROUTERS, (0,)), folder / "runs", progress=Quiet())
         yield folder / "runs"
 
 

@@ -1,5 +1,7 @@
 """Fine-tuning every row of a comparison, and the tables it leaves."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
@@ -14,16 +16,28 @@ from pointsman_lab.report import TaskTable
 from pointsman_lab.report.task_table import published_for
 
 
-class Watch:
+class Titles(Quiet):
+    """Keeps the title of each job that begins, and counts those that end."""
+
     def __init__(self) -> None:
-        self.begun: list[tuple[str, int]] = []
-        self.over: list[tuple[str, int]] = []
+        self.told: dict[str, None] = {}
+        self.over = 0
 
-    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
-        self.begun.append((router, seed))
+    def phase(self, name: str, total: int, done: int = 0) -> None:
+        self.told[self.title.partition(" ")[2]] = None
 
-    def ended(self, router: str, seed: int) -> None:
-        self.over.append((router, seed))
+    def line(self) -> Titles:
+        return Line(self)
+
+    def ended(self) -> None:
+        self.over += 1
+
+
+class Line(Titles):
+    """A worker's line."""
+
+    def __init__(self, whole: Titles) -> None:
+        self.told = whole.told
 
 
 class StopAtOnce:
@@ -42,12 +56,13 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     settings = Finetuning(task, steps=2, freeze=("router",), balance=0.01, settings={"batch_size": 8})
     with pytest.raises(Stopped, match="the same command goes on"):
         compare_tasks(own, [settings], progress=Quiet(), stop=StopAtOnce())
-    watch = Watch()
-    compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=watch)
+    watch = Titles()
+    compare_tasks(own, [settings], repeats=2, progress=watch)
     name = settings.variant
     table = TaskTable.read(own, name)
     table.write(own)
-    assert watch.begun == [(f"{router} on {name}", seed) for seed in (0, 1000) for router in ("smoe", "xmoe", "dense")]
+    every = [f"{router} on {name}, seed {seed}" for seed in (0, 1000) for router in ("smoe", "xmoe", "dense")]
+    assert list(watch.told) == every
     for suffix in ("txt", "csv", "md", "tex"):
         content = (own / f"task-{name}.{suffix}").read_text()
         assert all(router in content for router in ("smoe", "xmoe", "dense"))
@@ -63,8 +78,7 @@ def test_every_row_is_fine_tuned_and_an_interrupted_comparison_goes_on(own: Path
     assert "frozen: router; balance loss: 0.01" in table.text()
     record = json.loads((own / "runs/dense/seed-0/finetune" / name / "seed-0/evaluation.json").read_text())
     assert record["protocol"]["frozen"] == []  # a dense row has no router
-    again = Watch()
-    compare_tasks(own, [settings], repeats=2, progress=Quiet(), watcher=again)
+    compare_tasks(own, [settings], repeats=2, progress=Quiet())
     assert TaskTable.read(own, name).csv() == table.csv()
 
 
@@ -72,16 +86,16 @@ def test_any_number_of_jobs_gives_the_same_bits(own: Path, task: str, tmp_path: 
     settings = Finetuning(task, steps=2, settings={"batch_size": 8})
     other = shutil.copytree(own, tmp_path / "other")
     for out, jobs in ((own, 1), (other, 2)):
-        watch = Watch()
-        compare_tasks(out, [settings], jobs=jobs, progress=Quiet(), watcher=watch)
-        assert sorted(watch.begun) == [(f"{router} on {settings.variant}", 0) for router in ("dense", "smoe", "xmoe")]
-        assert sorted(watch.over) == [("dense", 0), ("smoe", 0), ("xmoe", 0)]
+        watch = Titles()
+        compare_tasks(out, [settings], jobs=jobs, progress=watch, ended=watch.ended)
+        assert sorted(watch.told) == [f"{one} on {settings.variant}, seed 0" for one in ("dense", "smoe", "xmoe")]
+        assert watch.over == 3
     for router in ("smoe", "xmoe", "dense"):
         path = Path("runs", router, "seed-0/finetune", settings.variant, "seed-0/evaluation.json")
         one, two = (json.loads((out / path).read_text())["results"] for out in (own, other))
         assert one == two
-    watch = Watch()
-    compare_tasks(own, [settings], progress=Quiet(), watcher=watch)
+    watch = Titles()
+    compare_tasks(own, [settings], progress=watch, ended=watch.ended)
     assert not watch.over  # nothing was new
 
 

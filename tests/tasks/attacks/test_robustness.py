@@ -19,14 +19,6 @@ from pointsman_lab.tasks.classification.task import texts_of
 from pointsman_lab.training.compare import Plan, compare
 
 
-class Silent:
-    def begins(self, number: int, total: int, router: str, seed: int, line: object = None) -> None:
-        return
-
-    def ended(self, router: str, seed: int) -> None:
-        return
-
-
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("robust")
@@ -37,7 +29,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        compare(Plan(config, ("smoe", "dense"), (0,)), folder / "runs", progress=Quiet(), watcher=Silent())
+        compare(Plan(config, ("smoe", "dense"), (0,)), folder / "runs", progress=Quiet())
     return folder / "runs"
 
 

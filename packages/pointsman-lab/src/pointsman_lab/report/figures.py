@@ -76,6 +76,8 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
         values = [point["y"] for curve in curves for point in curve["points"]]
         log = min(values) > 0 and max(values) / min(values) > 3
         found["quality"] = _lines(curves, look, "experts per token, k", table.metric.label, log=log, ks=table.top_k)
+        for run in comparison.runs.values() if table.audit else ():
+            found["audit"] = _audit(run, curves, table)
     loss = series.loss(comparison, bits=table.metric.name.startswith("bits"))
     if loss["series"]:
         curves = [{"name": one["name"], "points": list(map(_point, one["points"]))} for one in loss["series"]]
@@ -84,8 +86,6 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
         curves = [{"name": one["name"], "points": list(map(_point, one["points"]))} for one in entropies]
         names = [series.short_layer(name) for name in layer_names(comparison)]
         found["entropy-by-layer"] = _lines(curves, look, "", "entropy (nats)", names=names)
-    for run in comparison.runs.values() if table.audit else ():
-        found["audit"] = _audit(run, curves, table)
     rows = {key: rows_by_layer(run) for key, run in comparison.runs.items()}
     for router, index in look.items():
         if heat := load_heat(comparison, router, rows, series.last_step(comparison)):
