@@ -331,7 +331,7 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             module.loss_scale.copy_(torch.as_tensor(scale))
-            module.know_scale()
+            module.confirm_loss_scale()
 
 
 def materialize(model: nn.Module) -> nn.Module:

@@ -107,8 +107,8 @@ class MoE(nn.Module):
         self.loss_scale: Tensor
         self.register_buffer("loss_scale", torch.ones(()), persistent=False)
         self.last_losses: dict[str, Tensor] = {}
-        self._kept: list[ref[Kept]] = []
-        self._compiled: Kept | None = None
+        self._kept: list[ref[PendingLosses]] = []
+        self._compiled: PendingLosses | None = None
         self._without_gradients = False
         self._scale_is_known = False
 
@@ -171,12 +171,12 @@ class MoE(nn.Module):
         attached: Tensor = AttachLosses.apply(output, self.loss_scale, gather, routing.statistics, kept, *losses)  # type: ignore[no-untyped-call]
         return attached
 
-    def _keep(self, losses: Sequence[Tensor]) -> Kept | None:
+    def _keep(self, losses: Sequence[Tensor]) -> PendingLosses | None:
         """Keeps the losses of a training forward for `take_losses`, no longer than autograd keeps the forward."""
         if not torch.is_grad_enabled():
             self._without_gradients = True
             return None
-        kept = Kept(losses)
+        kept = PendingLosses(losses)
         if torch.compiler.is_compiling():
             self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
             return None
@@ -203,7 +203,7 @@ class MoE(nn.Module):
             kept.losses = ()
         return losses
 
-    def know_scale(self) -> None:
+    def confirm_loss_scale(self) -> None:
         """`loss_scale` was set by somebody who knows how the main loss is scaled: no warning about it."""
         self._scale_is_known = True
 
@@ -227,7 +227,7 @@ class MoE(nn.Module):
         return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
 
 
-class Kept:
+class PendingLosses:
     """The live losses of one forward, for `add_losses`. The forward's graph holds them, the layer a weak reference."""
 
     def __init__(self, losses: Sequence[Tensor]) -> None:
@@ -250,7 +250,7 @@ class AttachLosses(torch.autograd.Function):
         scale: Tensor,
         gather: Callable[[Mapping[str, Tensor]], None] | None,
         statistics: Mapping[str, Tensor],
-        kept: Kept | None,
+        kept: PendingLosses | None,
         *losses: Tensor,
     ) -> Tensor:
         ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept

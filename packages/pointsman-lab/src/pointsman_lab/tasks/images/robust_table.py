@@ -194,8 +194,8 @@ def _grid(kind: str, runs: Runs, routers: Sequence[str], k: int) -> Grid:
         for router in significantly_best({of: line[place] for of, line in cells.items()}, lower_is_better=name in LOWER)
     }
     caption = (
-        f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: told apart from every "
-        "other row"
+        f"k={k}, in % but for the routing; mean ± sample standard deviation over seeds; bold: significantly different "
+        "from every other row"
     )
     return Grid([f"k={k}", *names], rows, best, caption).without_empty_columns()
 
