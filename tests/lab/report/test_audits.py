@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pointsman import hf
-from pointsman_lab.report import write_report
+from pointsman_lab.report import figures, write_report
 from tests.library.hf import zoo
 from tests.library.hf.test_audit import texts, tokenizer
 from tests.library.hf.test_replace import spread
@@ -21,6 +21,7 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
     notes: list[str] = []
     page = write_report(tmp_path / "audit", samples="pca", note=notes.append).read_text(encoding="utf-8")
+    assert "audit" in {file.stem for file in figures(tmp_path / "audit", ["svg"])}
     assert not notes
     assert "pointsman audit some-model --data words" in page
     assert 'id="loss"' not in page

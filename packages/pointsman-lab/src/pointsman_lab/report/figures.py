@@ -14,7 +14,8 @@ from pointsman_lab.report.inside import entropy_by_layer, layer_names, load_heat
 from pointsman_lab.report.page import page_path
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read
-from pointsman_lab.runs.record import RunRecord, read_object
+from pointsman_lab.runs.paths import AUDIT
+from pointsman_lab.runs.record import read_object
 
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#857600")
@@ -76,8 +77,8 @@ def drawn(comparison: Comparison, table: ComparisonTable) -> dict[str, Any]:
         values = [point["y"] for curve in curves for point in curve["points"]]
         log = min(values) > 0 and max(values) / min(values) > 3
         found["quality"] = _lines(curves, look, "experts per token, k", table.metric.label, log=log, ks=table.top_k)
-        for run in comparison.runs.values() if table.audit else ():
-            found["audit"] = _audit(run, curves, table)
+        if table.audit and len(comparison.runs) == 1 and (figure := _audit(comparison, curves, table)):
+            found["audit"] = figure
     loss = series.loss(comparison, bits=table.metric.name.startswith("bits"))
     if loss["series"]:
         curves = [{"name": one["name"], "points": list(map(_point, one["points"]))} for one in loss["series"]]
@@ -223,12 +224,15 @@ def _heat(heat: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _audit(run: RunRecord, curves: Sequence[Mapping[str, Any]], table: ComparisonTable) -> Any:
+def _audit(comparison: Comparison, curves: Sequence[Mapping[str, Any]], table: ComparisonTable) -> Any:
     """The load of every expert of an audited model at its own k, beside its quality at every k."""
     import numpy as np
 
-    results, own = run.results(), read_object(run.path / "audit.json").get("top_k")
-    layers = results[own if own in results else max(results)]["routers"]
+    [run] = comparison.runs.values()
+    results, own = run.results(), read_object(run.path / AUDIT).get("top_k")
+    layers = results[own if own in results else max(results)].get("routers")
+    if not layers:
+        return None
     experts = max(len(layer["load"]) for layer in layers.values())
     load = np.full((len(layers), experts), np.nan)
     for row, layer in zip(load, layers.values(), strict=True):
