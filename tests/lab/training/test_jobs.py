@@ -103,9 +103,9 @@ def test_any_number_of_jobs_gives_the_same_bits(
     file = tmp_path / "mine.py"
     file.write_text(
         "from pointsman.routers.frame.registry import register_router\n"
-        "from pointsman.routers.papers.topk import smoe\n\n\n"
+        "from pointsman.routers.papers.topk import linear_scores\n\n\n"
         "@register_router('of-a-file', paper='none')\n"
-        "def mine(layer):\n    'As smoe.'\n    return smoe(layer)\n"
+        "def mine(layer):\n    'As smoe.'\n    return linear_scores(layer)\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name = import_routers(str(file))
