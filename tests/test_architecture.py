@@ -142,3 +142,51 @@ def test_the_page_lists_every_public_name_with_its_file() -> None:
     for name in pointsman.__all__:
         home = getattr(pointsman, name).__module__.removeprefix("pointsman.").replace(".", "/") + ".py"
         assert re.search(rf"^\|.*`{name}`.*\| `{home}` \|$", page, re.MULTILINE), f"{name}: {home}"
+
+
+FILE_CALLS = re.compile(
+    r"(io\.|os\.)?open|os\.fdopen|.*\.(read_text|read_bytes|write_text|write_bytes|touch)|json\.loads?|pickle\..*"
+    r"|zlib\.decompress(obj)?|(gzip|bz2|lzma)\.(open|decompress)|(zipfile\.)?ZipFile|tarfile\.open|.*Image\.open"
+    r"|(np|numpy)\.(load|memmap|fromfile|lib\.format\.open_memmap)|torch\.load|.*safe_open|.*load_file"
+)
+"""Calls that open a file, or that make much of little."""
+OPENED_ELSEWHERE = {
+    "_files": "the one way to files",
+    "_shapes": "the bounds of what is parsed and unpacked",
+    "kernels.triton.tiles": "the package's own table of tiles",
+    "routers.frame.elsewhere": "an empty file in the user's own cache",
+    "data.reading": "a checked file of the user's data, read in blocks",
+    "data.cache": "the user's own cache, with checksums",
+    "tasks.masked_language_modelling.text": "the user's own cache",
+    "tasks.images.image_set": "the user's own cache, with checksums",
+    "tasks.images.sources": "the user's own cache",
+    "tasks.images.layouts": "an opened .npy file or archive, pixels of bounded pictures",
+    "training.checkpoint": "a checked file of a checkpoint; the reader bounds the header",
+    "runs.environment": "the system's list of processors",
+    "exam.exam": "the package's own record",
+    "report.page": "the package's own page",
+    "report.published": "the package's own tables",
+    "planning": "the package's own table of models",
+    "training.config": "a copy of what was just written as JSON",
+}
+"""Module -> what it opens that no stranger's file is, or that was checked."""
+
+
+def file_calls(file: Path) -> list[str]:
+    """What a module calls that opens a file, `path.open("rb")` included."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(node)[:60]
+        for node in calls
+        if FILE_CALLS.fullmatch(name := ast.unparse(node.func))
+        or (name.endswith(".open") and node.args and re.match(r"['\"]", ast.unparse(node.args[0])))
+    ]
+
+
+def test_files_are_opened_through_one_door() -> None:
+    found = {
+        name.partition(".")[2]: calls for package in ROOMS for name, file in modules(package).items()
+        if (calls := file_calls(file))
+    }  # fmt: skip
+    assert {name: calls for name, calls in found.items() if name not in OPENED_ELSEWHERE} == {}
+    assert sorted(OPENED_ELSEWHERE.keys() - found.keys()) == [], "exceptions that are no longer used"

@@ -2,12 +2,13 @@
 
 A folder of a run is entered through `within` and `find`, its files are opened by the functions here: none follows a
 link that leads out, waits for a pipe, truncates anything, or reads more than a file of its name may hold (`_shapes`).
-A test refuses every other way to open a file (`tests/test_files_are_opened_here.py`).
+A test refuses every other way to open a file (`tests/test_architecture.py`).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import platform
 import re
@@ -126,9 +127,27 @@ def read_text(file: Path, errors: str = "strict") -> str:
         raise RunError(f"{file}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start:,})") from None
 
 
+def open_new(file: Path, flags: int = os.O_CREAT) -> IO[bytes]:
+    """A new file, or one that `replacing` made, open for writing; raises as `open_own` does."""
+    return open(open_own(file, os.O_WRONLY | flags), "wb")
+
+
+def checksum(file: Path, *, sync: bool = False) -> dict[str, Any]:
+    """{"bytes", "sha256"} of a file of a run directory; raises as `open_own` does.
+
+    Args:
+        sync: waits until the disk has it.
+    """
+    with open(open_own(file), "rb") as opened:
+        if sync:
+            os.fsync(opened.fileno())
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return {"bytes": opened.tell(), "sha256": digest}
+
+
 def write_synced(file: Path, content: bytes) -> None:
-    """Writes a new file, or one that `replacing` made, and waits until the disk has it."""
-    with open(open_own(file, os.O_WRONLY | os.O_CREAT), "wb") as opened:
+    """Writes what `open_new` opens, and waits until the disk has it."""
+    with open_new(file) as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
@@ -184,6 +203,8 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 def replacing(file: Path) -> Iterator[Path]:
     """An empty new file beside `file`, which takes its place at the end: readers see the old content or the new one.
 
+    Both are named relative to the open folder: whatever takes its place meanwhile, nothing is written there.
+
     Raises:
         RunError: what the disk refuses; the old content is untouched.
     """
@@ -195,16 +216,37 @@ def replacing(file: Path) -> Iterator[Path]:
         aside = file.with_name(f".{file.name}.writing-{owner()}")
         with suppress(FileNotFoundError):
             aside.unlink()
-        os.close(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        try:
-            yield aside
-            with open(open_own(aside), "rb") as written:
-                os.fsync(written.fileno())
-            aside.replace(file)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        sync_folder(file.parent)
+        with _open_folder(file.parent) as folder:
+            new, old = (str(aside), str(file)) if folder is None else (aside.name, file.name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+            os.close(os.open(new, flags, 0o666, dir_fd=folder))
+            try:
+                yield aside
+                written = os.open(new, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=folder)
+                try:
+                    os.fsync(written)
+                finally:
+                    os.close(written)
+                os.replace(new, old, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(new, dir_fd=folder)
+                raise
+            if folder is not None:
+                os.fsync(folder)
+
+
+@contextmanager
+def _open_folder(path: Path) -> Iterator[int | None]:
+    """A descriptor of a folder; None where the system opens none (Windows)."""
+    if os.open not in os.supports_dir_fd:
+        yield None
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def write_whole(file: Path, content: str | bytes) -> Path:
@@ -216,12 +258,9 @@ def write_whole(file: Path, content: str | bytes) -> Path:
 
 def sync_folder(folder: Path) -> None:
     """Waits until the disk has a folder's entries, where the system can (not on Windows)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with _open_folder(folder) as opened:
+        if opened is not None:
+            os.fsync(opened)
 
 
 @contextmanager

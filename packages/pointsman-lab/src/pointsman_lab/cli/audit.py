@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import parse_json
+from pointsman._files import open_named, parse_json
 from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
 
 EPILOG = """examples:
@@ -78,13 +79,13 @@ def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while piece := file.read(PIECE):
+    with open_named(path) as file, io.TextIOWrapper(file, "utf-8", "replace") as text:
+        while piece := text.read(PIECE):
             yield piece
 
 
 def _lines(path: Path) -> Iterator[str | list[dict[str, str]]]:
-    with path.open("rb") as file:
+    with open_named(path) as file:
         for number, raw in enumerate(file, 1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")

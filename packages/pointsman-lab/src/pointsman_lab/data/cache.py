@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError
-from pointsman._files import scratch_folder, sync_folder
+from pointsman._files import open_new, parse_json, read_text, scratch_folder, sync_folder, write_synced
 from pointsman_lab.data.download import NO_SPACE
 from pointsman_lab.data.reading import BLOCK
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
@@ -84,7 +84,7 @@ def _write(folder: Path, build: Callable[[Write], Built]) -> None:
 
         def write(split: str, ids: IdArray) -> None:
             if split not in files:
-                files[split] = stack.enter_context((folder / f"{split}.bin").open("wb"))
+                files[split] = stack.enter_context(open_new(folder / f"{split}.bin"))
             data = _raw(ids)
             files[split].write(data)
             crc32[split] = zlib.crc32(data, crc32.get(split, 0))
@@ -103,20 +103,17 @@ def _write(folder: Path, build: Callable[[Write], Built]) -> None:
         "vocabulary": built.vocabulary.to_json(),
     }
     payload = json.dumps(meta)
-    with (folder / "meta.json").open("w", encoding="ascii") as meta_file:
-        meta_file.write(f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n")
-        meta_file.flush()
-        os.fsync(meta_file.fileno())
+    write_synced(folder / "meta.json", f"{hashlib.sha256(payload.encode()).hexdigest()}\n{payload}\n".encode())
     sync_folder(folder)
 
 
 def _open(folder: Path) -> Tokens | None:
     """The tokens in a cache folder; None if there are none or if a checksum differs."""
     try:
-        digest, payload = (folder / "meta.json").read_text(encoding="ascii").splitlines()
+        digest, payload = read_text(folder / "meta.json").splitlines()
         if hashlib.sha256(payload.encode()).hexdigest() != digest:
             return None
-        meta = json.loads(payload)
+        meta = parse_json(payload)
         vocabulary = Vocabulary.from_json(meta["vocabulary"])
         arrays: dict[str, IdArray] = {}
         for split, part in meta["parts"].items():

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from pointsman._errors import RunError, needing
-from pointsman._files import SCRATCH, is_abandoned, owner
+from pointsman._files import SCRATCH, is_abandoned, open_new, owner
 from pointsman_lab.data.catalog import CORPORA
 from pointsman_lab.data.reading import BLOCK, check_md5
 
@@ -60,7 +60,7 @@ def from_address(name: str, address: str, path: Path, size: int, md5: str, progr
     """Downloads one file of `name`, whose text has this size and MD5."""
 
     def write(aside: Path) -> None:
-        with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, aside.open("wb") as file:
+        with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer, open_new(aside) as file:
             total = int(answer.headers.get("Content-Length") or 0)
             done = 0
             while block := answer.read(BLOCK):
@@ -81,7 +81,7 @@ def _from_hub(name: str, target: Path, progress: DataProgress | None) -> None:
         def write(path: Path, split: str = split, expected: int = expected) -> None:
             rows = hub_rows(name, WIKITEXT_REPOSITORY, f"{name}-v1", _HUB_SPLITS[split])
             tokens = 0
-            with path.open("wb") as file:
+            with open_new(path) as file:
                 for line in _lines(rows, f"reading {name} {split}", progress):
                     file.write(line.encode() + b"\n")
                     tokens += len(line.split()) + 1

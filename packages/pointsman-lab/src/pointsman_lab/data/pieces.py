@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
+from pointsman._files import parse_json
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
 MASK = "<mask>"
@@ -125,7 +126,7 @@ class Pieces:
             RunError: a text that holds no SentencePiece model.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             model = base64.b64decode(data["model"], validate=True)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"not a vocabulary of pieces: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from pointsman._errors import RunError
+from pointsman._files import open_named, open_ordinary
 from pointsman_lab.data.catalog import Level
 
 BLOCK = 1 << 22
@@ -112,6 +114,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def open_unpacked(path: Path) -> IO[bytes]:
     """The text of a plain, .gz or .zip file; of a .zip, the one file in it."""
+    os.close(open_ordinary(path))
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zip":
@@ -123,7 +126,7 @@ def open_unpacked(path: Path) -> IO[bytes]:
         member = archive.open(members[0])
         archive.close()  # the open member keeps the file until it is closed itself
         return member
-    return path.open("rb")
+    return open_named(path)
 
 
 def find_file(folder: Path, stem: str) -> Path | None:
@@ -137,7 +140,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
     Raises:
         RunError: it cannot be read, is damaged, is not UTF-8, or has a carriage return inside a line.
     """
-    with reading(file), gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as opened:
+    with reading(file), open_unpacked(file) as opened:
         for number, line in enumerate(opened, 1):
             try:
                 text = line.decode("utf-8").rstrip("\r\n")
@@ -182,7 +185,7 @@ def align(path: Path, position: int, size: int, level: Level) -> int:
     """The first position at or after `position` that is between two bytes, characters or words."""
     if level == "byte" or position in (0, size):
         return position
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_named(path) as file:
         if level == "char":
             file.seek(position)
             following = file.read(_LONGEST_CHARACTER)

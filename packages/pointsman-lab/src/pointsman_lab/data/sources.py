@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from pointsman._errors import RunError
+from pointsman._files import open_named
 from pointsman_lab.data.catalog import CORPORA, SPLITS, DataSpec, Level, percent, unknown_data
 from pointsman_lab.data.reading import Span, align, reading
 
@@ -189,7 +190,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _is_text(path: Path) -> bool:
     """Whether a file is not empty and has no zero byte near its start."""
-    with reading(path), path.open("rb") as file:
+    with reading(path), open_named(path) as file:
         start = file.read(_PROBE)
     return bool(start) and b"\0" not in start
 

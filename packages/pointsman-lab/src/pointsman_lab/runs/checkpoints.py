@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, open_own, read_json, sync_folder, write_synced
+from pointsman._files import checksum, disk_errors, read_json, sync_folder, write_synced
 
 FORMAT = 1
 SHARDED = 2
@@ -232,8 +232,7 @@ def _check_file(path: Path, name: str, expected: Any) -> None:
         if size != expected["bytes"]:
             told = f"{name} has {size:,} bytes, not {expected['bytes']:,} (cut off?)"
             raise CheckpointError(f"checkpoint {path} is damaged: {told}")
-        with open(open_own(file), "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = checksum(file)["sha256"]
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: {name} cannot be read: {error.strerror or error}") from None
     except (KeyError, TypeError):

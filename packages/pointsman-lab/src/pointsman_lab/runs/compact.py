@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import disk_errors, find, parse_json, read_json, read_lines, scratch_folder, within, write_whole
+from pointsman._files import (
+    disk_errors,
+    find,
+    open_new,
+    parse_json,
+    read_json,
+    read_lines,
+    scratch_folder,
+    within,
+    write_whole,
+)
 from pointsman._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
 from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
@@ -81,8 +91,8 @@ def restore(folder: Path) -> list[Path]:
             for name, content in entry["files"].items():
                 file = scratch.joinpath(run.name, *name.split("/"))
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("x", encoding="utf-8") as opened:
-                    opened.write(_written(content))
+                with open_new(file) as opened:
+                    opened.write(_written(content).encode())
             (scratch / run.name).replace(run)
         made.append(run)
     return made

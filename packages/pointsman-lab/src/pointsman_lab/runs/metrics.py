@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pointsman._files import disk_errors, open_own, parse_json, read_lines, write_whole
+from pointsman._files import disk_errors, open_new, parse_json, read_lines, write_whole
 from pointsman._shapes import METRICS_ROW, is_shaped
 
 
@@ -40,13 +40,13 @@ class MetricsFile:
         self.rows = [row for row in read_metrics(file) if row["step"] <= step]
         self._file = file
         write_whole(file, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._opened = os.fdopen(open_own(file, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+        self._opened = open_new(file, os.O_APPEND)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with disk_errors(self._file, "lines of metrics were not written"):
             for row in rows:
                 self.rows.append(dict(row))
-                self._opened.write(json.dumps(row) + "\n")
+                self._opened.write(f"{json.dumps(row)}\n".encode())
             self._opened.flush()
 
     def sync(self) -> None:

@@ -9,7 +9,6 @@ tensors, so that any number of ranks reads what it needs. Names are those of a c
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import open_own
+from pointsman._files import checksum
 from pointsman.ops.exchange import local_part
 from pointsman.ranks import Ranks
 from pointsman_lab.runs.checkpoints import SHARDED, Checkpoint, begin_folder, complete_folder, writing
@@ -129,10 +128,7 @@ def _described(aside: Path, ranks: Ranks) -> dict[str, Any]:
     """Sizes and checksums of this rank's share of the files; they are synced first."""
     found = {}
     for file in sorted(aside.glob("*/*"))[ranks.rank :: ranks.count]:
-        with open(open_own(file), "rb") as opened:
-            os.fsync(opened.fileno())
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        found[f"{file.parent.name}/{file.name}"] = {"bytes": file.stat().st_size, "sha256": digest}
+        found[f"{file.parent.name}/{file.name}"] = checksum(file, sync=True)
     return found
 
 

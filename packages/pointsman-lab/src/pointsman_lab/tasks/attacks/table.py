@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from pointsman._files import parse_json
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
 from pointsman_lab.report.cell import Cell
@@ -173,7 +174,7 @@ def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
         for row in rows
         if row.get("attack")
     }
-    return sorted((Attack(**json.loads(text)) for text in seen), key=lambda attack: attack.rate)
+    return sorted((Attack(**parse_json(text)) for text in seen), key=lambda attack: attack.rate)
 
 
 def _clean(row: Row) -> Row | None:

@@ -5,7 +5,6 @@ Every mistake names the file, and the line or the question's id.
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json
-from pointsman_lab.data.reading import read_lines, reading
+from pointsman_lab.data.reading import open_unpacked, read_lines, reading
+
+MOST_JSON = 2**28  # bytes of a file of questions
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,10 @@ def read_questions(file: Path) -> list[Question]:
         RunError: other JSON, or no question; an answer that is empty, or does not stand where its offset says: named
             by its id.
     """
-    with reading(file):
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    with reading(file), open_unpacked(file) as opened:
+        raw = opened.read(MOST_JSON + 1)
+    if len(raw) > MOST_JSON:
+        raise RunError(f"{file}: more than {MOST_JSON:,} bytes")
     try:
         data = parse_json(raw.decode("utf-8-sig"))
         questions = [

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman._files import scratch_folder
+from pointsman._files import scratch_folder, write_synced
 from pointsman_lab.data.download import hub_rows, on_hub
 
 REPOSITORY = "google/xtreme"
@@ -44,7 +44,7 @@ def fetch_task(name: str, folder: Path) -> None:
             made = scratch / folder.name
             made.mkdir()
             for file, content in _TASKS[name](name):
-                (made / file).write_text(content, encoding="utf-8")
+                write_synced(made / file, content.encode())
             if not any(made.iterdir()):
                 raise RunError(f"{name}: the hub's {REPOSITORY} has no such part")
             made.rename(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, needing
+from pointsman._files import read_ordinary
 from pointsman_lab.tasks.images.layouts import LabelledImages, Layout, Pixels, image_pixels
 
 PARTS = {"train": "train", "validation": "valid", "valid": "valid", "val": "valid", "test": "test"}
@@ -68,5 +69,5 @@ def _layout(name: str, load: Any) -> Layout:
 
 def _pixels(rows: Any, column: str, names: list[str], row: int) -> Pixels:
     value = rows[row][column]
-    content = value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
+    content = value["bytes"] if value["bytes"] is not None else read_ordinary(Path(value["path"]))
     return image_pixels(content, names[row])

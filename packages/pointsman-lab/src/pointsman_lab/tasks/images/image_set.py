@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import disk_errors, scratch_folder, user_cache_folder
+from pointsman._files import disk_errors, parse_json, read_text, scratch_folder, user_cache_folder, write_synced
 from pointsman_lab.data.cache import move_into_place
 from pointsman_lab.data.catalog import SPLITS
 from pointsman_lab.tasks.images.hub import is_saved, open_hub, open_saved
@@ -246,7 +246,7 @@ def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) 
             labels = np.asarray(part.labels, dtype=np.int64)
             np.save(scratch / f"{split}-labels.npy", labels)
             meta["parts"][split] = _checksum(images, labels)
-        (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        write_synced(scratch / "meta.json", json.dumps(meta).encode())
         move_into_place(scratch, folder, lambda: _open(folder) is not None)
     opened = _open(folder)
     if opened is None:
@@ -257,7 +257,7 @@ def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) 
 def _open(folder: Path) -> dict[str, tuple[ImagePart, int]] | None:
     """The cached parts with their checksums; None if there are none, or any byte differs from what was written."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = parse_json(read_text(folder / "meta.json"))
         parts = {}
         for split, checksum in meta["parts"].items():
             images = np.load(folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
@@ -313,7 +313,7 @@ class ClassNames:
         Raises:
             ValueError: the text is something else.
         """
-        values = json.loads(text)
+        values = parse_json(text)
         names = values.get("names") if isinstance(values, dict) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("not a list of class names")

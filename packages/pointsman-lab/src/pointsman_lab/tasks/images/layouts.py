@@ -33,6 +33,7 @@ PARTS = {"train": "train", "val": "valid", "valid": "valid", "validation": "vali
 SIDE = 32
 BLOCK = 512  # of a tar archive, whose end is a block of zeros
 MOST_CLASSES = 2**16
+MOST_PIXELS = 2**27
 MOST_SHEET = 2**31  # bytes of a file with many images
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -291,6 +292,8 @@ def image_pixels(content: bytes, name: str) -> Pixels:
         from PIL import Image, UnidentifiedImageError
     try:
         with Image.open(io.BytesIO(content)) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"{image.width:,} x {image.height:,} pixels; at most {MOST_PIXELS:,} are read")
             return np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:  # its text names an object in memory
         raise RunError(f"{name}: not an image that Pillow can read") from None

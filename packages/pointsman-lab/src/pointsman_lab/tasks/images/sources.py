@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pointsman._errors import RunError
-from pointsman._files import replacing, user_cache_folder
+from pointsman._files import open_new, replacing, user_cache_folder
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ImagePart, ImageSet
 from pointsman_lab.tasks.images.layouts import Pixels
@@ -94,7 +94,7 @@ class Corrupted:
         made = np.concatenate(
             [corrupt(self.clean.images[at : at + 1], corruption, severity, row) for at, row in enumerate(self.rows)]
         )
-        with replacing(file) as aside, aside.open("wb") as opened:
+        with replacing(file) as aside, open_new(aside) as opened:
             np.save(opened, made)
         return made
 

@@ -19,7 +19,7 @@ from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from pointsman._files import user_cache_folder
+from pointsman._files import read_ordinary, user_cache_folder
 from pointsman.routers.frame.registry import list_mixers, list_routers, split_specs
 
 GROUP = "pointsman.routers"
@@ -140,7 +140,7 @@ def _mark(name: str) -> Path | None:
     content = b""
     if name.endswith(".py"):
         try:
-            name, content = str(Path(name).absolute()), Path(name).read_bytes()
+            name, content = str(Path(name).absolute()), read_ordinary(Path(name))
         except OSError:
             return None
     key = hashlib.sha256(os.fsencode(name) + b"\0" + content).hexdigest()
