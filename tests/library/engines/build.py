@@ -1,0 +1,186 @@
+"""Each engine's MoE layer with a router of ours, small, on a CPU; its experts' weights in the layout of our layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIM, HIDDEN, EXPERTS = 16, 24, 4
+
+
+@dataclass
+class Built:
+    """A layer of an engine.
+
+    Attributes:
+        layer: the engine's module.
+        router: ours in it; None: the engine's own.
+        run: [B, T, dim] -> [B, T, dim].
+        experts: our names -> the engine's values of one layer of experts.
+        own: the weight [E, dim] of the engine's own router.
+    """
+
+    layer: nn.Module
+    router: Any
+    run: Callable[[Tensor], Tensor]
+    experts: Callable[[], dict[str, Tensor]]
+    own: Callable[[], Tensor]
+
+
+def start_megatron(expert_parallel: int = 1) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", **({} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()})
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+
+
+def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from pointsman.engines.megatron import router
+
+    start_megatron()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=DIM, num_attention_heads=2, num_moe_experts=EXPERTS, moe_router_topk=k,
+        moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN, moe_ffn_hidden_size=HIDDEN,
+        add_bias_linear=False,
+        gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True, bias_activation_fusion=False,
+        **{"moe_router_load_balancing_type": "none", "moe_router_pre_softmax": k == 1, **settings},
+    )  # fmt: skip
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+    layer = MoELayer(
+        config, MoESubmodules(experts, **({} if spec is None else {"router": router(spec)})), layer_number=1
+    )
+
+    def weights() -> dict[str, Tensor]:
+        up = torch.stack([one.linear_fc1.weight.detach() for one in layer.experts.local_experts])
+        down = torch.stack([one.linear_fc2.weight.detach() for one in layer.experts.local_experts])
+        return {"w_gate": up[:, :HIDDEN], "w_in": up[:, HIDDEN:], "w_out": down}
+
+    def run(hidden: Tensor) -> Tensor:
+        found: Tensor = layer(hidden.transpose(0, 1).contiguous())[0]
+        return found.transpose(0, 1)
+
+    return Built(layer, getattr(layer.router, "router", None), run, weights, lambda: layer.router.weight)
+
+
+def torchtitan(spec: str | None, k: int = 2, **settings: Any) -> Built:
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from pointsman.engines.torchtitan import Router
+
+    gate = Linear.Config(in_features=DIM, out_features=EXPERTS, bias=False)
+    own = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, gate=gate, top_k=k, **settings)
+    experts = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
+    dispatcher = LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=k)
+    layer = MoE.Config(
+        num_experts=EXPERTS, router=own if spec is None else Router.Config.like(own, spec), load_balance_coeff=None,
+        routed_experts=RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher),
+    ).build()  # fmt: skip
+    inner = layer.routed_experts.inner_experts
+    with torch.no_grad():
+        for parameter in inner.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def weights() -> dict[str, Tensor]:
+        return {"w_gate": inner.w1_EFD.detach(), "w_in": inner.w3_EFD.detach(), "w_out": inner.w2_EDF.detach()}
+
+    return Built(layer, getattr(layer.router, "router", None), layer, weights, lambda: layer.router.gate.weight)
+
+
+def olmo_core(spec: str | None, k: int = 2, **settings: Any) -> Built:
+    from olmo_core.nn.moe import MoEConfig, MoERouterConfig
+
+    from pointsman.engines.olmo_core import RouterConfig
+
+    router = MoERouterConfig(top_k=k, **settings) if spec is None else RouterConfig(spec=spec, top_k=k)
+    config = MoEConfig(
+        num_experts=EXPERTS, hidden_size=HIDDEN, router=router, lb_loss_weight=None, capacity_factor=float(EXPERTS)
+    )
+    layer = config.build(DIM)
+    layer.experts = LoopOfExperts()  # OLMo's own are Triton kernels, for a GPU only
+
+    def weights() -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in layer.experts.named_parameters()}
+
+    def own() -> Tensor:
+        found: Tensor = layer.router.weight.view(EXPERTS, DIM)
+        return found
+
+    return Built(layer, getattr(layer.router, "router", None), layer, weights, own)
+
+
+class LoopOfExperts(nn.Module):
+    """Called as OLMo calls its experts: one expert after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_gate, self.w_in = (nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, DIM)) for _ in range(2))
+        self.w_out = nn.Parameter(0.1 * torch.randn(EXPERTS, DIM, HIDDEN))
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+        assert counts.tolist() == torch.bincount(indices.flatten(), minlength=EXPERTS).tolist()
+        output = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            hidden = F.silu(x @ self.w_gate[expert].T) * (x @ self.w_in[expert].T)
+            output = output + (weights * (indices == expert)).sum(-1, keepdim=True) * (hidden @ self.w_out[expert].T)
+        return output
+
+
+def nemo(spec: str | None, k: int = 2, **settings: Any) -> Built:
+    from nemo_automodel.components.models.common.utils import BackendConfig
+    from nemo_automodel.components.moe.config import MoEConfig
+    from nemo_automodel.components.moe.layers import MoE
+
+    from pointsman.engines.nemo import replace_gates
+
+    config = MoEConfig(
+        n_routed_experts=EXPERTS, n_shared_experts=0, n_activated_experts=k, n_expert_groups=1, n_limited_groups=1,
+        train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=0.0, route_scale=1.0, dim=DIM, inter_dim=HIDDEN,
+        moe_inter_dim=HIDDEN, dtype=torch.float32,
+        **{"score_func": "softmax", "norm_topk_prob": True, "softmax_before_topk": True, **settings},
+    )  # fmt: skip
+    layer = MoE(
+        config, BackendConfig(linear="torch", rms_norm="torch", attn="sdpa", dispatcher="torch", experts="torch")
+    )
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.1)
+    if spec is not None:
+        replace_gates(layer, spec)
+    experts = layer.experts
+
+    def weights() -> dict[str, Tensor]:
+        up = experts.gate_and_up_projs.detach().transpose(1, 2)
+        gate, value = (up[:, :HIDDEN], up[:, HIDDEN:])
+        return {"w_gate": gate, "w_in": value, "w_out": experts.down_projs.detach().transpose(1, 2)}
+
+    return Built(layer, getattr(layer.gate, "router", None), layer, weights, lambda: layer.gate.weight)
+
+
+BUILDERS: dict[str, tuple[str, Callable[..., Built]]] = {
+    "megatron": ("megatron.core.transformer.moe.moe_layer", megatron),
+    "torchtitan": ("torchtitan.models.common.moe", torchtitan),
+    "olmo_core": ("olmo_core.nn.moe", olmo_core),
+    "nemo": ("nemo_automodel.components.moe.layers", nemo),
+}
+"""Engine -> (the module without which it is not there, how its layer is built)."""
