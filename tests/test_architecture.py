@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "pointsman_lab": (
         "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
-        "exam", "planning", "diagnosis", "cli", "tasks", "__main__",
+        "exam", "planning", "diagnosis", "testing", "cli", "tasks", "__main__",
     ),
 }  # fmt: skip
 """From the ground up."""
@@ -131,10 +131,11 @@ def test_files_import_in_no_circle(package: str) -> None:
 def test_the_page_lists_every_room_in_this_order() -> None:
     page = PAGE.read_text(encoding="utf-8")
     rooms = [room for rooms in ROOMS.values() for room in rooms]
-    places = [re.search(rf"^ +(.*, )?{room}(/|\.py)[ ,]", page, re.MULTILINE) for room in rooms]
-    assert [room for room, place in zip(rooms, places, strict=True) if place is None] == []
-    lines = [place.start() for place in places if place]
-    assert lines == sorted(lines)
+    place = 0
+    for room in rooms:  # the packages may have a room of one name
+        found = re.compile(rf"^ +(.*, )?{room}(/|\.py)[ ,]", re.MULTILINE).search(page, place)
+        assert found, f"{room}: missing, or not in this order"
+        place = found.start()
 
 
 def test_the_page_lists_every_public_name_with_its_file() -> None:

@@ -21,8 +21,8 @@ def question(start: int = 4, text: str = "cat") -> dict[str, object]:
     return {"id": "q1", "question": "Who?", "answers": [{"text": text, "answer_start": start}]}
 
 
-def write_questions(file: Path, item: dict[str, object]) -> Path:
-    file.write_text(json.dumps({"data": [{"paragraphs": [{"context": "The cat sat.", "qas": [item]}]}]}))
+def write_questions(file: Path, *items: dict[str, object]) -> Path:
+    file.write_text(json.dumps({"data": [{"paragraphs": [{"context": "The cat sat.", "qas": list(items)}]}]}))
     return file
 
 
@@ -108,6 +108,11 @@ def test_tags_refuse_with_file_and_line(tmp_path: Path, name: str, content: str,
 def test_questions_refuse_with_their_id(tmp_path: Path, item: dict[str, object], words: str) -> None:
     with pytest.raises(RunError, match=f"a.json.*{words}"):
         read_questions(write_questions(tmp_path / "a.json", item))
+
+
+def test_two_questions_with_one_id_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"a.json: 2 questions have the id 'q1'"):
+        read_questions(write_questions(tmp_path / "a.json", question(), question()))
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"data": 3}', b"\xff\xfe", b"[" * 100_000, rb'["\ud800"]'])

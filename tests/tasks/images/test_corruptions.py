@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, _disk, _streaked, corrupt
+from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, _blurred, _disk, _streaked, corrupt, glass_blur
 from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES
 
 pytest.importorskip("PIL")
@@ -104,3 +104,17 @@ def test_the_kernel_of_defocus_blur(radius: int, sigma: float, reach: int, half:
 def test_mistakes_name_what_is_allowed(corruption: str, severity: int, side: int, words: str) -> None:
     with pytest.raises(RunError, match=words):
         corrupt(np.zeros((1, side, side, 3), dtype=np.uint8), corruption, severity)
+
+
+def test_glass_blur_copies_as_the_published_code_does() -> None:
+    image, parameters = np.random.default_rng(0).random((16, 16, 3)), (0.05, 2, 2)
+    pixels = (_blurred(image, 0.05) * 255).astype(np.uint8)
+    draw = np.random.default_rng(1)
+    for _ in range(2):
+        shifts = draw.integers(-2, 2, size=(16, 16, 2))
+        for h in range(14, 2, -1):
+            for w in range(14, 2, -1):
+                dx, dy = shifts[h, w]
+                pixels[h, w], pixels[h + dx, w + dy] = pixels[h + dx, w + dy], pixels[h, w]  # views: no swap
+    found = glass_blur(image, parameters, np.random.default_rng(1))
+    np.testing.assert_array_equal(found, _blurred(pixels / 255.0, 0.05))

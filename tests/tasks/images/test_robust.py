@@ -52,7 +52,14 @@ def test_detection_is_that_of_scikit_learn(seed: int) -> None:
     )
     assert scores.auroc(values, positive) == pytest.approx(metrics.roc_auc_score(positive, values))
     false, found, _ = metrics.roc_curve(positive, values, drop_intermediate=False)
-    assert scores.false_positive_rate(values, positive) == pytest.approx(false[np.argmax(found >= 0.95)])
+    whole = int(np.argmax(found == 1)) + 1
+    nearest = min(range(whole), key=lambda place: (abs(found[place] - 0.95), -place))
+    assert scores.false_positive_rate(values, positive) == pytest.approx(false[nearest])
+
+
+def test_the_false_positive_rate_is_that_at_the_nearest_recall() -> None:
+    values, positive = np.arange(25, 0, -1.0), np.array([True] * 19 + [False] * 3 + [True] + [False] * 2)
+    assert scores.false_positive_rate(values, positive) == 3 / 5  # the lowest threshold at which 19 of 20 are found
 
 
 def test_calibration_by_hand() -> None:

@@ -5,6 +5,7 @@ Every mistake names the file, and the line or the question's id.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +139,9 @@ def read_questions(file: Path) -> list[Question]:
             raise
         raise RunError(f"{file}: not in SQuAD's form ({_reason(error)})") from None
     _check_some(questions, file, "question")
+    for name, times in Counter(question.id for question in questions).items():
+        if times > 1:
+            raise RunError(f"{file}: {times} questions have the id {name!r}: predictions are told apart by their ids")
     return questions
 
 

@@ -89,7 +89,10 @@ def _disk(radius: float, sigma: float) -> Image:
 
 
 def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> Image:
-    """Blur, swap neighbouring pixels at most `reach` apart, blur."""
+    """Blur, give each pixel the value of one at most `reach` away, blur.
+
+    The paper says that pixels are swapped; the published code swaps numpy views, which copies one way.
+    """
     sigma, reach, rounds = parameters
     pixels = (_blurred(image, sigma) * 255).astype(np.uint8)
     side = len(pixels)
@@ -98,8 +101,7 @@ def glass_blur(image: Image, parameters: tuple[float, int, int], draw: Draw) -> 
         for row in range(side - reach, reach, -1):
             for column in range(side - reach, reach, -1):
                 down, right = shifts[row, column]
-                here, there = (row, column), (row + down, column + right)
-                pixels[here], pixels[there] = pixels[there].copy(), pixels[here].copy()
+                pixels[row, column] = pixels[row + down, column + right]
     return _blurred(pixels / 255.0, sigma)
 
 

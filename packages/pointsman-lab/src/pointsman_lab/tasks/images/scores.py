@@ -79,9 +79,13 @@ def auroc(scores: Numbers, positive: NDArray[np.bool_]) -> float:
 
 
 def false_positive_rate(scores: Numbers, positive: NDArray[np.bool_], recall: float = 0.95) -> float:
-    """The share of negatives above the highest threshold at which this share of the positives is found (FPR95)."""
+    """FPR95: the share of negatives at the threshold whose recall is nearest to `recall`, of several the lowest.
+
+    So the code of natural-adv-examples takes it.
+    """
     hits, false = _counts(scores, positive)
-    place = int(np.searchsorted(hits, np.ceil(recall * hits[-1] - 1e-9)))
+    found = hits[: int(np.searchsorted(hits, hits[-1])) + 1] / hits[-1]
+    place = len(found) - 1 - int(np.argmin(np.abs(found[::-1] - recall)))
     return float(false[place] / false[-1])
 
 
