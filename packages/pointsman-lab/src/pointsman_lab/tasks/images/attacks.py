@@ -92,9 +92,9 @@ def under_gradient_attack(
             check_stop(stop)
             clean, labels = clean.to(device), labels.to(device)
             hostile = attacked(model, clean, labels, attack)
-            with record_routing(model) as one:
+            with record_routing(model) if layers else nullcontext({}) as one:
                 before = model(clean)
-            with record_routing(model) as two:
+            with record_routing(model) if layers else nullcontext({}) as two:
                 after = model(hostile)
             for name in layers:
                 layers[name].update(one[name], two[name])
