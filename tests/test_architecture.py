@@ -22,7 +22,7 @@ FOLDERS = {
 ROOMS = {
     "pointsman": (
         "_errors", "_shapes", "_files", "_values", "_grid", "ranks", "routing", "auxiliary", "ops", "kernels",
-        "experts", "routers", "layer", "control", "replay", "parallel", "diagnostics", "hf", "engines",
+        "experts", "routers", "layer", "traces", "control", "replay", "parallel", "diagnostics", "hf", "engines",
         "testing",
     ),
     "pointsman_lab": (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +23,7 @@ from pointsman.routers.frame.stages import Sigmoid
 from pointsman.routers.papers.noisy_topk import Noisy
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import Routing, RoutingContext
+from pointsman.traces.trace import TraceWriter
 
 Callback = Callable[[str, Routing, RoutingContext | None], None]
 Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
@@ -164,8 +167,40 @@ def listener(model: nn.Module, asked: str) -> Listener:
     return own
 
 
+class Records(dict[str, Routing]):
+    """What `record_routing` keeps: layer name -> the Routing of its last forward, detached."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.model = model
+        self.contexts: dict[str, RoutingContext | None] = {}
+
+    def save(self, path: str | Path, token_ids: Tensor | None = None, *, logits: bool = False) -> Path:
+        """Writes the last forward as a routing trace (`pointsman.traces`); padding is left out.
+
+        Args:
+            token_ids: [B, T], what the model was given, where the routers were not; without it and without a padding
+                mask the tokens count as one sequence.
+            logits: whether the logits are kept, too.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        with TraceWriter(Path(path), logits=logits) as writer:
+            writer.model = self.model
+            for name, routing in self.items():
+                writer.forward(name, routing, self.contexts.get(name), token_ids)
+        return Path(path)
+
+
 class record_routing:  # noqa: N801 - used like a function
     """`with record_routing(model) as records:` records[layer name] = that layer's last Routing, detached.
+
+        with record_routing(model) as records:
+            model(tokens)
+        records.save("last.safetensors")                          # this forward, as a routing trace
+        with record_routing(model).save("trace.safetensors"):     # every forward inside, in bounded memory
+            ...
 
     With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept. The model is one with
     MoE layers or routers of this library, or any mixture of experts of transformers that `pointsman.hf.audit` knows.
@@ -175,17 +210,18 @@ class record_routing:  # noqa: N801 - used like a function
     """
 
     def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
-        self._listener, self._callback = listener(model, "record_routing"), callback
+        self._model, self._listener, self._callback = model, listener(model, "record_routing"), callback
         self._handles: list[RemovableHandle] = []
-        self.records: dict[str, Routing] = {}
+        self.records = Records(type(model).__name__)
 
-    def __enter__(self) -> dict[str, Routing]:
+    def __enter__(self) -> Records:
         self._handles = self._listener.hooks(self._take)
         return self.records
 
     def _take(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
         if self._callback is None:
             self.records[name] = routing
+            self.records.contexts[name] = context
         else:
             self._callback(name, routing, context)
 
@@ -194,6 +230,37 @@ class record_routing:  # noqa: N801 - used like a function
     ) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    @contextmanager
+    def save(self, path: str | Path, *, weights: bool = True, logits: bool = False) -> Iterator[TraceWriter]:
+        """`with record_routing(model).save(path):` writes all forwards inside as one routing trace.
+
+        Sequences are the rows of the token ids that the model is given, without padding; each forward adds its rows,
+        so that with a key-value cache each step is one of its own.
+        """
+        given: list[Tensor | None] = [None]
+
+        def look(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = (*args, *(kwargs.get(name) for name in ("input_ids", "tokens")))
+            whole = [
+                one for one in values if isinstance(one, Tensor) and one.dim() == 2 and not one.is_floating_point()
+            ]
+            given[0] = whole[0].detach() if whole else None
+
+        with TraceWriter(Path(path), weights=weights, logits=logits) as writer:
+            writer.model = self.records.model
+
+            def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
+                ids = given[0] if given[0] is not None and given[0].numel() == len(routing.experts) else None
+                writer.forward(name, routing, context, ids)
+
+            self._handles = [
+                self._model.register_forward_pre_hook(look, with_kwargs=True), *self._listener.hooks(take),
+            ]  # fmt: skip
+            try:
+                yield writer
+            finally:
+                self.__exit__(None, None, None)
 
 
 def freeze(model: nn.Module, *roles: str) -> None:

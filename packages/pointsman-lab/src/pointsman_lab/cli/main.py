@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "count what each of several GPUs will hold, gather and exchange",
     "export": "write a run's weights for use elsewhere",
     "generate": "continue prompts with a run's language model, at any k",
+    "trace": "compare recorded routings; simulate serving one",
     "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
 }
 OVER_RANKS = ("train",)

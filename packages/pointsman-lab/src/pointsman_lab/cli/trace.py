@@ -1,0 +1,88 @@
+"""`pointsman trace diff A B`, `pointsman trace place A`: what is between two recorded routings, and what one costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.options import Parser, whole
+
+ACTIONS = {
+    "diff": "say where two traces of the same text differ, and which kind of fault explains it",
+    "place": "simulate experts over devices, and a cache of hot experts, on a recorded routing",
+}
+USAGE = """usage: pointsman trace diff A B
+       pointsman trace place A [--devices 8] [--spare 0] [--cache N]
+
+actions:
+{actions}
+
+A trace is a file of `record_routing(model).save(path)`; docs/traces.md has the format
+and the readers for vLLM, SGLang, Megatron-core and llama.cpp.
+"""
+
+
+def parser(action: str) -> Parser:
+    flags = Parser(f"trace {action}", f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}.")
+    flags.add_argument("first", metavar="A", type=Path, help="a routing trace")
+    if action == "diff":
+        flags.add_argument("second", metavar="B", type=Path, help="the routing of the same text elsewhere")
+    else:
+        flags.add_argument("--devices", type=whole(2), default=8, metavar="N", help="devices for a layer's experts (8)")
+        flags.add_argument("--spare", type=whole(0), default=0, metavar="N", help="places for copies of experts (0)")
+        flags.add_argument("--batch-size", type=whole(1), default=1024, metavar="N", help="tokens at once (1024)")
+        flags.add_argument("--cache", type=whole(1), metavar="N", help="experts of a layer that fit in fast memory")
+    flags.common("a folder for the result, as trace.json", settings="")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    if not words:
+        raise RunError(f"pointsman trace: the action is missing; allowed: {', '.join(ACTIONS)}")
+    if words[0] in ("-h", "--help"):
+        print(USAGE.format(actions="\n".join(f"  {name:<6} {text}" for name, text in ACTIONS.items())), end="")
+        return 0
+    if words[0] not in ACTIONS:
+        raise RunError(f"pointsman trace: unknown action {words[0]!r}: {did_you_mean(words[0], ACTIONS)}")
+    values = parser(words[0]).read(words[1:])
+    from pointsman._files import write_whole
+    from pointsman._grid import NONE, Grid
+    from pointsman.traces import RoutingTrace, compare
+    from pointsman.traces.placement import cache, place
+
+    first = RoutingTrace.load(values.first)
+    if words[0] == "diff":
+        found = compare(first, RoutingTrace.load(values.second))
+        print(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")
+        print("\n".join(f"- {kind}" for kind in found.kinds) or "the traces are equal")
+        if not found.equal:
+            print(f"other experts: {found.before:.2%} of tokens and layers; with this undone {found.after:.2%}\n")
+            rows = [
+                [name, f"{one.differing:.2%}", *(NONE if x is None else f"{x:.2%}" for x in [one.predicted]),
+                 *(NONE if x is None else f"{x:.3g}" for x in (one.margin, one.margin_differing))]
+                for name, one in found.layers.items()
+            ]  # fmt: skip
+            print(Grid(["layer", "other experts", "predicted", "margin", "there"], rows).text())
+        result = found.to_dict()
+    else:
+        placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)
+        print(f"largest load of a device over the mean, {values.devices} devices, batches of {values.batch_size}")
+        print(_by_layer(placed, "{:.3f}"))
+        cached = cache(first, values.cache) if values.cache else {}
+        if cached:
+            print(
+                f"\nshare of choices found in a cache of {values.cache} experts a layer\n{_by_layer(cached, '{:.1%}')}"
+            )
+        result = {"placement": placed, "cache": cached}
+    if values.out:
+        write_whole(values.out / "trace.json", json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _by_layer(found: Mapping[str, Mapping[str, float]], form: str) -> str:
+    from pointsman._grid import Grid
+
+    names = list(next(iter(found.values())))
+    return Grid(["layer", *names], [[layer, *map(form.format, of.values())] for layer, of in found.items()]).text()

@@ -1,0 +1,335 @@
+"""Where two traces of the same text differ, by how much, and which kind of fault explains it.
+
+Each kind of fault is a rearrangement of one trace: a shift by a token, another order of sequences, batch and time
+exchanged, other layers, rows of padding. A kind is named where undoing it removes most of the difference; of what is
+left, the share that the noise of the logits predicts is called noise. Nothing is named between equal traces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.traces.trace import MISSING, RoutingTrace
+
+EXPLAINED = 0.5
+"""A rearrangement explains a difference if at most this share of the differing tokens differ still."""
+CERTAIN = 4.0
+"""Standard errors by which a share must fall, or exceed a prediction, before anything is said."""
+UNRELATED = 0.5
+"""Logits are called other ones where their differences are more than this share of what they vary by."""
+MOST_SEQUENCES = 2048  # that are matched one by one where their tokens are not known
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """One layer of two traces, after what `Difference.kinds` names has been undone.
+
+    Attributes:
+        tokens: compared, those without a missing choice. differing: of them, the share with other experts.
+        margin, margin_differing: mean distance of the k-th to the next logit, over all and over the differing tokens;
+            None without logits.
+        predicted: the share that the noise between both traces' logits predicts; None unless both have them.
+        noise: its standard deviation. spread: that of a token's logits.
+    """
+
+    tokens: int
+    differing: float
+    margin: float | None = None
+    margin_differing: float | None = None
+    predicted: float | None = None
+    noise: float | None = None
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Attributes:
+    kinds: what is between the traces, the largest first; () where they are equal.
+    before, after: the share of (token, layer) with other experts, as they are and with the kinds undone.
+    layers: layer of the first trace -> what is left.
+    """
+
+    kinds: tuple[str, ...]
+    before: float
+    after: float
+    layers: Mapping[str, LayerDifference]
+
+    @property
+    def equal(self) -> bool:
+        return not self.kinds
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = {name: dict(vars(one)) for name, one in self.layers.items()}
+        return {"kinds": list(self.kinds), "before": self.before, "after": self.after, "layers": layers}
+
+
+def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
+    """What is between two traces of the same text by models that should route alike.
+
+    Raises:
+        ValueError: they have other numbers of experts, or no rearrangement that is known gives them the same tokens.
+    """
+    kinds: list[str] = []
+    b, told = _same_layers(a, b)
+    kinds += told
+    if not torch.equal(a.lengths, b.lengths):
+        a, b, told = _same_lengths(a, b)
+        kinds += told
+    before = now = _share(a, b)
+    if kinds:
+        before = 1.0
+    found = _explained(a, b, now, list(_rearrangements(a, b)))
+    if found is None and now:  # one fault can hide another
+        pairs = [
+            (f"{first}, {second}", one, other)
+            for first, left, right in _layer_orders(a, b)
+            for second, one, other in _token_orders(left, right)
+        ]
+        found = _explained(a, b, now, pairs)
+    if found is not None:
+        undone, a, b = found
+        now = _share(a, b)
+        kinds += undone.split(", ")
+    layers = {layer: _layer(layer, a, b) for layer in a.layers}
+    if now:
+        kinds.append(_what_is_left(layers))
+    return Difference(tuple(kinds), before, now, layers)
+
+
+Undone = tuple[str, RoutingTrace, RoutingTrace]
+
+
+def _explained(a: RoutingTrace, b: RoutingTrace, now: float, tried: Sequence[Undone]) -> Undone | None:
+    """The rearrangement after which least differs, if that is much less than `now`, beyond chance."""
+    best = min(tried, key=lambda one: _share(*one[1:]), default=None)
+    if best is None or not now or (left := _share(*best[1:])) > EXPLAINED * now:
+        return None
+    # the tokens of all layers are taken as one
+    return best if now - left > CERTAIN * math.sqrt(max(now * (1 - now), 1 / a.tokens) / a.tokens) else None
+
+
+def differing(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] bool where two choices [N, k] of a layer are other sets, and where both are known."""
+    known = ~((a == MISSING).any(-1) | (b == MISSING).any(-1))
+    if a.shape[1] != b.shape[1]:
+        return known, known
+    return (a.sort(-1).values != b.sort(-1).values).any(-1) & known, known
+
+
+def _share(a: RoutingTrace, b: RoutingTrace) -> float:
+    """The share of (token, layer) with other experts."""
+    found = [differing(a.experts[layer], b.experts[layer]) for layer in a.layers]
+    known = sum(int(one.sum()) for _, one in found)
+    return sum(int(one.sum()) for one, _ in found) / known if known else 0.0
+
+
+def _same_layers(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, list[str]]:
+    """`b` with the layers of `a`, by name or else in order."""
+    if a.layers == b.layers:
+        pass
+    elif set(a.layers) == set(b.layers):
+        return _with_layers(a, b, dict(zip(a.layers, a.layers, strict=True))), []
+    elif len(a.layers) == len(b.layers):  # engines number them otherwise
+        b = _with_layers(a, b, dict(zip(a.layers, b.layers, strict=True)))
+    else:
+        raise ValueError(f"{len(a.layers)} layers in one trace, {len(b.layers)} in the other: {_ends(a)}; {_ends(b)}")
+    for layer in a.layers:
+        if a.num_experts[layer] != b.num_experts[layer]:
+            raise ValueError(
+                f"layer {layer!r} has {a.num_experts[layer]} experts in one trace, {b.num_experts[layer]} in the other"
+            )
+    return b, []
+
+
+def _ends(trace: RoutingTrace) -> str:
+    return f"{trace.layers[0]} to {trace.layers[-1]}"
+
+
+def _with_layers(a: RoutingTrace, b: RoutingTrace, of: Mapping[str, str]) -> RoutingTrace:
+    """`b` with its layer of[name] as `name`, in the order of `a`."""
+    parts = {
+        part: {name: values[of[name]] for name in a.layers if of[name] in values}
+        for part in ("experts", "weights", "logits", "num_experts")
+        if (values := getattr(b, part)) is not None
+    }
+    return replace(b, **parts)  # type: ignore[arg-type]
+
+
+def _same_lengths(a: RoutingTrace, b: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace, list[str]]:
+    """Both traces with sequences of the same lengths, and what was undone for it."""
+    if len(a.lengths) == len(b.lengths) and torch.equal(a.lengths.sort().values, b.lengths.sort().values):
+        return a, _in_order_of(a, b), ["sequences in another order"]
+    if len(a.lengths) == len(b.lengths):
+        longer, shorter = (a, b) if a.tokens > b.tokens else (b, a)
+        if bool((longer.lengths >= shorter.lengths).all()):
+            cut = _without_padding(longer, shorter)
+            extra = longer.tokens - shorter.tokens
+            what = (
+                "a token is missing at the end of every sequence" if extra == len(a.lengths) else "padding is counted"
+            )
+            return (cut, b, [what]) if longer is a else (a, cut, [what])
+    raise ValueError(
+        f"{len(a.lengths)} sequences of {a.tokens:,} tokens in one trace, {len(b.lengths)} of {b.tokens:,} in the "
+        "other: they are not of the same text"
+    )
+
+
+def _without_padding(longer: RoutingTrace, shorter: RoutingTrace) -> RoutingTrace:
+    """`longer` cut to the lengths of `shorter`, at the end or at the beginning of each sequence: what differs less."""
+    ends = longer.lengths.cumsum(0)
+    starts = ends - longer.lengths
+    cuts = []
+    for first in (starts, ends - shorter.lengths):
+        rows = torch.cat([torch.arange(int(n)) + int(at) for at, n in zip(first, shorter.lengths, strict=True)])
+        cuts.append(longer.rows(rows, shorter.lengths, shorter.hashes))
+    return min(cuts, key=lambda cut: _share(shorter, cut))
+
+
+def _in_order_of(a: RoutingTrace, b: RoutingTrace) -> RoutingTrace:
+    """The sequences of `b` in the order of `a`: by their hashes, or else each by the one that differs least."""
+    ends = b.lengths.cumsum(0)
+    starts = ends - b.lengths
+    free = list(range(len(b.lengths)))
+    order = []
+    a_at = 0
+    for index, length in enumerate(a.lengths.tolist()):
+        fits = [one for one in free if int(b.lengths[one]) == length]
+        if a.hashes is not None and b.hashes is not None:
+            fits = [one for one in fits if int(b.hashes[one]) == int(a.hashes[index])] or fits
+        best = fits[0] if len(fits) == 1 else min(fits, key=lambda one: _between(a, a_at, b, int(starts[one]), length))
+        free.remove(best)
+        order.append(best)
+        a_at += length
+    rows = torch.cat([torch.arange(int(starts[one]), int(ends[one])) for one in order] or [torch.arange(0)])
+    hashes = None if b.hashes is None else b.hashes[order]
+    return b.rows(rows, b.lengths[order], hashes)
+
+
+def _between(a: RoutingTrace, at: int, b: RoutingTrace, start: int, length: int) -> float:
+    """The share of the first layer's tokens of two sequences that differ."""
+    layer = a.layers[0]
+    other, known = differing(a.experts[layer][at : at + length], b.experts[layer][start : start + length])
+    return int(other.sum()) / max(1, int(known.sum()))
+
+
+def _rearrangements(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
+    """(name, a, b) with one kind of fault undone."""
+    yield from _token_orders(a, b)
+    yield from _layer_orders(a, b)
+
+
+def _token_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
+    for by in (1, -1):
+        yield f"shifted by a token ({by:+d})", *_shifted(a, b, by)
+    number = len(a.lengths)
+    if 1 < number <= MOST_SEQUENCES:
+        yield "sequences in another order", a, _in_order_of(a, b)
+        length = int(a.lengths[0])
+        if bool((a.lengths == length).all()) and length > 1:
+            rows = torch.arange(a.tokens).view(number, length).t().reshape(-1)
+            undone = torch.empty_like(rows).scatter_(0, rows, torch.arange(a.tokens))
+            for order in (rows, undone):
+                yield "batch and sequence exchanged", a, b.rows(order, b.lengths, b.hashes)
+
+
+def _layer_orders(a: RoutingTrace, b: RoutingTrace) -> Iterator[Undone]:
+    names = a.layers
+    if len({a.num_experts[name] for name in names}) > 1:
+        return
+    for by in range(1, len(names)):
+        turned = dict(zip(names, names[by:] + names[:by], strict=True))
+        yield f"layers misaligned by {by}", a, _with_layers(a, b, turned)
+    matched = _matched_layers(a, b)
+    if matched is not None:
+        yield "layers in another order", a, _with_layers(a, b, matched)
+
+
+def _shifted(a: RoutingTrace, b: RoutingTrace, by: int) -> tuple[RoutingTrace, RoutingTrace]:
+    """Token t of `a` beside token t + by of `b`, inside each sequence; the ends that have no partner are left out."""
+    ends = a.lengths.cumsum(0)
+    first = (ends - a.lengths).repeat_interleave(a.lengths)
+    last = (ends - 1).repeat_interleave(a.lengths)
+    places = torch.arange(a.tokens)
+    kept = places[(places + by >= first) & (places + by <= last)]
+    lengths = (a.lengths - 1).clamp_min(0)
+    return a.rows(kept, lengths), b.rows(kept + by, lengths)
+
+
+def _matched_layers(a: RoutingTrace, b: RoutingTrace) -> dict[str, str] | None:
+    """Each layer of `a` with the layer of `b` that differs least; None where two take the same one."""
+    found: dict[str, str] = {}
+    share: Callable[[str, str], float] = lambda one, other: float(  # noqa: E731
+        differing(a.experts[one], b.experts[other])[0].double().mean()
+    )
+    for name in a.layers:
+        found[name] = min(b.layers, key=lambda other: share(name, other))
+    return found if len(set(found.values())) == len(found) else None
+
+
+def _layer(layer: str, a: RoutingTrace, b: RoutingTrace) -> LayerDifference:
+    other, known = differing(a.experts[layer], b.experts[layer])
+    tokens = int(known.sum())
+    share = int(other.sum()) / max(1, tokens)
+    mine, its = a.logits.get(layer), b.logits.get(layer)
+    one = mine if mine is not None else its
+    k = a.top_k(layer)
+    if one is None or k >= one.shape[1] or not tokens:
+        return LayerDifference(tokens, share)
+    margins = _margins(one, k)
+    found = LayerDifference(
+        tokens, share, float(margins[known].mean()), float(margins[other].mean()) if bool(other.any()) else None
+    )
+    if mine is None or its is None:
+        return found
+    # of two logits the difference decides: its noise, and the chance that it exceeds the margin
+    noise = (its - mine)[known].double()
+    noise = noise - noise.mean(-1, keepdim=True)  # a constant changes no choice
+    std = float(noise.std()) if noise.numel() > 1 else 0.0
+    spread = float(mine[known].double().std(-1).mean())
+    return replace(found, noise=std, spread=spread, predicted=_predicted(mine[known].double(), k, std))
+
+
+def _margins(logits: Tensor, k: int) -> Tensor:
+    """[N]: from the k-th largest logit to the next one."""
+    top = logits.double().topk(k + 1, dim=-1).values
+    return top[:, k - 1] - top[:, k]
+
+
+def _predicted(logits: Tensor, k: int, std: float) -> float:
+    """The mean chance that independent noise of this deviation on each logit changes the set of the k largest.
+
+    Of the pairs (chosen, not chosen) the nearest four of each side are taken as independent: 1 - prod (1 - P(pair)).
+    """
+    if std == 0:
+        return 0.0
+    ordered = logits.sort(-1, descending=True).values
+    inside, outside = ordered[:, max(0, k - 4) : k], ordered[:, k : k + 4]
+    gaps = inside.unsqueeze(-1) - outside.unsqueeze(-2)  # [N, a, b]
+    stays = torch.special.ndtr(gaps / (std * math.sqrt(2))).flatten(1).prod(-1)
+    return float((1 - stays).mean())
+
+
+def _what_is_left(layers: Mapping[str, LayerDifference]) -> str:
+    """Whether what differs still is as much as the logits' noise predicts."""
+    left = {name: one for name, one in layers.items() if one.differing}
+    share = sum(one.differing * one.tokens for one in layers.values()) / max(1, sum(o.tokens for o in layers.values()))
+    if any(one.predicted is None for one in left.values()):
+        return f"other experts for {share:.2%} of tokens (record logits in both to compare with noise)"
+    said = f"other experts for {share:.2%} of tokens"
+    if other := ", ".join(name for name, one in left.items() if (one.noise or 0) > UNRELATED * (one.spread or 0)):
+        return f"{said}, and other logits: {other}"
+    above = ", ".join(name for name, one in left.items() if _exceeds(one))
+    return f"{said}, more than the noise of the logits predicts: {above}" if above else f"noise of the logits: {said}"
+
+
+def _exceeds(one: LayerDifference) -> bool:
+    """Whether more differs than predicted: beyond chance, and beyond half of the prediction, which is of pairs."""
+    expected = one.predicted or 0.0
+    error = math.sqrt(max(expected * (1 - expected), 1 / one.tokens) / one.tokens)
+    return one.differing > 1.5 * expected + CERTAIN * error

@@ -1,0 +1,61 @@
+"""`pointsman trace` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pointsman.traces import RoutingTrace
+from pointsman_lab.cli.main import main
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RoutingTrace:
+    """a.safetensors, and b.safetensors: the same shifted by a token."""
+    monkeypatch.chdir(tmp_path)
+    logits = {f"layers.{i}.moe": torch.randn(64, 8) for i in range(2)}
+    chosen = {name: one.topk(2).indices.to(torch.int16) for name, one in logits.items()}
+    trace = RoutingTrace(chosen, dict.fromkeys(chosen, 8), torch.tensor([32, 32]), logits=logits)
+    trace.save("a.safetensors")
+    rows = torch.cat([torch.arange(32).roll(1), torch.arange(32).roll(1) + 32])
+    trace.rows(rows, trace.lengths).save("b.safetensors")
+    return trace
+
+
+def test_diff_names_the_fault(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "diff", "a.safetensors", "b.safetensors", "--out", "d"]) == 0
+    said = capsys.readouterr().out
+    assert "shifted by a token (+1)" in said
+    assert max(map(len, said.splitlines())) <= 80
+    assert json.loads(Path("d/trace.json").read_text())["after"] == 0
+    assert main(["trace", "diff", "a.safetensors", "a.safetensors"]) == 0
+    assert "the traces are equal" in capsys.readouterr().out
+
+
+def test_place_shows_a_table(files: RoutingTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "place", "a.safetensors", "--devices", "4", "--spare", "2", "--cache", "2"]) == 0
+    said = capsys.readouterr().out
+    for word in ("contiguous", "balanced", "EPLB, 2 copies", "optimum", "layers.1.moe"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "the action is missing"),
+        (["dif"], "did you mean 'diff'"),
+        (["diff", "a.safetensors", "no.safetensors"], "no.safetensors: no such file"),
+        (["place", "a.safetensors", "--devices", "9"], "allowed are 2 to 8"),
+        (["place", "a.safetensors", "--spares", "1"], "did you mean '--spare'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], told: str, files: RoutingTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.splitlines()) == 1

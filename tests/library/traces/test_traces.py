@@ -1,0 +1,303 @@
+"""Routing traces: written while a model runs, read back, replayed, and compared with planted faults."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pointsman import MoE, record_routing, replay_routing
+from pointsman._errors import RunError
+from pointsman.routing import RoutingContext
+from pointsman.traces import MISSING, RoutingTrace, compare
+from pointsman.traces.engines import from_llama_cpp, from_megatron, from_requests, from_sglang
+from pointsman.traces.trace import TraceWriter, hash_of
+
+LAYERS, EXPERTS, K = 3, 8, 2
+
+
+class Model(nn.Module):
+    """Three sparse layers on embedded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(MoE(16, 8, EXPERTS, top_k=K) for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden, RoutingContext(padding_mask=mask))
+        return hidden
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    built = Model().eval()
+    for layer in built.layers:
+        layer.router.score.weight.data.mul_(50)  # margins far above rounding
+    return built
+
+
+@pytest.fixture
+def trace() -> RoutingTrace:
+    """Four sequences of 40 tokens with logits."""
+    return random_trace(lengths=(40, 40, 40, 40))
+
+
+def random_trace(lengths: tuple[int, ...], seed: int = 0) -> RoutingTrace:
+    generator = torch.Generator().manual_seed(seed)
+    logits = {f"layers.{i}": torch.randn(sum(lengths), EXPERTS, generator=generator) for i in range(LAYERS)}
+    return RoutingTrace(
+        experts={name: one.topk(K).indices.to(torch.int16) for name, one in logits.items()},
+        num_experts=dict.fromkeys(logits, EXPERTS),
+        lengths=torch.tensor(lengths),
+        weights={name: one.topk(K).values.softmax(-1) for name, one in logits.items()},
+        logits=logits,
+    )
+
+
+def test_a_model_writes_all_its_forwards_without_padding(model: Model, tmp_path: Path) -> None:
+    file = tmp_path / "trace.safetensors"
+    batches = [torch.randint(50, (2, 7)), torch.randint(50, (3, 5))]
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    seen: list[dict[str, Tensor]] = []
+    with torch.no_grad(), record_routing(model).save(file, logits=True):
+        for tokens, given in zip(batches, (None, mask), strict=True):
+            with record_routing(model) as records:
+                model(tokens, given)
+            seen.append({name: routing.experts for name, routing in records.items()})
+    found = RoutingTrace.load(file)
+    assert found.lengths.tolist() == [7, 7, 5, 3, 5]
+    assert found.model == "Model"
+    assert found.hashes is not None
+    assert int(found.hashes[3]) == hash_of(batches[1][1, :3])
+    for layer in found.layers:
+        wanted = torch.cat([seen[0][layer], seen[1][layer][mask.reshape(-1)]])
+        assert torch.equal(found.experts[layer].long(), wanted)
+        assert torch.equal(found.logits[layer].topk(K).indices, found.experts[layer].long())
+    assert list(tmp_path.iterdir()) == [file]  # nothing was left beside it
+
+
+def test_the_last_forward_is_saved_from_the_records(model: Model, tmp_path: Path) -> None:
+    tokens = torch.randint(50, (2, 6))
+    with torch.no_grad(), record_routing(model) as records:
+        model(tokens)
+    found = RoutingTrace.load(records.save(tmp_path / "last.safetensors", tokens))
+    assert found.lengths.tolist() == [6, 6]
+    with torch.no_grad(), replay_routing(model, found.for_replay()):
+        assert torch.equal(model(tokens), model(tokens))
+    assert not found.logits
+
+
+def test_an_error_leaves_nothing_and_an_empty_trace_says_so(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(IndexError), record_routing(model).save(tmp_path / "a.safetensors"):
+        model(torch.full((1, 3), 50))
+    with pytest.raises(ValueError, match="no router ran"), record_routing(model).save(tmp_path / "b.safetensors"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_and_loaded_it_is_the_same(trace: RoutingTrace, tmp_path: Path) -> None:
+    odd = trace.rows(torch.arange(3), torch.tensor([3]))  # 3 x 2 int16: what follows must still be aligned
+    for one in (trace, odd):
+        found = RoutingTrace.load(one.save(tmp_path / "t.safetensors"))
+        for part in ("experts", "weights", "logits"):
+            for layer, values in getattr(one, part).items():
+                assert torch.equal(getattr(found, part)[layer], values), (part, layer)
+        assert compare(one, found).equal
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not readable"),
+        (b"\xff" * 64, "not readable"),
+        ((2).to_bytes(8, "little") + b"{}", "no routing trace"),
+        ((1 << 60).to_bytes(8, "little"), "not readable"),
+    ],
+)
+def test_a_damaged_file_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=told):
+        RoutingTrace.load(file)
+
+
+def test_every_cut_of_a_file_is_refused(trace: RoutingTrace, tmp_path: Path) -> None:
+    whole = trace.save(tmp_path / "t.safetensors").read_bytes()
+    for length in (4, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "cut").write_bytes(whole[:length])
+        with pytest.raises(RunError):
+            RoutingTrace.load(tmp_path / "cut")
+    with pytest.raises(RunError, match="no such file"):
+        RoutingTrace.load(tmp_path / "missing")
+
+
+def test_values_out_of_range_are_refused(trace: RoutingTrace) -> None:
+    with pytest.raises(ValueError, match="-2 to 7"):
+        replace(trace, experts={name: one + 1 for name, one in trace.experts.items()})
+    with pytest.raises(ValueError, match=r"must be \[159, k\]"):
+        replace(trace, lengths=torch.tensor([40, 40, 40, 39]))
+    missing = {name: one.clone().index_fill_(0, torch.tensor([5]), MISSING) for name, one in trace.experts.items()}
+    with pytest.raises(ValueError, match="1 of 160 tokens have no recorded experts"):
+        replace(trace, experts=missing).for_replay()
+
+
+def test_a_file_holds_one_k(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", weights=False) as writer:
+        writer.add("a", 4, torch.zeros(2, 1))
+        with pytest.raises(ValueError, match="one file holds one k"):
+            writer.add("a", 4, torch.zeros(2, 2))
+        writer.add_sequences(torch.tensor([2]), None)
+
+
+def shifted(trace: RoutingTrace) -> RoutingTrace:
+    rows = torch.cat([torch.arange(40).roll(1) + 40 * s for s in range(4)])
+    return trace.rows(rows, trace.lengths)
+
+
+def sequences_exchanged(trace: RoutingTrace) -> RoutingTrace:
+    return trace.rows(torch.arange(160).view(4, 40)[torch.tensor([2, 0, 3, 1])].reshape(-1), trace.lengths)
+
+
+def transposed(trace: RoutingTrace) -> RoutingTrace:
+    return trace.rows(torch.arange(160).view(4, 40).t().reshape(-1), trace.lengths)
+
+
+def layers_misaligned(trace: RoutingTrace) -> RoutingTrace:
+    names = trace.layers
+    parts = {
+        part: {name: getattr(trace, part)[other] for name, other in zip(names, names[1:] + names[:1], strict=True)}
+        for part in ("experts", "weights", "logits")
+        if getattr(trace, part)
+    }
+    return replace(trace, **parts)  # type: ignore[arg-type]
+
+
+def padding_counted(trace: RoutingTrace) -> RoutingTrace:
+    rows = torch.cat([torch.cat([torch.arange(40) + 40 * s, torch.full((5,), 40 * s)]) for s in range(4)])
+    return trace.rows(rows, trace.lengths + 5)
+
+
+def shifted_and_misaligned(trace: RoutingTrace) -> RoutingTrace:
+    return layers_misaligned(shifted(trace))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (shifted, ["shifted by a token (+1)"]),
+        (sequences_exchanged, ["sequences in another order"]),
+        (transposed, ["batch and sequence exchanged"]),
+        (layers_misaligned, ["layers misaligned by 2"]),
+        (padding_counted, ["padding is counted"]),
+        (shifted_and_misaligned, ["layers misaligned by 2", "shifted by a token (+1)"]),
+    ],
+)
+def test_planted_faults_are_named(
+    fault: Callable[[RoutingTrace], RoutingTrace], told: list[str], trace: RoutingTrace
+) -> None:
+    found = compare(trace, fault(trace))
+    assert sorted(found.kinds) == sorted(told)
+    assert found.after == 0
+    assert found.before > 0.5
+    assert compare(trace, trace).kinds == ()
+
+
+def test_without_token_ids_and_logits_the_faults_are_named_too(trace: RoutingTrace) -> None:
+    bare = replace(trace, logits={}, weights={})
+    for fault in (shifted, sequences_exchanged, transposed, layers_misaligned, padding_counted):
+        assert compare(bare, fault(bare)).kinds == compare(trace, fault(trace)).kinds
+
+
+@pytest.mark.parametrize("std", [1e-3, 1e-2, 5e-2])
+def test_noise_of_the_logits_flips_as_many_as_predicted(std: float) -> None:
+    trace = random_trace((4000,))
+    torch.manual_seed(1)
+    noisy = {name: one + std * torch.randn(one.shape) for name, one in trace.logits.items()}
+    other = replace(
+        trace, logits=noisy, experts={name: one.topk(K).indices.to(torch.int16) for name, one in noisy.items()}
+    )
+    found = compare(trace, other)
+    assert len(found.kinds) == 1
+    assert found.kinds[0].startswith("noise of the logits")
+    for one in found.layers.values():
+        assert one.predicted == pytest.approx(one.differing, rel=0.35, abs=2e-3)
+        assert one.margin_differing is not None
+        assert one.margin is not None
+        assert one.margin_differing < one.margin / 2  # what flips lies near the boundary
+
+
+def test_more_than_noise_is_called_so(trace: RoutingTrace) -> None:
+    wrong = {name: one.clone() for name, one in trace.experts.items()}
+    wrong["layers.1"][:40] = (wrong["layers.1"][:40] + 1) % EXPERTS
+    found = compare(trace, replace(trace, experts=wrong))
+    assert len(found.kinds) == 1
+    assert "more than the noise of the logits predicts: layers.1" in found.kinds[0]
+
+
+def test_unrelated_traces_get_no_explanation(trace: RoutingTrace) -> None:
+    found = compare(trace, random_trace((40, 40, 40, 40), seed=7))
+    assert len(found.kinds) == 1
+    assert "and other logits: layers.0, layers.1, layers.2" in found.kinds[0]
+
+
+def test_engines_layouts(trace: RoutingTrace) -> None:
+    routed = [
+        torch.stack([trace.experts[layer][40 * s : 40 * s + 39] for layer in trace.layers], 1).numpy() for s in range(4)
+    ]
+    ids = [[s] * 40 for s in range(4)]
+    found = from_requests(routed, EXPERTS, token_ids=ids)
+    assert found.lengths.tolist() == [40] * 4
+    assert bool((found.experts["0"][39] == MISSING).all())
+    assert compare(trace, found).equal  # layers by order; what is missing counts as no difference
+
+    text = [{"routed_experts": base64.b64encode(one.astype("<i4").tobytes()).decode()} for one in routed]
+    same = from_sglang(text, EXPERTS, layers=LAYERS, top_k=K, token_ids=ids)
+    assert all(torch.equal(same.experts[layer], found.experts[layer]) for layer in found.layers)
+
+    time_first = [trace.experts[layer].view(4, 40, K).transpose(0, 1).reshape(-1, K) for layer in trace.layers]
+    assert compare(trace, from_megatron(time_first, EXPERTS, batch=4)).equal
+    assert "batch and sequence exchanged" in compare(trace, from_megatron(time_first, EXPERTS)
+                                                     .rows(torch.arange(160), trace.lengths)).kinds  # fmt: skip
+
+
+def test_llama_cpp_text() -> None:
+    text = """
+ggml_debug:           ffn_moe_argsort-0 = (i32)    ARGSORT(ffn_moe_probs-0{8, 3, 1, 1}, }) = {8, 3, 1, 1}
+                                     [ [ [ 1, 2, 3, ...] ] ]
+ggml_debug:             ffn_moe_topk-0 = (i32)       VIEW(ffn_moe_argsort-0{8, 3, 1, 1}, }) = {2, 3, 1, 1}
+                                     [
+                                      [
+                                       [      5,       1],
+                                       [      0,       7],
+                                       [      2,       3],
+                                      ],
+                                     ]
+                                     sum = 18.000000
+"""
+    found = from_llama_cpp(text, EXPERTS)
+    assert found.experts["0"].tolist() == [[5, 1], [0, 7], [2, 3]]
+    with pytest.raises(ValueError, match="printed in part"):
+        from_llama_cpp(text.replace("[      0,       7]", "..."), EXPERTS)
+    with pytest.raises(ValueError, match="no tensor"):
+        from_llama_cpp("nothing", EXPERTS)
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="request 1: 9 tokens, but routing of 5"):
+        from_requests([torch.zeros(4, 2, 2).int(), torch.zeros(5, 2, 2).int()], 4, token_ids=[[1] * 5, [1] * 9])
+    with pytest.raises(ValueError, match=r"request 1: whole numbers \[tokens, 2, 2\]"):
+        from_requests([torch.zeros(4, 2, 2).int(), torch.zeros(4, 3, 2).int()], 4)
+    with pytest.raises(ValueError, match="no whole tokens"):
+        from_sglang([{"routed_experts": base64.b64encode(b"1234").decode()}], 4, layers=2, top_k=2)
+    with pytest.raises(ValueError, match="no base64"):
+        from_sglang([{}], 4, layers=2, top_k=2)
