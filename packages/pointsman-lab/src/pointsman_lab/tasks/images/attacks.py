@@ -92,9 +92,10 @@ def under_gradient_attack(
             check_stop(stop)
             clean, labels = clean.to(device), labels.to(device)
             hostile = attacked(model, clean, labels, attack)
-            with record_routing(model) if layers else nullcontext({}) as one:
+            nothing: dict[str, Routing] = {}
+            with record_routing(model) if layers else nullcontext(nothing) as one:
                 before = model(clean)
-            with record_routing(model) if layers else nullcontext({}) as two:
+            with record_routing(model) if layers else nullcontext(nothing) as two:
                 after = model(hostile)
             for name in layers:
                 layers[name].update(one[name], two[name])
