@@ -150,7 +150,7 @@ class Patched:
         def reached(*_: object, **__: object) -> None:
             raise Reached
 
-        modules = [(importlib.import_module("pointsman_lab.training.jobs"), "side_by_side")]
+        modules = [(importlib.import_module("pointsman_lab.training.jobs"), "_side_by_side")]
         if self.checked:
             modules.append((importlib.import_module("pointsman_lab.training.loop").TrainingLoop, "loop"))
         self.before = [(owner, name, getattr(owner, name)) for owner, name in modules]

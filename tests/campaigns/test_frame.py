@@ -78,5 +78,5 @@ def test_no_command_line_starts_a_worker() -> None:
     from pointsman_lab.training import jobs
 
     with commands.Patched(checked=True), pytest.raises(commands.Reached):
-        jobs.side_by_side([1, 2], lambda: None, 2)  # type: ignore[call-arg, arg-type]
-    assert jobs.side_by_side.__module__ == jobs.__name__
+        jobs._side_by_side([1, 2], lambda: None, 2)  # type: ignore[call-arg, arg-type]
+    assert jobs._side_by_side.__module__ == jobs.__name__
