@@ -162,6 +162,7 @@ OPENED_ELSEWHERE = {
     "tasks.images.image_set": "the user's own cache, with checksums",
     "tasks.images.sources": "the user's own cache",
     "tasks.images.layouts": "an opened .npy file or archive, pixels of bounded pictures",
+    "traces.trace": "a checked file, whose header the reader bounds; its own files in a scratch folder",
     "training.checkpoint": "a checked file of a checkpoint; the reader bounds the header",
     "runs.environment": "the system's list of processors",
     "exam.exam": "the package's own record",
