@@ -104,15 +104,16 @@ def training(router: str, folder: Path) -> Iterator[None]:
     pointsman.track_steps(one, optimizer)
     for number in range(10**9):
         pointsman.set_top_k(one, 1 + number % 8)
-        one(torch.randn(2, 1 + number % 24, 16)).square().mean().backward()
+        loss = one(torch.randn(2, 1 + number % 24, 16)).square().mean()
+        pointsman.add_losses(loss, one).backward()
         optimizer.step()
         optimizer.zero_grad()
         yield
 
 
 def forgotten_losses(router: str, folder: Path) -> Iterator[None]:
-    """`attach_losses=False`, and nobody ever calls `add_losses`."""
-    one = layer("smoe:balance=0.1:z_loss=0.1", attach_losses=False)
+    """Nobody ever calls `add_losses`."""
+    one = layer("smoe:balance=0.1:z_loss=0.1")
     while True:
         one(torch.randn(2, 9, 16)).sum().backward()
         one.zero_grad()

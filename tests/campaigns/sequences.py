@@ -493,7 +493,8 @@ def reload(state: State, values: dict[str, Any]) -> None:
         new.requires_grad_(old.requires_grad)
     for new_layer, layer in zip(other, state.stack, strict=True):
         pointsman.set_top_k(new_layer, layer.top_k)
-    pointsman.set_loss_scale(other, state.scale)
+    if state.shape["attach"]:
+        pointsman.set_loss_scale(other, state.scale)
     state.stack, state.grads = other, {}
 
 
@@ -522,7 +523,8 @@ def write(state: State, values: dict[str, Any]) -> None:
 
 def scale(state: State, values: dict[str, Any]) -> None:
     state.scale = values["scale"]
-    pointsman.set_loss_scale(state.stack, state.scale)
+    if state.shape["attach"]:
+        pointsman.set_loss_scale(state.stack, state.scale)
 
 
 def functional(state: State, values: dict[str, Any]) -> None:

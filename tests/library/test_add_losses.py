@@ -1,4 +1,4 @@
-"""`add_losses`: live values, once each, scaled with the main loss; and the warning where attached ones are not."""
+"""`add_losses`: live values, once each, scaled with the main loss; the warnings where losses are lost or unscaled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_several_forwards_count_together_and_forgotten_ones_do_not() -> None:
     gc.collect()
     (model(data()).square().mean() + model(data()).square().mean()).backward()
     once = [grad / 2 for grad in gradients(model)]
-    model.zero_grad()
+    model = Model()
     loss = pointsman.add_losses(model(data()).square().mean() + model(data()).square().mean(), model)
     loss.backward()
     both = [grad / 2 for grad in gradients(model)]
@@ -113,7 +114,7 @@ def test_compiled() -> None:
         torch.testing.assert_close(gradients(model), attached())
     for _ in range(3):
         compiled(data())  # nobody adds them: nothing piles up, nothing is compiled again
-    assert len(model.first.take_losses()) == 2
+    assert len(model.first.delivery.take()) == 2
 
 
 def test_models_that_hold_live_losses_are_copied_and_pickled() -> None:
@@ -127,6 +128,8 @@ def test_models_that_hold_live_losses_are_copied_and_pickled() -> None:
 
 def test_what_cannot_be_right_is_refused() -> None:
     loss = torch.zeros(())
+    with pytest.raises(ValueError, match="layer 'first' attaches no losses"):
+        pointsman.set_loss_scale(Model(), 2.0)
     with pytest.raises(ValueError, match="Linear has no MoE layer"):
         pointsman.add_losses(loss, nn.Linear(2, 2))
     with pytest.raises(ValueError, match="layer 'first' attaches its losses"):
@@ -151,3 +154,49 @@ def test_attached_losses_warn_once_under_a_scaler_whose_factor_nobody_told() -> 
         pointsman.set_loss_scale(told, 65536.0)
         for quiet in (told, added, Model(attach=True).eval()):
             quiet(data())
+
+
+def steps(model: nn.Module, *, accumulation: int = 1, added: bool = False, forward: Any = None) -> list[str]:
+    """The warnings of three optimizer steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for _ in range(accumulation):
+                loss = (model if forward is None else forward)(data()).square().mean()
+                ((pointsman.add_losses(loss, model) if added else loss) / accumulation).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("how", [{}, {"accumulation": 4}])
+def test_a_loop_that_takes_no_losses_is_warned_once_what_to_write(how: dict[str, int]) -> None:
+    (told,) = steps(Model(), **how)
+    assert told.startswith("the routers' losses (balance, z_loss) reached no gradient: before backward write loss = ")
+    (told,) = steps(copy.deepcopy(Model()), **how)  # each model
+    for quiet in (Model(attach=True), Model().eval(), nn.Sequential(MoE(8, 8, 4))):
+        assert steps(quiet, **how) == []
+    assert steps(Model(), added=True, **how) == []
+    assert steps(Model(recompute=False), added=True, **how) == []
+    assert len(steps(Model(recompute=False), **how)) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_loop_that_takes_no_losses_is_warned() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert len(steps(model, forward=compiled)) == 1
+    assert steps(model, forward=compiled, added=True) == []
+
+
+def test_gradients_before_the_losses_are_added_are_no_loss() -> None:
+    """A loop may look at the input's gradient before it adds the losses."""
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            inputs = data().requires_grad_()
+            main = model(inputs).square().mean()
+            (gradient,) = torch.autograd.grad(main, [inputs], retain_graph=True)
+            pointsman.add_losses(main * gradient.norm(), model).backward()

@@ -40,7 +40,7 @@ def theirs(name: str) -> str | None:
 
 def both(page: ModuleType, router: str, top_k: int) -> tuple[pointsman.MoE, nn.Module]:
     """The library's layer and the file's, in float64, with the same weights."""
-    layer = pointsman.MoE(DIM, HIDDEN, EXPERTS, top_k=top_k, router=router, attach_losses=False).double()
+    layer = pointsman.MoE(DIM, HIDDEN, EXPERTS, top_k=top_k, router=router).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -12,7 +12,7 @@ from pointsman import MoE, Routing, record_routing, replay_routing, step_end
 
 def layer(router: str = "smoe", **options: object) -> MoE:
     torch.manual_seed(0)
-    return MoE(8, 4, 6, router=router, **options).double()  # type: ignore[arg-type]
+    return MoE(8, 4, 6, router=router, attach_losses=True, **options).double()  # type: ignore[arg-type]
 
 
 HIDDEN = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

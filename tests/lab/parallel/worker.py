@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pointsman import MoE, record_routing, replay_routing, set_top_k, step_end
 from pointsman._errors import RunError, Stopped
-from pointsman.control import add_losses, named_routers, set_loss_scale
+from pointsman.control import named_routers
+from pointsman.delivery import add_losses, deliveries, set_loss_scale
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts.combine import PerPair
 from pointsman.experts.modules import EXPERTS
@@ -64,7 +65,6 @@ def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: floa
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = parameter_groups(named.values())
     optimizer = torch.optim.SGD(groups, lr=0.5) if sgd else torch.optim.Adam(groups, lr=3e-3, fused=True)
-    set_loss_scale(model, 1 / objective.passes)
     memory, found = None, {}
     for step in range(STEPS):
         seed_step(0, step)
@@ -73,7 +73,8 @@ def train(model: TransformerXL, ranks: Ranks, *, sgd: bool = False, factor: floa
             set_top_k(model, 1 + step % 2)
         optimizer.zero_grad(set_to_none=True)
         outcome = objective.run(model, inputs, targets, memory, LENGTH)
-        (factor * outcome.loss / ranks.count).backward()
+        own = [one for each in deliveries(model).values() for one in each.take()]
+        (factor * outcome.loss / ranks.count + sum(own) / objective.passes).backward()
         memory = outcome.memory
         norm = gradient_norm(named.values(), ranks)
         found |= {f"loss of step {step}": ranks.total(outcome.nats / ranks.count)[0], f"norm of step {step}": norm}
@@ -204,7 +205,7 @@ def every_gradient(ranks: Ranks, specs: list[str]) -> list[str]:
         model = build(spec)
         objective = objective_of(model)
         inputs, targets = (tensor[ranks.rows(BATCH)] for tensor in batch(0))
-        objective.run(model, inputs, targets, None, LENGTH).loss.backward()
+        add_losses(objective.run(model, inputs, targets, None, LENGTH).loss, model, ranks).backward()
         missing += [
             f"{spec}: {name}" for name, one in model.named_parameters() if one.requires_grad and one.grad is None
         ]
@@ -249,7 +250,7 @@ def own_batches() -> list[tuple[Tensor, Tensor]]:
 def own_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
     rows = ranks.rows(len(inputs))
     loss = nn.functional.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten())
-    if any(isinstance(module, MoE) and module.attach_losses for module in model.modules()):
+    if any(one.how == "attach" for one in deliveries(model).values()):
         return loss / ranks.count
     return add_losses(loss, model, ranks)
 
@@ -353,7 +354,7 @@ def replayed(ranks: Ranks, layout: str) -> float:
         own = {name: one.experts.unflatten(0, (BATCH, LENGTH))[rows].flatten(0, 1) for name, one in records.items()}
         inputs, targets = batch(1)
         with replay_routing(model, own):
-            (model(inputs[rows], targets[rows]).loss / ranks.count).backward()
+            add_losses(model(inputs[rows], targets[rows]).loss, model, ranks).backward()
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
         return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
 
@@ -402,7 +403,9 @@ def differing_steps(ranks: Ranks) -> dict[str, str]:
 
     def step(spec: str, rows: int, k: int = 2, scale: float = 1.0, half: bool = False) -> str:
         torch.manual_seed(0)
-        model = parallelize(nn.Sequential(MoE(8, 8, 4, router=spec), nn.Tanh()), Layout(ranks.count), ranks)
+        model = parallelize(
+            nn.Sequential(MoE(8, 8, 4, router=spec, attach_losses=True), nn.Tanh()), Layout(ranks.count), ranks
+        )
         set_top_k(model, k)
         set_loss_scale(model, scale)
         try:

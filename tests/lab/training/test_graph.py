@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pointsman import list_routers, losses
+from pointsman import add_losses, list_routers, losses
 from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
@@ -455,7 +455,7 @@ def pass_without_waiting(config: RunConfig, device: str) -> None:
     for _ in range(2):
         with NoWaiting():
             outcome = objective.run(model, tokens, tokens, memory, 16)
-            outcome.loss.backward()  # type: ignore[no-untyped-call]
+            add_losses(outcome.loss, model).backward()  # type: ignore[no-untyped-call]
         memory = outcome.memory
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "experts" in name)
 

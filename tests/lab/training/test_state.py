@@ -3,15 +3,19 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pointsman import add_losses
 from pointsman_lab.data import Corpus
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Diverged
+from pointsman_lab.training.objectives import Outcome, consistency
 from pointsman_lab.training.optimizer import optimizer_tensors, restore_optimizer
 from pointsman_lab.training.state import TrainingState
 
@@ -89,12 +93,27 @@ def test_accumulation_equals_the_large_batch(settings: Settings, corpus: Corpus,
         for name, weight in whole.parameters.items():
             if step == 0:
                 torch.testing.assert_close(parts.parameters[name].grad, weight.grad, rtol=1e-4, atol=1e-7)
-    scale = [layer.moe.loss_scale.item() for layer in parts.model.layers]
-    assert scale == [0.5, 0.5]
 
 
-def test_attached_losses_are_halved_in_two_passes(settings: Settings, corpus: Corpus) -> None:
-    assert [layer.moe.loss_scale.item() for layer in state(settings("thor"), corpus).model.layers] == [0.5, 0.5]
+def test_the_routers_losses_are_halved_in_two_passes(settings: Settings, corpus: Corpus) -> None:
+    """With the main loss taken away, the gradient is that of the mean of both passes' losses."""
+    two = consistency(1.0)
+
+    def alone(*arguments: Any) -> Outcome:
+        outcome = two.run(*arguments)
+        return replace(outcome, loss=outcome.loss * 0)
+
+    trained = state(settings("smoe:z_loss=0.1", clip_norm=0, **{"model.dropout": 0.0}), corpus)
+    trained.objective = replace(two, run=alone)
+    (inputs, targets), *_ = trained._micro_batches()
+    trained.model.train()
+    both = trained.objective.run(trained.model, inputs, targets, None, trained.config.memory_length)
+    loss = both.loss + (add_losses(both.loss, trained.model) - both.loss) / 2
+    scorer = trained.model.layers[0].moe.router.score.weight
+    (expected,) = torch.autograd.grad(loss, [scorer])
+    trained.train_step()
+    torch.testing.assert_close(scorer.grad, expected)
+    assert expected.any()
 
 
 def test_memories_are_forgotten_where_the_text_starts_again(settings: Settings, corpus: Corpus) -> None:

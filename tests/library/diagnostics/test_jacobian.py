@@ -124,7 +124,6 @@ def test_both_terms_are_the_layers_gradient():
         layer = layer_of(router)
         hidden = torch.randn(1, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
         gradient = torch.randn(1, TOKENS, DIM, dtype=torch.float64)
-        layer.attach_losses = False
         (whole,) = torch.autograd.grad(layer(hidden), hidden, gradient)
         diagnostic = JacobianTerms(layer)
         diagnostic.update(hidden, gradient)
@@ -197,7 +196,7 @@ def test_gradients_of_a_models_layers():
     assert torch.allclose(frozen["first"].gradient, found["first"].gradient, atol=1e-6)
     assert all(not module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert model.first.attach_losses
+    assert model.first.delivery.how == "collect"
 
 
 def test_dropout_is_off_and_modes_come_back():

@@ -39,7 +39,7 @@ def one_expert(experts: BaseExperts, e: int, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 def test_equals_the_paper_forward_and_gradient(top_k: int) -> None:
     """h' = h + sum of g (E(h) - h) over the chosen experts."""
-    moe = layer(top_k, attach_losses=False)
+    moe = layer(top_k)
     hidden = draw(TOKENS, DIM).requires_grad_()
     output, routing = moe(hidden, return_routing=True)
     rows = []
@@ -70,7 +70,7 @@ def test_starts_as_the_identity_and_trains() -> None:
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
-        loss = (moe(hidden) - hidden.flip(-1)).square().mean()
+        loss = pointsman.add_losses((moe(hidden) - hidden.flip(-1)).square().mean(), moe)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -98,7 +98,7 @@ def test_frozen_in_fine_tuning_the_balance_loss_still_reaches_the_hidden_states(
     pointsman.freeze(moe, "router", "experts")
     assert not any(parameter.requires_grad for parameter in moe.parameters())
     hidden = draw(2, 5, DIM).requires_grad_()
-    (moe(hidden) * 0).sum().backward()
+    pointsman.add_losses((moe(hidden) * 0).sum(), moe).backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().sum() > 0
 

@@ -196,7 +196,7 @@ def test_lightning_logs_the_routing() -> None:
     class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
-            self.moe = pointsman.MoE(8, 16, 4, router="loss-free:rate=0.1", attach_losses=False)
+            self.moe = pointsman.MoE(8, 16, 4, router="loss-free:rate=0.1")
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return pointsman.add_losses(self.moe(batch).square().mean(), self)

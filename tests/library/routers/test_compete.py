@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pointsman import MoE, RoutingContext, build_router, step_end
+from pointsman import MoE, RoutingContext, add_losses, build_router, losses, step_end
 from pointsman.experts.responses import CHUNK
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, router_for, softmax
 
@@ -23,7 +23,7 @@ def test_transcription_of_a_competition_step(k: int, version: int) -> None:
     """The output with its losses, and every gradient: of the router, the experts and the input."""
     torch.manual_seed(0)
     spec = f"compete:version={version}:rate=1:router=0.7:diversity=0.3:renormalize=true"
-    layer = MoE(DIM, 4, EXPERTS, router=spec, top_k=k, attach_losses=False).double()
+    layer = MoE(DIM, 4, EXPERTS, router=spec, top_k=k).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     hidden, mask = inputs()
@@ -83,7 +83,7 @@ def test_equal_experts_have_a_uniform_target() -> None:
         for parameter in layer.experts.parameters():
             parameter.copy_(parameter[:1].expand_as(parameter))
     layer(inputs()[0].requires_grad_())
-    assert float(layer.last_losses["router"]) == pytest.approx(0, abs=1e-20)
+    assert float(losses(layer)[""]["router"]) == pytest.approx(0, abs=1e-20)
 
 
 @pytest.mark.parametrize("k", [1, 2, 6])
@@ -125,7 +125,7 @@ def test_micro_batches_of_a_step_compete_alike_and_train() -> None:
         layer = MoE(8, 8, 4, router="compete:rate=1")
         hidden = torch.randn(2, CHUNK, 8)  # more than one chunk
         for part in hidden.chunk(parts):
-            layer(part).sum().backward()
+            add_losses(layer(part).sum(), layer).backward()
         found.append([p.grad.clone() for p in layer.experts.parameters()])
         step_end(layer)
     for one, other in zip(*found, strict=True):
@@ -136,7 +136,8 @@ def test_half_precision_padding_and_no_tokens() -> None:
     layer = MoE(16, 16, 4, router="compete:rate=1:diversity=0.1", gated=True, activation="silu").bfloat16()
     for shape in ((2, 5, 16), (2, 0, 16)):
         hidden = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-        layer(hidden, RoutingContext(padding_mask=torch.zeros(shape[:2], dtype=torch.bool))).sum().backward()
+        context = RoutingContext(padding_mask=torch.zeros(shape[:2], dtype=torch.bool))
+        add_losses(layer(hidden, context).sum(), layer).backward()
         step_end(layer)
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
 

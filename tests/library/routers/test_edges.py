@@ -133,13 +133,13 @@ def test_a_layer_is_built_without_memory_first(spec: str) -> None:
     with torch.device("meta"):
         layer = MoE(8, 8, 4, router=spec)
     layer.to_empty(device="cpu")
-    assert float(layer.loss_scale) == 1.0
+    assert float(layer.delivery.scale) == 1.0
 
 
-def test_statistics_are_gathered_without_attached_losses() -> None:
+def test_statistics_are_gathered_where_no_loss_is() -> None:
     from pointsman.testing.case import attention_trace as trace
 
-    layer, hidden = MoE(24, 8, 4, router="smoe+attention", attach_losses=False), torch.randn(2, 5, 24)
+    layer, hidden = MoE(24, 8, 4, router="smoe+attention"), torch.randn(2, 5, 24)
     layer(hidden, RoutingContext(attention=trace(hidden))).sum().backward()
     step_end(layer)
     assert int(layer.router.mix.head_steps) == 1

@@ -130,7 +130,7 @@ def test_a_router_by_token_ids_needs_the_vocabularys_size() -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_statistics_are_summed_over_a_step_once(checkpointed: bool) -> None:
-    layer, hidden = MoE(DIM, 8, EXPERTS, router="rich"), torch.randn(3, 4, DIM)
+    layer, hidden = MoE(DIM, 8, EXPERTS, router="rich", attach_losses=True), torch.randn(3, 4, DIM)
     select = layer.router.select
     for part in hidden.split([1, 2]):
         if checkpointed:
@@ -153,7 +153,7 @@ def test_statistics_are_summed_over_a_step_once(checkpointed: bool) -> None:
 
 
 def test_sums_of_many_processes_are_reduced_in_one_call() -> None:
-    model = nn.ModuleList(MoE(DIM, 8, EXPERTS, router=spec) for spec in ("rich", "smoe", "rich"))
+    model = nn.ModuleList(MoE(DIM, 8, EXPERTS, router=spec, attach_losses=True) for spec in ("rich", "smoe", "rich"))
     calls: list[list[tuple[int, ...]]] = []
 
     def reduce(tensors: Any) -> None:
@@ -172,7 +172,7 @@ def test_sums_of_many_processes_are_reduced_in_one_call() -> None:
 
 
 def test_materialize_leaves_losses_of_the_old_router_behind() -> None:
-    layer = MoE(DIM, 8, EXPERTS, router="frozen-temperature:scale=2:balance=0.1:balance_scope=step")
+    layer = MoE(DIM, 8, EXPERTS, router="frozen-temperature:scale=2:balance=0.1:balance_scope=step", attach_losses=True)
     layer.router.losses = {"penalty": Loss(lambda given: given.logits.sum(), 1.0)}
     materialize(layer)
     assert not layer.router.losses
@@ -204,7 +204,7 @@ def padded() -> tuple[Tensor, Tensor]:
 def test_balance_by_scope_and_basis(scope: str, basis: str, padded: tuple[Tensor, Tensor]) -> None:
     hidden, mask = padded
     spec = f"smoe:gate=sigmoid:balance=0.5:balance_scope={scope}:balance_on={basis}"
-    layer = MoE(DIM, 8, EXPERTS, router=spec).double()
+    layer = MoE(DIM, 8, EXPERTS, router=spec, attach_losses=True).double()
     router: Router = layer.router
     nn.init.normal_(router.score.weight)
     counted = None

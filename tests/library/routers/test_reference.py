@@ -13,7 +13,7 @@ DIM, HIDDEN, EXPERTS, TOKENS = 7, 5, 6, 23
 
 def layer_for(spec: str, top_k: int = 2) -> MoE:
     torch.manual_seed(2)
-    layer = MoE(DIM, HIDDEN, EXPERTS, router=spec, top_k=top_k).double()
+    layer = MoE(DIM, HIDDEN, EXPERTS, router=spec, top_k=top_k, attach_losses=True).double()
     with torch.no_grad():  # spread the logits, so that ties and near-uniform gates cannot hide a mistake
         for name, parameter in layer.router.named_parameters():
             parameter.normal_(0, 1.0 if "temperature" not in name else 0.3)

@@ -58,7 +58,7 @@ def test_worked_example(balanced: str, value: float) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_penalty_grows_while_too_many_experts_are_active(parts: int) -> None:
-    layer = MoE(5, 4, 4, router="relu", top_k=1).double()
+    layer = MoE(5, 4, 4, router="relu", top_k=1, attach_losses=True).double()
     layer.router.score.load_state_dict(example("true").score.state_dict())
     hidden = torch.eye(3, 5, dtype=torch.float64)[None]
     before = float(layer.router.select.penalty)
@@ -79,7 +79,7 @@ def test_the_penalty_grows_while_too_many_experts_are_active(parts: int) -> None
 
 
 def test_a_token_may_have_no_expert() -> None:
-    layer = MoE(5, 4, 4, router="relu", bias=False)
+    layer = MoE(5, 4, 4, router="relu", bias=False, attach_losses=True)
     with torch.no_grad():
         layer.router.score.weight.fill_(-1)
     assert not layer(torch.ones(1, 3, 5)).any()

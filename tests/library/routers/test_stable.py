@@ -92,7 +92,7 @@ def test_earlier_ids_are_carried_on(light: str) -> None:
 
 
 def test_the_kernel_of_the_convolution_is_frozen_with_the_rest() -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1:light=cnn", vocab_size=64)
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1:light=cnn", vocab_size=64, attach_losses=True)
     kernel = layer.router.score.kernel
     assert float(kernel.detach().abs().max()) <= 5**-0.5
     hidden, _ = inputs()
@@ -114,7 +114,9 @@ def test_the_load_by_hand() -> None:
 
 def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
     torch.manual_seed(0)
-    layer, other = (MoE(5, 4, EXPERTS, router="stable:stage_one=3", vocab_size=64) for _ in range(2))
+    layer, other = (
+        MoE(5, 4, EXPERTS, router="stable:stage_one=3", vocab_size=64, attach_losses=True) for _ in range(2)
+    )
 
     def steps(one: MoE, count: int, start: int) -> Routing:
         optimizer = torch.optim.AdamW(one.parameters(), lr=0.05, weight_decay=0.1)
@@ -152,7 +154,7 @@ def test_two_stages_over_steps_and_a_checkpoint_in_each() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: bool) -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64, attach_losses=True)
     first = {name: value.clone() for name, value in layer.state_dict().items()}
     step_end(layer)
     if frozen:
@@ -162,15 +164,15 @@ def test_a_state_of_stage_one_trains_again_unless_the_router_is_frozen(frozen: b
 
 
 def test_without_a_stage_one_the_light_router_never_trains() -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=cnn", vocab_size=64)
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=0:light=cnn", vocab_size=64, attach_losses=True)
     assert not any(one.requires_grad for name, one in layer.router.score.named_parameters() if "gate" not in name)
     with torch.device("meta"):
-        MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64)
+        MoE(5, 4, EXPERTS, router="stable:stage_one=0", vocab_size=64, attach_losses=True)
 
 
 @pytest.mark.parametrize("unless", [False, True])
 def test_a_switch_that_may_not_change_anything(unless: bool) -> None:
-    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64)
+    layer = MoE(5, 4, EXPERTS, router="stable:stage_one=1", vocab_size=64, attach_losses=True)
     before = layer.router.score.light.detach().clone()
     step_end(layer, unless=torch.tensor(unless))
     assert int(layer.router.score.steps) == (not unless)

@@ -28,7 +28,7 @@ def routed(router: Router, h: Tensor, k: int, kinds: list[str], renormalize: boo
 def test_transcription(k: int, kind: str, renormalize: bool) -> None:
     spec = f"smoe:nulls=4:kind={kind}:renormalize={str(renormalize).lower()}:balance=0.1"
     torch.manual_seed(0)
-    layer = MoE(DIM, 4, EXPERTS, router=spec, top_k=k, attach_losses=False).double()
+    layer = MoE(DIM, 4, EXPERTS, router=spec, top_k=k).double()
     layer.eval()  # at k = 1 training warns
     for parameter in layer.parameters():
         parameter.data.normal_()

@@ -96,7 +96,7 @@ def test_norms_and_temperature_are_clamped_from_below() -> None:
 
 
 def test_step_end_keeps_the_norms_and_forward_does_not() -> None:
-    layer = MoE(DIM, 16, EXPERTS, router="xmoe")
+    layer = MoE(DIM, 16, EXPERTS, router="xmoe", attach_losses=True)
     embeddings = layer.router.score.expert_embeddings
     torch.testing.assert_close(embeddings.norm(dim=1), torch.full((EXPERTS,), 0.1))
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
@@ -123,7 +123,7 @@ def test_training_without_step_end_warns() -> None:
 
 
 def test_a_frozen_router_stays_and_its_balance_loss_reaches_the_hidden_states() -> None:
-    layer = MoE(DIM, 16, EXPERTS, router="xmoe")
+    layer = MoE(DIM, 16, EXPERTS, router="xmoe", attach_losses=True)
     pointsman.freeze(layer, "router", "experts")
     with torch.no_grad():
         layer.router.score.expert_embeddings.mul_(2)
@@ -185,7 +185,7 @@ def test_state_dict_names() -> None:
 
 
 def test_materialize_refuses_by_name() -> None:
-    model = nn.Sequential(MoE(DIM, 16, EXPERTS, router="xmoe"))
+    model = nn.Sequential(MoE(DIM, 16, EXPERTS, router="xmoe", attach_losses=True))
     with pytest.raises(ValueError, match="layer '0' has the router 'xmoe'"):
         pointsman.materialize(model)
 

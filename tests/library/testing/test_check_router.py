@@ -96,7 +96,7 @@ def test_losses_that_do_not_reach_the_router_are_found(
     own = Router.forward
     monkeypatch.setattr(Router, "forward", lambda *args: broken(own(*args)))
     with pytest.raises(AssertionError, match=says):
-        layer.attached_losses(Case("smoe"))
+        layer.delivered_losses(Case("smoe"))
 
 
 def test_bad_arguments() -> None:

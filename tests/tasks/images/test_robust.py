@@ -15,8 +15,8 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.control import record_routing
+from pointsman.delivery import deliveries
 from pointsman.diagnostics.base import first_choice
-from pointsman.layer import MoE
 from pointsman_lab.cli.main import main
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report import write_report
@@ -116,7 +116,7 @@ def test_attacks_follow_the_gradient_of_the_classes_alone(name: str) -> None:
     found = under_gradient_attack(net, part(), attack, top_k=2, batch_size=16)
     assert net.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
-    assert all(float(module.loss_scale) == 1 for module in net.modules() if isinstance(module, MoE))
+    assert all(one.how == "collect" for one in deliveries(net).values())
     assert found["attacked"] <= found["clean"]
     assert found["images"] == 40
     assert 0 < found["layers"]["layers.1.moe"]["iou"] <= 1

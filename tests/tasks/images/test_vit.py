@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from pointsman import add_losses
 from pointsman.control import record_routing
 from pointsman_lab.registry import preset_config
 from pointsman_lab.tasks.images.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
@@ -171,6 +172,8 @@ def test_memory_is_linear_in_the_batch(router: str) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = model(torch.rand(batch, 3, 16, 16)).sum()
+            if router != "plain":
+                loss = add_losses(loss, model)
             total = sum(seen.values())
         loss.backward()
         return total

@@ -4,18 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.control import (
-        add_losses,
-        freeze,
-        losses,
-        materialize,
-        pack_experts,
-        record_routing,
-        set_loss_scale,
-        set_top_k,
-        step_end,
-        track_steps,
-    )
+    from pointsman.control import freeze, materialize, record_routing, set_top_k, step_end, track_steps
+    from pointsman.delivery import add_losses, losses, set_loss_scale
     from pointsman.layer import MoE
     from pointsman.replay import replay_routing
     from pointsman.routers.frame.registry import build_router, build_routers, list_routers
@@ -36,7 +26,6 @@ __all__ = [
     "list_routers",
     "losses",
     "materialize",
-    "pack_experts",
     "record_routing",
     "replay_routing",
     "set_loss_scale",
@@ -50,6 +39,7 @@ _HOMES = {
     "routing": ("AttentionTrace", "Routing", "RoutingContext"),
     "routers.frame.router": ("Router",),
     "routers.frame.registry": ("build_router", "build_routers", "list_routers"),
+    "delivery": ("add_losses", "losses", "set_loss_scale"),
     "layer": ("MoE",),
     "replay": ("replay_routing",),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from pointsman._errors import did_you_mean
 from pointsman.layer import MoE
-from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import COMMON, format_spec, parse_spec
 from pointsman.routers.frame.router import Router, check_top_k
 from pointsman.routers.frame.stage_values import Loss
@@ -266,7 +264,7 @@ class record_routing:  # noqa: N801 - used like a function
 def freeze(model: nn.Module, *roles: str) -> None:
     """Stops training of every part with one of these roles ("router", "experts", "attention", …).
 
-    Running statistics of a frozen router stop, too. Its losses stay attached and still train earlier layers.
+    Running statistics of a frozen router stop, too. Its losses still train earlier layers.
     `requires_grad_(True)` on such a part undoes it; for a router, call it on the router itself. Of a Hugging Face MoE
     the roles are "router" (each gate with its correction bias) and "experts".
 
@@ -289,16 +287,6 @@ def freeze(model: nn.Module, *roles: str) -> None:
             module.requires_grad_(False)
             if isinstance(module, Router):
                 module.frozen = True
-
-
-def pack_experts(model: nn.Module, packed: bool = True) -> int:
-    """Deprecated: does nothing and returns 0.
-
-    It cached a copy of large weights in oneDNN's layout. The copy gained nothing on most machines, and a weight that
-    was written in place could leave it out of date.
-    """
-    warnings.warn("pack_experts does nothing any more: remove the call", DeprecationWarning, stacklevel=2)
-    return 0
 
 
 def step_end(
@@ -332,73 +320,6 @@ def track_steps(
 ) -> RemovableHandle:
     """Calls `step_end(model, reduce)` after every step of this optimizer, until the returned handle is removed."""
     return optimizer.register_step_post_hook(lambda *_: step_end(model, reduce))
-
-
-def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
-    """The loss with the routers' own losses (balance, z-loss, …) added: for a training loop of your own.
-
-        output = model(inputs)
-        loss = pointsman.add_losses(criterion(output, targets), model)
-        scaler.scale(loss / accumulation).backward()
-
-    What scales the loss afterwards scales them alike. Each training forward's losses are added once, those of several
-    forwards since the last call together; under `torch.compile` those of each layer's last run. Without gradients
-    (`torch.no_grad`) and of a model in evaluation mode the loss comes back as it is.
-
-    Args:
-        loss: a scalar, before any scaling.
-        model: the model whose forward made it, wrapped or not; its MoE layers have `attach_losses=False`.
-        ranks: the W ranks over which `parallel.parallelize` divided the model. The mean over ranks of their losses is
-            then the loss of the batch, and a W-th of each is what comes back: gradients are added over ranks, and the
-            routers' losses are parts of a sum already. Divide by W neither before nor after.
-
-    Raises:
-        ValueError: no MoE layer, a layer that attaches its losses itself, forwards without gradients, or other ranks
-            than those of the model.
-    """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
-    if not layers and _has_huggingface_parts(model):
-        from pointsman.hf.balance import take
-
-        return sum(take(model), loss) if torch.is_grad_enabled() else loss
-    if not layers:
-        raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
-    for name, layer in layers:
-        if layer.attach_losses:
-            raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it with attach_losses=False")
-        if layer.router.ranks.count > ranks.count:
-            raise ValueError(
-                f"add_losses: the model is divided over {layer.router.ranks.count} ranks: write "
-                "add_losses(loss, model, ranks), which divides the loss; divide it neither before nor after"
-            )
-        if layer.router.ranks.count < ranks.count:
-            raise ValueError(
-                f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under DDP, which "
-                "averages gradients, leave ranks out"
-            )
-    if ranks.count > 1:
-        loss = loss / ranks.count
-    if torch.is_grad_enabled():
-        for _, layer in layers:
-            for value in layer.take_losses():
-                loss = loss + value.to(loss.device)
-    return loss
-
-
-def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The last values of the routers' losses: layer name -> loss name -> weighted scalar, detached."""
-    return {name: dict(module.last_losses) for name, module in model.named_modules() if isinstance(module, MoE)}
-
-
-def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Scales the attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor).
-
-    `add_losses` needs no such call.
-    """
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.loss_scale.copy_(torch.as_tensor(scale))
-            module.confirm_loss_scale()
 
 
 def materialize(model: nn.Module) -> nn.Module:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +11,11 @@ from torch import Tensor, nn
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
+from pointsman.delivery import LossDelivery
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
 from pointsman.experts.responses import responses
 from pointsman.experts.shared import SharedExperts
 from pointsman.experts.virtual import VirtualExperts
-from pointsman.ops.linear import autocast_enabled
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -41,9 +36,10 @@ class MoE(nn.Module):
         dropout: dropout of the experts' hidden units.
         experts: "ffn", or "base": three residual sublayers as one expert, the output containing the input
             (`BaseExperts`, X-MoE's sparse layer).
-        attach_losses: True: autograd adds the router's losses to whatever the output enters, so that no training loop
-            can forget them; in evaluation, too, wherever gradients are on. Their scale is `loss_scale`, whatever the
-            loop does to its own loss. False: `pointsman.add_losses` adds them, or nobody does.
+        attach_losses: False: `loss = pointsman.add_losses(loss, model)` adds the router's losses to the loop's own, and
+            a loop without it is warned. True: autograd adds them to whatever the output enters, in evaluation, too,
+            wherever gradients are on; their scale is what `pointsman.set_loss_scale` says, whatever the loop does to
+            its own loss.
         shared_experts: how many experts every token takes besides (`SharedExperts`); 0: none.
         shared_gate: whether their output is scaled by a sigmoid of its own.
         vocab_size: the number of token ids, for routers that route by them.
@@ -64,7 +60,7 @@ class MoE(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         experts: str = "ffn",
-        attach_losses: bool = True,
+        attach_losses: bool = False,
         shared_experts: int = 0,
         shared_gate: bool = False,
         vocab_size: int | None = None,
@@ -103,14 +99,7 @@ class MoE(nn.Module):
                 dropout=dropout,
                 gate=shared_gate,
             )
-        self.attach_losses = attach_losses
-        self.loss_scale: Tensor
-        self.register_buffer("loss_scale", torch.ones(()), persistent=False)
-        self.last_losses: dict[str, Tensor] = {}
-        self._kept: list[ref[PendingLosses]] = []
-        self._compiled: PendingLosses | None = None
-        self._without_gradients = False
-        self._scale_is_known = False
+        self.delivery = LossDelivery(attach_losses)
 
     @property
     def contains_input(self) -> bool:
@@ -120,14 +109,6 @@ class MoE(nn.Module):
     @property
     def top_k(self) -> int:
         return self.router.top_k
-
-    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> MoE:
-        scale = self.loss_scale
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # float32 whatever the model's dtype; nothing to copy where a model gets its first memory (`to_empty`)
-        device = self.loss_scale.device
-        self.loss_scale = torch.ones((), device=device) if scale.is_meta else scale.to(device)
-        return self
 
     def forward(
         self, hidden: Tensor, context: RoutingContext | None = None, *, return_routing: bool = False
@@ -151,114 +132,7 @@ class MoE(nn.Module):
             routing = replace(routing, statistics={**routing.statistics, **statistics})
         if self.shared is not None:
             output = output + self.shared(rows)
-        if routing.losses or routing.statistics or self.last_losses:
-            output = self._attach(output, routing)
+        if routing.losses or routing.statistics or self.delivery.last:
+            output = self.delivery.deliver(output, routing.losses, routing.statistics, self.router.gather)
         output = output.view(hidden.shape)
         return (output, routing) if return_routing else output
-
-    def _attach(self, output: Tensor, routing: Routing) -> Tensor:
-        self.last_losses = {name: value.detach() for name, value in routing.losses.items()}
-        losses = list(routing.losses.values())
-        kept = None
-        if not self.attach_losses:
-            kept = self._keep(losses) if losses and self.training else None
-            losses = []
-        elif losses and self.training and not self._scale_is_known and not torch.compiler.is_compiling():
-            self._warn_of_scale(output)
-        if not (losses or routing.statistics or kept) or not torch.is_grad_enabled() or not output.requires_grad:
-            return output
-        gather = self.router.gather if self.training and routing.statistics else None
-        attached: Tensor = AttachLosses.apply(output, self.loss_scale, gather, routing.statistics, kept, *losses)  # type: ignore[no-untyped-call]
-        return attached
-
-    def _keep(self, losses: Sequence[Tensor]) -> PendingLosses | None:
-        """Keeps the losses of a training forward for `take_losses`, no longer than autograd keeps the forward."""
-        if not torch.is_grad_enabled():
-            self._without_gradients = True
-            return None
-        kept = PendingLosses(losses)
-        if torch.compiler.is_compiling():
-            self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
-            return None
-        self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
-        return kept
-
-    def take_losses(self) -> list[Tensor]:
-        """The live losses of the training forwards since the last call, with `attach_losses=False`; each once.
-
-        Raises:
-            ValueError: there were such forwards, all without gradients.
-        """
-        found = [kept for one in self._kept if (kept := one()) is not None]
-        if self._compiled is not None:
-            found.append(self._compiled)
-        if self.training and self._without_gradients and not found:
-            raise ValueError(
-                "add_losses: the last training forward was without gradients, and so are its losses; activation "
-                "checkpointing needs use_reentrant=False"
-            )
-        self._kept, self._compiled, self._without_gradients = [], None, False
-        losses = [loss for kept in found for loss in kept.losses]
-        for kept in found:
-            kept.losses = ()
-        return losses
-
-    def confirm_loss_scale(self) -> None:
-        """`loss_scale` was set by somebody who knows how the main loss is scaled: no warning about it."""
-        self._scale_is_known = True
-
-    def _warn_of_scale(self, output: Tensor) -> None:
-        """Warns once where the main loss is scaled by somebody who does not know of the attached losses."""
-        kind = output.device.type
-        if autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
-            why = "autocast in float16 goes with a loss scaler, which does not scale"
-        elif (state := sys.modules.get("accelerate.state")) and state.GradientState().num_steps > 1:
-            why = "accelerate divides the loss by its accumulation steps, but not"
-        else:
-            return
-        self._scale_is_known = True
-        warnings.warn(
-            f"{why} the losses that MoE layers attach to their outputs: build the layers with attach_losses=False and "
-            "write loss = pointsman.add_losses(loss, model), or call pointsman.set_loss_scale",
-            stacklevel=5,
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
-
-
-class PendingLosses:
-    """The live losses of one forward, for `add_losses`. The forward's graph holds them, the layer a weak reference."""
-
-    def __init__(self, losses: Sequence[Tensor]) -> None:
-        self.losses = losses
-
-
-class AttachLosses(torch.autograd.Function):
-    """The identity on the output, whose backward also sends `scale` into each loss.
-
-    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. What
-    comes out is the output's memory under another name: of a view torch would refuse to change anything in place. A
-    compiler takes that `detach` at its word where it meets one as the result of a graph, and says that the result has
-    no gradient; it gets a copy, which it fuses with what reads it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        scale: Tensor,
-        gather: Callable[[Mapping[str, Tensor]], None] | None,
-        statistics: Mapping[str, Tensor],
-        kept: PendingLosses | None,
-        *losses: Tensor,
-    ) -> Tensor:
-        ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
-        ctx.dtypes = [loss.dtype for loss in losses]
-        return output.clone() if torch.compiler.is_compiling() else output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gather is not None:
-            ctx.gather(ctx.statistics)
-        return (grads[0], None, None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))

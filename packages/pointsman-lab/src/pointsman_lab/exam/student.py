@@ -68,7 +68,7 @@ class Student(nn.Module):
             raise ValueError(f"{row}: the router needs an attention trace")
         if getattr(router.score, "needs_counts", False):
             router.score.calibrate([1] * task.vocabulary)  # type: ignore[operator]
-        self.layer = MoE(task.dim, task.hidden, task.experts, top_k=k, router=router, attach_losses=False)
+        self.layer = MoE(task.dim, task.hidden, task.experts, top_k=k, router=router)
         self.layer.experts.load_state_dict(experts.state_dict())
 
     def forward(self, batch: Batch, top_k: int | None = None) -> tuple[Tensor, Routing | None]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
+from pointsman.delivery import deliveries
 from pointsman.kernels.choice import without_triton
-from pointsman.layer import MoE
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.capture import CudaRecorder, Recorder, cause, instead, noted
 from pointsman_lab.models.memory import Memory
@@ -136,7 +136,7 @@ class _Graph:
             told = f"cuda_graph=true: this step cannot be captured: {cause(error)}"
             raise RunError(f"{told}; cuda_graph=false runs without") from error
         self._gradients = [parameter.grad for parameter in self._parameters]
-        self._losses = [(module, module.last_losses) for module in model.modules() if isinstance(module, MoE)]
+        self._losses = [(one, one.last) for one in deliveries(model).values()]
 
     def _whole(self, step: GraphedStep, draw: Draw, observe: Observe) -> PassResult:
         """The step, whose memories take the place of those before it."""
@@ -155,8 +155,8 @@ class _Graph:
         self._replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        for layer, losses in self._losses:
-            layer.last_losses = losses
+        for delivery, losses in self._losses:
+            delivery.last = losses
         for gather in self._gathered:
             gather()
         for routed in self._routed:

@@ -50,7 +50,7 @@ class Objective:
 
     Attributes:
         name: "plain" or "consistency".
-        passes: forward passes a micro-batch; the routers' attached losses are divided by it.
+        passes: forward passes a micro-batch; the routers' losses are divided by it.
         run: the loss.
         weighted_by_targets: whether micro-batches count by their number of targets (those from 0 on), not alike.
     """

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.control import named_routers, set_loss_scale, set_top_k, step_end
+from pointsman.control import named_routers, set_top_k, step_end
+from pointsman.delivery import deliveries
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import parallelize
 from pointsman.ranks import ALONE, Ranks
@@ -105,7 +106,9 @@ class TrainingState:
         self.sparse = bool(fixed) and not any(fixed)  # whether k can be set
         self.memories: list[Memory | None] = [None] * config.accumulation
         self.step = 0
-        set_loss_scale(self.model, 1 / (config.accumulation * self.objective.passes))
+        self._deliveries = list(deliveries(self.model).values())
+        for delivery in self._deliveries:
+            delivery.how = "collect"  # whatever a model from elsewhere says
         self.graph: GraphedStep | None = None
         self._resident: BatchStream | None = None  # a corpus on the device, and where the step's batch begins there
         self._place = torch.zeros((), dtype=torch.int64, device=device)
@@ -217,13 +220,15 @@ class TrainingState:
         losses: list[Tensor] = []
         kept: list[Memory | None] = []
         even = self.task.fixed_shapes
+        factor = 1 / (self.config.accumulation * self.objective.passes)  # of the routers' losses
         shares = self.objective.shares([targets for _, targets in batches], self.ranks, even=even)
         for index, ((inputs, targets), memory) in enumerate(zip(batches, memories, strict=True)):
             targets = targets if self.ranks.count == 1 or even else with_a_target(targets)
             with observe(), autocast(self.config, self.device):
                 outcome = self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
             loss = outcome.loss / self.config.accumulation if shares is None else outcome.loss * shares[index]
-            loss.backward()  # type: ignore[no-untyped-call]
+            own = [one for each in self._deliveries for one in each.take()]
+            (loss + torch.stack(own).sum() * factor if own else loss).backward()  # type: ignore[no-untyped-call]
             losses.append(outcome.nats)
             kept.append(outcome.memory)
         each = torch.stack(losses)

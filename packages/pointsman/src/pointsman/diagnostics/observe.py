@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.control import Observer, listener, named_routers
+from pointsman.delivery import without_losses
 from pointsman.layer import MoE
 from pointsman.routing import RoutingContext
 
@@ -82,8 +83,7 @@ def layer_gradients(model: nn.Module, loss: Callable[[], Tensor | None]) -> dict
         for name, layer in named_layers(model).items():
             stack.enter_context(layer.router.register_forward_hook(input_hook(name), with_kwargs=True))
             stack.enter_context(layer.register_forward_hook(output_hook(name)))
-            stack.callback(setattr, layer, "attach_losses", layer.attach_losses)
-            layer.attach_losses = False
+        stack.enter_context(without_losses(model))
         stack.enter_context(torch.enable_grad())
         value = loss()
         if value is None:

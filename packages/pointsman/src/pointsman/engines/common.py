@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pointsman.control import step_end as step_end_of
-from pointsman.layer import AttachLosses
+from pointsman.delivery import Deliver
 from pointsman.routers.frame.registry import build_router, parse_spec
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
@@ -76,7 +76,7 @@ def deliver(weights: Tensor, router: Router, routing: Routing, scale: Tensor) ->
     gather = router.gather if router.training and routing.statistics else None
     if not (losses or gather) or not torch.is_grad_enabled() or not weights.requires_grad:
         return weights
-    found: Tensor = AttachLosses.apply(weights, scale, gather, routing.statistics, None, *losses)  # type: ignore[no-untyped-call]
+    found: Tensor = Deliver.apply(weights, scale, gather, routing.statistics, None, *losses)  # type: ignore[no-untyped-call]
     return found
 
 

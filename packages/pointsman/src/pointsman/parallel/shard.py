@@ -120,7 +120,7 @@ def _check_first_step(name: str, layer: MoE, ranks: Ranks) -> None:
         hidden = arguments[0]
         dtype = torch.get_autocast_dtype(hidden.device.type) if autocast_enabled(hidden.device.type) else "off"
         found: dict[str, Any] = {"dtype": hidden.dtype, "autocast": dtype, "k": router.top_k}
-        found["loss_scale"] = float(layer.loss_scale)
+        found["loss_scale"] = float(layer.delivery.scale)
         if router.training_stochastic or not router.training_batch_invariant or (layer.shared and layer.shared.dropout):
             found[f"rows and tokens (with router {router.spec!r} every rank needs as many)"] = tuple(hidden.shape[:-1])
         ranks.agree(found, f"layer {name!r} at the first step")

@@ -31,7 +31,7 @@ CHECKS: tuple[Check, ...] = (
     layer.gradients,
     layer.nothing_to_do,
     layer.activation_checkpointing,
-    layer.attached_losses,
+    layer.delivered_losses,
     layer.in_place_work_after_the_layer,
     layer.hooks_on_the_experts,
     layer.records,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.control import losses, materialize, record_routing, set_loss_scale, set_top_k, step_end
+from pointsman.control import materialize, record_routing, set_top_k, step_end
+from pointsman.delivery import add_losses, losses, set_loss_scale
 from pointsman.layer import MoE
 from pointsman.replay import replay_routing
 from pointsman.routing import Routing, RoutingContext
@@ -23,7 +24,7 @@ def gradients(case: Case) -> None:
     set_top_k(layer, case.num_experts if layer.router.fixed_k else k)
     hidden = case.hidden().requires_grad_()
     torch.manual_seed(3)
-    layer(hidden, context_for(layer.router, hidden)).square().mean().backward()
+    add_losses(layer(hidden, context_for(layer.router, hidden)).square().mean(), layer).backward()  # type: ignore[no-untyped-call]
     expect(hidden.grad is not None and bool(torch.isfinite(hidden.grad).all()), "the input's gradient")
     for name, parameter in layer.router.named_parameters():
         expect(parameter.grad is not None, f"{name}: no gradient")
@@ -44,7 +45,7 @@ def nothing_to_do(case: Case) -> None:
             hidden = torch.randn(batch, length, case.dim, dtype=dtype, requires_grad=True)
             output = layer(hidden, context_for(layer.router, hidden.detach()))
             expect(output.shape == hidden.shape, f"{batch} sequences of {length} tokens: {list(output.shape)}")
-            output.sum().backward()
+            add_losses(output.sum(), layer).backward()  # type: ignore[no-untyped-call]
             step_end(layer)
             found = [("the input", hidden.grad), *((name, one.grad) for name, one in layer.named_parameters())]
             for name, gradient in found:
@@ -66,7 +67,7 @@ def activation_checkpointing(case: Case) -> None:
             hidden.requires_grad_()
             context = context_for(layer.router, hidden.detach())
             output = checkpoint(layer, hidden, context, use_reentrant=False) if checkpointed else layer(hidden, context)
-            output.square().sum().backward()
+            add_losses(output.square().sum(), layer).backward()  # type: ignore[no-untyped-call]
             assert hidden.grad is not None
             found += [output, hidden.grad]
         step_end(layer)
@@ -77,16 +78,15 @@ def activation_checkpointing(case: Case) -> None:
         expect_close(plain, again, "with and without checkpointing")
 
 
-def attached_losses(case: Case) -> None:
-    """The balance loss is above 0 and reaches the router's gradients through the layer's output, scaled."""
-    layer = case.layer()
-    layer.router.balance = 0.5
+def delivered_losses(case: Case) -> None:
+    """The balance loss is above 0 and reaches the router's gradients, through add_losses or the layer's output."""
     hidden = case.hidden()
-    context = context_for(layer.router, hidden)
-    layer.requires_grad_(False)
-    trained = {name: one.requires_grad_(True) for name, one in layer.router.named_parameters()}
-    for scale in (0.0, 1.0, 2.0):
-        layer.zero_grad()
+    for attach, scale in ((False, 1.0), (False, 2.0), (True, 0.0), (True, 2.0)):
+        layer = case.layer(attach_losses=attach)
+        layer.router.balance = 0.5
+        context = context_for(layer.router, hidden)
+        layer.requires_grad_(False)
+        trained = {name: one.requires_grad_(True) for name, one in layer.router.named_parameters()}
         output, routing = layer(hidden.clone().requires_grad_(), context, return_routing=True)
         expect(float(losses(layer)[""]["balance"]) > 0, "the balance loss is 0")
         live = [loss for loss in routing.losses.values() if loss.requires_grad and trained]
@@ -95,9 +95,12 @@ def attached_losses(case: Case) -> None:
             total = torch.stack(live).sum()
             wanted = list(torch.autograd.grad(total, list(trained.values()), retain_graph=True, allow_unused=True))
         expect(any(one is not None and bool(one.any()) for one in wanted) or not trained, "no loss has a gradient")
-        set_loss_scale(layer, scale)
-        expect(float(layer.loss_scale) == scale, "set_loss_scale has no effect")
-        torch.autograd.backward(output.sum() * 0)
+        main = output.sum() * 0
+        if attach:
+            set_loss_scale(layer, scale)
+            main.backward()
+        else:
+            (add_losses(main, layer) * scale).backward()  # type: ignore[no-untyped-call]
         for (name, parameter), one in zip(trained.items(), wanted, strict=True):
             zero = torch.zeros_like(parameter)
             given = zero if parameter.grad is None else parameter.grad
@@ -113,7 +116,8 @@ def in_place_work_after_the_layer(case: Case) -> None:
         layer.zero_grad()
         torch.manual_seed(3)
         output = layer(hidden, context_for(layer.router, hidden))
-        (output.add_(hidden) if in_place else output + hidden).square().sum().backward()
+        changed = output.add_(hidden) if in_place else output + hidden
+        add_losses(changed.square().sum(), layer).backward()  # type: ignore[no-untyped-call]
         found.append([None if p.grad is None else p.grad.clone() for p in layer.parameters()])
     for left, right in zip(*found, strict=True):
         same = left is right if left is None or right is None else torch.equal(left, right)
@@ -131,7 +135,7 @@ def hooks_on_the_experts(case: Case) -> None:
     layer.router.balance = 0.5
     layer.experts.register_forward_hook(doubled)
     layer.experts.register_full_backward_hook(lambda module, inputs, outputs: calls.append(outputs))
-    layer(hidden, context_for(layer.router, hidden)).square().sum().backward()
+    add_losses(layer(hidden, context_for(layer.router, hidden)).square().sum(), layer).backward()  # type: ignore[no-untyped-call]
     expect(len(calls) == 1, f"the backward hook ran {len(calls)} times")
     expect(all(parameter.grad is not None for parameter in layer.experts.parameters()), "an expert without gradient")
 
@@ -172,7 +176,7 @@ def replayed(case: Case) -> None:
         block.zero_grad()
         with replay_routing(model, experts), record_routing(model) as recorded:
             output = block(hidden, context)
-        output.square().sum().backward()
+        add_losses(output.square().sum(), model).backward()  # type: ignore[no-untyped-call]
         trained = {f"{name}'s gradient": one.grad for name, one in block.named_parameters() if one.grad is not None}
         assert hidden.grad is not None
         return recorded["block"], {"the output": output, "the input's gradient": hidden.grad, **trained}
@@ -242,7 +246,7 @@ def compiles_in_training(case: Case, backend: str = "aot_eager") -> None:
             else:
                 output, routing = layer(hidden, context, return_routing=True)
                 whole = not routing.statistics and layer.router.mix is None and routing.combine.one_graph
-        output.square().mean().backward()
+        add_losses(output.square().mean(), layer).backward()  # type: ignore[no-untyped-call]
         step_end(layer)
         assert hidden.grad is not None
         named = {f"the gradient of {name}": one.grad for name, one in layer.named_parameters()}
@@ -267,7 +271,7 @@ def trains_the_same_parameters(case: Case) -> None:
     """In float64 the same parameters get a gradient through a residual connection, eager and under torch.compile."""
     found: list[dict[str, Tensor]] = []
     for compiled in (False, True):
-        layer = case.layer().double()
+        layer = case.layer(attach_losses=True).double()
         layer.router.balance = layer.router.balance or 0.5
         hidden = case.hidden().double().requires_grad_()
         context = context_for(layer.router, hidden.detach())
@@ -295,7 +299,8 @@ def resumed(case: Case) -> None:
             torch.manual_seed(step)
             hidden = torch.randn(case.batch, case.length, case.dim)
             for rows in (hidden[:1], hidden[1:]):  # two micro-batches
-                layer(rows, context_for(layer.router, rows)).square().mean().backward()
+                loss = layer(rows, context_for(layer.router, rows)).square().mean()
+                add_losses(loss, layer).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for parameter in layer.parameters():
                     if parameter.grad is not None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.delivery import without_losses
 from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
-from pointsman.layer import MoE
 from pointsman.routing import Routing
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches
@@ -121,19 +121,14 @@ def under_gradient_attack(
 def _only_images_train(model: VisionTransformer) -> Iterator[None]:
     """Inside, no parameter takes a gradient, and the routers' losses are left out."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    scales = [layer.loss_scale.clone() for layer in layers]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        for layer in layers:
-            layer.loss_scale.zero_()
-        yield
+        with without_losses(model):
+            yield
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        for layer, scale in zip(layers, scales, strict=True):
-            layer.loss_scale.copy_(scale)
 
 
 class Overlap:

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pointsman.delivery import Deliver
 from pointsman.hf.forms import Form
 from pointsman.hf.gates import TOKEN_IDS
 from pointsman.hf.layouts import LAYOUTS, Layout
 from pointsman.hf.surgery.scorers import Strength
 from pointsman.hf.surgery.state import ForwardState
-from pointsman.layer import AttachLosses
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Mixer, Selector
 from pointsman.routing import RouterState, Routing, RoutingContext
@@ -209,7 +209,7 @@ def _gathering(weights: Tensor, router: Any, routing: Routing) -> Tensor:
     """The same weights, whose backward gathers the routing's statistics, once per micro-batch."""
     if not weights.requires_grad:
         return weights
-    gathered: Tensor = AttachLosses.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
+    gathered: Tensor = Deliver.apply(weights, weights.new_ones(()), router.gather, routing.statistics, None)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -1,0 +1,317 @@
+"""How a router's losses reach a training loop: collected for `add_losses`, or attached to the layer's output.
+
+Collected is the default: their values are part of the loop's own loss, so whatever scales that scales them. Where a
+loop's backward passes a layer whose losses nobody took, the layer warns, once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from pointsman.ops.linear import autocast_enabled
+from pointsman.ranks import ALONE, Ranks
+
+Gather = Callable[[Mapping[str, Tensor]], None]
+
+_collecting: WeakSet[LossDelivery] = WeakSet()
+
+
+class LossDelivery(nn.Module):
+    """Delivers one layer's losses, and hands its statistics to the router in backward.
+
+    Args:
+        attach: whether autograd adds the losses to whatever the output enters, instead of keeping them for
+            `add_losses`; in evaluation, too, wherever gradients are on.
+
+    Attributes:
+        how: "collect", "attach", or "leave", which does neither (`without_losses`).
+        scale: [], float32: the factor of attached losses.
+        last: the losses of the last forward by name, detached.
+    """
+
+    scale: Tensor
+
+    def __init__(self, attach: bool) -> None:
+        super().__init__()
+        self.how: Literal["collect", "attach", "leave"] = "attach" if attach else "collect"
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.last: dict[str, Tensor] = {}
+        self.knows_scale = False  # whether somebody has set it
+        self._warned = False
+        self._kept: list[ref[Kept]] = []
+        self._compiled: Kept | None = None
+        self._without_gradients = False
+        self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
+        self._steps = 0  # optimizer steps with such losses
+        _collecting.add(self)
+
+    def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> LossDelivery:
+        scale = self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # float32 whatever the model's dtype; nothing to copy where a model gets its first memory (`to_empty`)
+        device = self.scale.device
+        self.scale = torch.ones((), device=device) if scale.is_meta else scale.to(device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": [], "_compiled": None}  # of this layer's graphs, not of a copy's
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _collecting.add(self)
+
+    def deliver(
+        self, output: Tensor, losses: Mapping[str, Tensor], statistics: Mapping[str, Tensor], gather: Gather
+    ) -> Tensor:
+        """The layer's output, whose backward delivers what the layer's forward left.
+
+        Args:
+            losses: weighted scalars by name.
+            statistics: what `gather` gets in backward, once for each micro-batch, of a layer in training.
+        """
+        self.last = {name: value.detach() for name, value in losses.items()}
+        attached = list(losses.values()) if self.how == "attach" else []
+        kept = self._keep(losses) if losses and self.training and self.how == "collect" else None
+        if attached and self.training and not torch.compiler.is_compiling():
+            self._warn_of_scale(output)
+        gathers = gather if self.training and statistics else None
+        if not (attached or gathers or kept) or not torch.is_grad_enabled() or not output.requires_grad:
+            return output
+        delivered: Tensor = Deliver.apply(output, self.scale, gathers, statistics, kept, *attached)  # type: ignore[no-untyped-call]
+        return delivered
+
+    def _keep(self, losses: Mapping[str, Tensor]) -> Kept | None:
+        """Keeps the losses of a training forward for `take`, no longer than autograd keeps the forward."""
+        if not torch.is_grad_enabled():
+            self._without_gradients = True
+            return None
+        kept = Kept(list(losses.values()))
+        if torch.compiler.is_compiling():
+            self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
+            return None
+        if self._lost:
+            self._warn_of_lost()
+        kept.home = self
+        self._kept = [one for one in self._kept if one() is not None] + [ref(kept)]
+        return kept
+
+    def take(self) -> list[Tensor]:
+        """The live losses of the training forwards since the last call; each once.
+
+        Raises:
+            ValueError: there were such forwards, all without gradients.
+        """
+        found = [kept for one in self._kept if (kept := one()) is not None]
+        if self._compiled is not None:
+            found.append(self._compiled)
+        if self.training and self._without_gradients and not found:
+            raise ValueError(
+                "add_losses: the last training forward was without gradients, and so are its losses; activation "
+                "checkpointing needs use_reentrant=False"
+            )
+        self._kept, self._compiled, self._without_gradients, self._lost, self._steps = [], None, False, 0, 0
+        losses = [loss for kept in found for loss in kept.losses]
+        for kept in found:
+            kept.losses = ()
+        return losses
+
+    def lose(self) -> None:
+        """A backward pass went past losses that nobody took."""
+        self._lost += 1
+
+    def step(self) -> None:
+        """An optimizer's step: the second with losses that nobody took warns."""
+        if self._lost or self._compiled is not None:
+            self._steps += 1
+            if self._steps > 1:
+                self._warn_of_lost()
+
+    def _warn_of_lost(self) -> None:
+        if self._warned:
+            return
+        for other in list(_collecting):
+            other._warned = other._warned or bool(other._lost or other._compiled)  # of the same model: one warning
+        self._warned = True
+        warnings.warn(
+            f"the routers' losses ({', '.join(self.last)}) reached no gradient: before backward write "
+            "loss = pointsman.add_losses(loss, model), or build the layers with attach_losses=True",
+            stacklevel=4,
+        )
+
+    def _warn_of_scale(self, output: Tensor) -> None:
+        """Warns once where the main loss is scaled by somebody who does not know of the attached losses."""
+        if self.knows_scale or self._warned:
+            return
+        kind = output.device.type
+        if autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16:
+            why = "autocast in float16 goes with a loss scaler, which does not scale"
+        elif (state := sys.modules.get("accelerate.state")) and state.GradientState().num_steps > 1:
+            why = "accelerate divides the loss by its accumulation steps, but not"
+        else:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{why} the losses that MoE layers attach to their outputs: leave attach_losses=True out and write "
+            "loss = pointsman.add_losses(loss, model), or call pointsman.set_loss_scale",
+            stacklevel=4,
+        )
+
+
+def _after_step(*_: Any) -> None:
+    for one in list(_collecting):
+        one.step()
+
+
+register_optimizer_step_post_hook(_after_step)
+
+
+class Kept:
+    """The live losses of one forward. The forward's graph holds them, the layer a weak reference."""
+
+    home: LossDelivery | None = None
+
+    def __init__(self, losses: Sequence[Tensor]) -> None:
+        self.losses = losses
+
+
+class Deliver(torch.autograd.Function):
+    """The identity on the output, whose backward also sends `scale` into each attached loss.
+
+    Statistics are handed on in backward too: it runs once a micro-batch, also under activation checkpointing. What
+    comes out is the output's memory under another name: of a view torch would refuse to change anything in place. A
+    compiler takes that `detach` at its word where it meets one as the result of a graph, and says that the result has
+    no gradient; it gets a copy, which it fuses with what reads it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        scale: Tensor,
+        gather: Gather | None,
+        statistics: Mapping[str, Tensor],
+        kept: Kept | None,
+        *losses: Tensor,
+    ) -> Tensor:
+        ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept
+        ctx.dtypes = [loss.dtype for loss in losses]
+        return output.clone() if torch.compiler.is_compiling() else output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gather is not None:
+            ctx.gather(ctx.statistics)
+        if ctx.kept is not None and ctx.kept.losses and ctx.kept.home is not None:
+            ctx.kept.home.lose()
+        return (grads[0], None, None, None, None, *(ctx.scale.to(dtype) for dtype in ctx.dtypes))
+
+
+def deliveries(model: nn.Module) -> dict[str, LossDelivery]:
+    """What delivers each layer's losses, by the layer's name."""
+    return {
+        name.rpartition("delivery")[0].rstrip("."): module
+        for name, module in model.named_modules()
+        if isinstance(module, LossDelivery)
+    }
+
+
+@contextmanager
+def without_losses(model: nn.Module) -> Iterator[None]:
+    """Inside, the routers' losses enter no gradient, and nobody is told of it."""
+    before = [(one, one.how) for one in deliveries(model).values()]
+    try:
+        for one, _ in before:
+            one.how = "leave"
+        yield
+    finally:
+        for one, how in before:
+            one.how = how
+
+
+def add_losses(loss: Tensor, model: nn.Module, ranks: Ranks = ALONE) -> Tensor:
+    """The loss with the routers' own losses (balance, z-loss, …) added: for a training loop of your own.
+
+        output = model(inputs)
+        loss = pointsman.add_losses(criterion(output, targets), model)
+        scaler.scale(loss / accumulation).backward()
+
+    What scales the loss afterwards scales them alike. Each training forward's losses are added once, those of several
+    forwards since the last call together; under `torch.compile` those of each layer's last run. Without gradients
+    (`torch.no_grad`) and of a model in evaluation mode the loss comes back as it is.
+
+    Args:
+        loss: a scalar, before any scaling.
+        model: the model whose forward made it, wrapped or not.
+        ranks: the W ranks over which `parallel.parallelize` divided the model. The mean over ranks of their losses is
+            then the loss of the batch, and a W-th of each is what comes back: gradients are added over ranks, and the
+            routers' losses are parts of a sum already. Divide by W neither before nor after.
+
+    Raises:
+        ValueError: no MoE layer, a layer that attaches its losses itself, forwards without gradients, or other ranks
+            than those of the model.
+    """
+    found = deliveries(model)
+    if not found:
+        if not any(type(part).__module__.startswith("transformers.models.") for part in model.modules()):
+            raise ValueError(f"add_losses: {type(model).__name__} has no MoE layer in it")
+        from pointsman.hf.balance import take
+
+        return sum(take(model), loss) if torch.is_grad_enabled() else loss
+    for name, one in found.items():
+        if one.how == "attach":
+            raise ValueError(f"add_losses: layer {name!r} attaches its losses; build it without attach_losses=True")
+    _check_ranks(model, ranks)
+    if ranks.count > 1:
+        loss = loss / ranks.count
+    if torch.is_grad_enabled():
+        for one in found.values():
+            for value in one.take():
+                loss = loss + value.to(loss.device)
+    return loss
+
+
+def _check_ranks(model: nn.Module, ranks: Ranks) -> None:
+    every = [one for part in model.modules() if isinstance(one := getattr(part, "ranks", None), Ranks)]
+    own = max((one.count for one in every), default=1)
+    if own > ranks.count:
+        raise ValueError(
+            f"add_losses: the model is divided over {own} ranks: write add_losses(loss, model, ranks), which divides "
+            "the loss; divide it neither before nor after"
+        )
+    if own < ranks.count:
+        raise ValueError(
+            f"add_losses: ranks are {ranks.count}, but the model is not divided by parallelize: under DDP, which "
+            "averages gradients, leave ranks out"
+        )
+
+
+def losses(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """The last values of the routers' losses: layer name -> loss name -> weighted scalar, detached."""
+    return {name: dict(one.last) for name, one in deliveries(model).items()}
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Scales attached losses as the main loss is scaled (1 / accumulation steps, a loss scaler's factor).
+
+    Raises:
+        ValueError: a layer whose losses are collected; `add_losses` makes them part of the main loss.
+    """
+    found = deliveries(model)
+    for name, one in found.items():
+        if one.how != "attach":
+            raise ValueError(
+                f"set_loss_scale: layer {name!r} attaches no losses: scale the loss that add_losses returns, or build "
+                "the layer with attach_losses=True"
+            )
+    for one in found.values():
+        one.scale.copy_(torch.as_tensor(scale))
+        one.knows_scale = True
