@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman.experts.apply import apply_experts
-from pointsman.ops.kernels import PLAIN, Kernels, using
+from pointsman.ops.kernels import PLAIN, using
 
 
 class Count(TorchDispatchMode):
@@ -60,19 +60,15 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("gemm", ["blas", "onednn"])
 @pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (8, 8)])
-def test_a_step_allocates_a_few_times_its_hidden_units(
-    problem: Callable[..., Any], num_experts: int, k: int, gemm: str
-) -> None:
+def test_a_step_allocates_a_few_times_its_hidden_units(problem: Callable[..., Any], num_experts: int, k: int) -> None:
     case = problem(400, 16, 24, num_experts, k)
 
     def step() -> None:
-        with using(Kernels("fast", gemm)):
-            output = apply_experts(case.hidden, case.routing, case.parameters)
+        output = apply_experts(case.hidden, case.routing, case.parameters)
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
-    assert count(step).elements <= (11 if k == num_experts else 16) * 400 * k * 24 + 2 * weights(case)
+    assert count(step).elements <= 18 * 400 * k * 24 + 2 * weights(case)
 
 
 def weights(case: Any) -> int:
@@ -105,8 +101,8 @@ def test_evaluation_touches_only_chosen_experts(problem: Callable[..., Any]) -> 
     [
         (torch.bfloat16, 400, (16, 24), True),
         (torch.float32, 800, (16, 24), True),
-        (torch.float32, 100, (256, 320), True),
-        (torch.float32, 800, (256, 320), False),
+        (torch.float32, 20000, (16, 24), True),
+        (torch.float32, 100, (256, 320), False),
     ],
 )
 def test_small_experts_share_their_calls(
@@ -115,8 +111,7 @@ def test_small_experts_share_their_calls(
     case = problem(tokens, *dims, 32, 2, dtype=dtype)
 
     def step() -> None:
-        with using(Kernels("fast", "onednn")):
-            output = apply_experts(case.hidden, case.routing, case.parameters)
+        output = apply_experts(case.hidden, case.routing, case.parameters)
         torch.autograd.grad(output, case.leaves, torch.ones_like(output))
 
     work = sum(calls for name, calls in count(step).calls.items() if name not in VIEWS)

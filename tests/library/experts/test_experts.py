@@ -6,19 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.cpu import grouped
-from pointsman.ops import gemm
+from pointsman.experts.cpu import products, sorting
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels, using
-
-KERNELS = {name: Kernels("fast", name) for name in ("blas", "onednn")}
+from pointsman.ops.kernels import PLAIN, Kernels, using
 
 
 def run(case: Any, kernels: Kernels | None = None) -> Tensor:
@@ -31,7 +27,7 @@ def run(case: Any, kernels: Kernels | None = None) -> Tensor:
 def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st.DataObject) -> None:
     draw = data.draw
     num_experts = draw(st.integers(1, 9), "experts")
-    step = draw(st.sampled_from([1, 4]), "step")  # 4: widths that `grouped` takes
+    step = draw(st.sampled_from([1, 8]), "step")  # 8: widths that grouped_mm takes
     case = problem(
         draw(st.sampled_from([1, 2, 7, 33, 150]), "tokens"),
         step * draw(st.integers(1, 40 // step), "dim"),
@@ -47,18 +43,16 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
         favourite=draw(st.sampled_from([0.0, 20.0]), "favourite"),
         seed=draw(st.integers(0, 1000), "seed"),
     )
-    small = draw(st.sampled_from([0, gemm.SMALL]), "small")  # 0: oneDNN takes every product
-    with mock.patch.object(gemm, "SMALL", small):
-        case.check(lambda c: run(c, KERNELS[draw(st.sampled_from(["blas", "onednn"]), "gemm")]))
+    most, copied = draw(st.sampled_from([100, 1000, sorting.MOST]), "most"), draw(st.sampled_from([0, 8192]), "copied")
+    with mock.patch.object(sorting, "MOST", most), mock.patch.object(products, "COPIED", copied):
+        case.check(run)
 
 
 @pytest.mark.parametrize("k", [2, 4])
-@pytest.mark.parametrize("backend", ["blas", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, backend: str, k: int) -> None:
-    # several chunks where k = E, several bucket sizes where not
-    with mock.patch.object(gemm, "SMALL", 0):
-        problem(2500, 16, 24, 4, k, dtype=dtype).check(lambda case: run(case, KERNELS[backend]))
+def test_more_tokens_than_a_piece_holds(problem: Callable[..., Any], dtype: torch.dtype, k: int) -> None:
+    with mock.patch.object(sorting, "MOST", 1 << 13):
+        problem(2500, 16, 24, 4, k, dtype=dtype).check(run)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -66,7 +60,6 @@ def test_many_tokens(problem: Callable[..., Any], dtype: torch.dtype, backend: s
 def test_weights_of_zero_and_nearly_zero_have_gradients(
     problem: Callable[..., Any], dtype: torch.dtype, gated: bool
 ) -> None:
-    """k = N divides by the weights."""
     case = problem(tokens=300, k=6, dtype=dtype, gated=gated, activation="silu" if gated else "relu")
     with torch.no_grad():
         for start, value in enumerate([0.0, 1e-45, 1e-30, 1e-13, 1e-11, -0.3]):
@@ -78,7 +71,7 @@ def test_weights_of_zero_and_nearly_zero_have_gradients(
     strange = (case.weights.abs() < 1e-10) | (case.weights < 0)
     assert int(strange.sum()) > 200
     torch.testing.assert_close(
-        got.double()[strange], exact[strange], rtol=0.05, atol=3e-2 if dtype.itemsize == 2 else 1e-5
+        got.double()[strange], exact[strange], rtol=0.05, atol=5e-2 if dtype.itemsize == 2 else 1e-5
     )
 
 
@@ -123,7 +116,7 @@ def test_no_tokens(problem: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("k", [2, 6])
 @pytest.mark.parametrize("gated", [False, True])
 def test_evaluation_equals_training(problem: Callable[..., Any], gated: bool, k: int) -> None:
-    case = problem(300, k=k, gated=gated)  # of few tokens each has its own path: test_few.py
+    case = problem(300, k=k, gated=gated)  # one token has its own path: test_decode.py
     with torch.no_grad():
         evaluated = run(case)
     assert torch.equal(evaluated, run(case).detach())
@@ -145,28 +138,20 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(problem: Callable[...
         assert torch.equal(got, value)
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_frozen_experts_skip_their_products(
-    problem: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, small: bool
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a weight gradient was computed")
+@pytest.mark.parametrize("k", [2, 6])
+def test_frozen_experts_skip_their_products(problem: Callable[..., Any], k: int) -> None:
+    def products_of(case: Any) -> int:
+        output = run(case).sum()
+        with torch.profiler.profile() as profile:
+            output.backward()
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::_grouped_mm")
 
-    product = F.grouped_mm
-    monkeypatch.setattr(grouped, "MOST", grouped.MOST if small else 0)
-    monkeypatch.setattr(F, "grouped_mm", lambda *two, **kw: refuse() if two[1].dim() == 2 else product(*two, **kw))
-    for backend in ("Blas", "Batched", "OneDNN"):
-        monkeypatch.setattr(f"pointsman.ops.gemm.{backend}.weight_gradient", refuse)
-    for k in (2, 6):
-        case = problem(k=k)
-        for tensor in case.parameters:
-            if tensor is not None:
-                tensor.requires_grad_(False)
-        run(case, KERNELS["blas"]).sum().backward()
-        assert case.hidden.grad is not None
-        trained = problem(k=k)
-        with pytest.raises(AssertionError, match="weight gradient"):
-            run(trained, KERNELS["blas"]).sum().backward()
+    trained, case = problem(k=k), problem(k=k)
+    for tensor in case.parameters:
+        if tensor is not None:
+            tensor.requires_grad_(False)
+    assert (products_of(trained), products_of(case)) == (4, 2)
+    assert case.hidden.grad is not None
 
 
 @pytest.mark.parametrize("k", [2, 6])
@@ -181,8 +166,6 @@ def test_backward_can_run_twice(problem: Callable[..., Any], activation: str, ga
 
 def test_default_dtype_and_device_do_not_matter(problem: Callable[..., Any]) -> None:
     case = problem(dropped=0.2)
-    gemm.onednn_works.cache_clear()
-    measure_kernels.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
@@ -223,10 +206,12 @@ def test_checkpointing_gives_the_same_bits(problem: Callable[..., Any], dtype: t
 
 
 class TestDropout:
-    @pytest.mark.parametrize("kernels", [KERNELS["blas"], KERNELS["onednn"], PLAIN])
+    @pytest.mark.parametrize("kernels", [None, PLAIN])
     @pytest.mark.parametrize("k", [1, 3])
     @pytest.mark.parametrize("activation", ["relu", "gelu"])
-    def test_expectation_and_rate(self, problem: Callable[..., Any], activation: str, k: int, kernels: Kernels) -> None:
+    def test_expectation_and_rate(
+        self, problem: Callable[..., Any], activation: str, k: int, kernels: Kernels | None
+    ) -> None:
         # w_out the identity: the output shows the hidden units of the one expert with weight 1
         case = problem(600, 16, 16, 3, k, activation=activation, bias=False)
         with torch.no_grad():
@@ -240,13 +225,13 @@ class TestDropout:
         assert abs(float(kept[visible].float().mean()) - 0.75) < 0.02
         torch.testing.assert_close(dropped[kept], (clean / 0.75)[kept], rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("kernels", [KERNELS["onednn"], PLAIN])
+    @pytest.mark.parametrize("kernels", [None, PLAIN])
     @pytest.mark.parametrize("k", [2, 6])
     @pytest.mark.parametrize(
         ("activation", "gated"), [("relu", False), ("gelu", False), ("relu", True), ("silu", True)]
     )
     def test_gradients_see_the_same_mask(
-        self, problem: Callable[..., Any], activation: str, gated: bool, k: int, kernels: Kernels
+        self, problem: Callable[..., Any], activation: str, gated: bool, k: int, kernels: Kernels | None
     ) -> None:
         case = problem(30, 8, 12, 6, k, activation=activation, gated=gated)
         direction = [torch.randn_like(leaf) for leaf in case.leaves]

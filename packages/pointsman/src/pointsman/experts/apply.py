@@ -8,10 +8,11 @@ from torch.nn import Parameter
 
 from pointsman.experts import reference
 from pointsman.experts.cpu import custom_op, function
+from pointsman.experts.cpu.products import Options
 from pointsman.kernels import experts as on_gpu
 from pointsman.kernels import grouped_mm
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.ops.kernels import active, active_code, plain_wanted
+from pointsman.ops.kernels import plain_wanted
 from pointsman.ops.linear import autocast_dtype, transformed
 from pointsman.routing import Routing
 
@@ -60,8 +61,8 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
     parameters, hidden = parameters.map(_each_contiguous), hidden.contiguous()
     if torch.compiler.is_compiling() or hidden.is_meta:  # shapes alone, which the operator knows
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
-        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed, active_code())
-    options = function.Options(activation, dropout, 0 if seed is None else int(seed), active())
+        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed)
+    options = Options(activation, dropout, 0 if seed is None else int(seed))
     return function.apply(hidden, weight, function.Chosen(token, expert), parameters, options)
 
 

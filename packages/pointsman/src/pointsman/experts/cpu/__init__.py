@@ -1,1 +1,1 @@
-"""The experts on a CPU, one file for each technique: see ../README.md."""
+"""The experts on a CPU as one differentiable operation over `F.grouped_mm`: see ../README.md."""

@@ -1,7 +1,7 @@
 """The CPU experts as a custom operator: one opaque node for torch.compile.
 
-What backward needs is passed on as one tensor, whose size follows from shapes alone: `rows_at_most` rows of hidden
-units.
+What backward needs is passed on as one tensor, whose size follows from shapes alone: hidden units of every assignment,
+u or h and, gated, g: [1 or 2, A, hidden]. Rows of assignments to no expert stay empty.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.experts.cpu.function import Chosen, Layout, Options, evaluate
-from pointsman.experts.cpu.groups import grouping
-from pointsman.experts.cpu.hidden_units import Saved
-from pointsman.experts.cpu.permute import rows_at_most
+from pointsman.experts.cpu import products
+from pointsman.experts.cpu.function import Chosen, evaluate
+from pointsman.experts.cpu.products import Options
 from pointsman.ops.feed_forward import ExpertParameters
-from pointsman.ops.kernels import Kernels
 
 
 def apply(
@@ -29,14 +27,12 @@ def apply(
     activation: str,
     dropout: float,
     seed: Tensor,
-    code: str,
 ) -> Tensor:
-    """`cpu.apply` for graphs: the seed is a tensor."""
-    # a constant of the graph, so that torch does not reuse a cached graph of a version that needed another size; an
-    # exported program is for inference, whatever the number of tokens
-    room = room_for(expert, parameters) if torch.is_grad_enabled() and not torch.compiler.is_exporting() else 0
+    """`cpu.function.apply` for graphs: the seed is a tensor."""
+    # an exported program is for inference, whatever the number of tokens
+    save = torch.is_grad_enabled() and not torch.compiler.is_exporting()
     outputs: tuple[Tensor, Tensor] = experts_forward(
-        hidden, weight, token, expert, *parameters, seed, activation, dropout, code, room
+        hidden, weight, token, expert, *parameters, seed, activation, dropout, save
     )
     return outputs[0]
 
@@ -56,34 +52,30 @@ def experts_forward(
     seed: Tensor,
     activation: str,
     dropout: float,
-    code: str,
-    room: int,
+    save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output [tokens, dim], and `room` elements with what `experts_backward` needs; 0 where none follows."""
+    """The output [tokens, dim], and what `experts_backward` needs, [0] where none follows."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    options = Options(activation, dropout, int(seed), Kernels.decoded(code))
-    chosen = Chosen(token, expert)
-    if not room:
+    options, chosen = Options(activation, dropout, int(seed)), Chosen(token, expert)
+    if not save:
         return evaluate(hidden, weight, chosen, parameters, options), hidden.new_empty(0)
-    output, saved = Layout(hidden, chosen, parameters, options).forward(hidden, weight, parameters, save=True)
-    packed, start = hidden.new_empty(room), 0
-    each = 1 if w_gate is None else 2
-    for tensor in (tensor for item in saved for tensor in item[:each]):
-        packed[start : start + tensor.numel()].view_as(tensor).copy_(tensor)
-        start += tensor.numel()
+    at = chosen.sorted_for(parameters)
+    output, saved = products.forward(hidden, weight, at, parameters, options, save=True)
+    packed = _room(hidden, expert, w_in, w_gate)
+    for piece, kept in zip(at.pieces, saved, strict=True):
+        for whole, part in zip(packed, kept, strict=True):
+            whole[piece.rows] = part
     return output, packed
 
 
+def _room(hidden: Tensor, expert: Tensor, w_in: Tensor, w_gate: Tensor | None) -> Tensor:
+    return hidden.new_empty(1 if w_gate is None else 2, expert.numel(), w_in.shape[1])
+
+
 @experts_forward.register_fake
-def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), hidden.new_empty(rest[-1])
-
-
-def room_for(expert: Tensor, parameters: ExpertParameters) -> int:
-    """A bound on the elements of the hidden units, for any routing of that shape."""
-    count, width, dim = parameters.w_in.shape
-    rows = rows_at_most(expert.numel(), count, grouping(parameters.w_in.dtype, width * dim))
-    return rows * width * (1 if parameters.w_gate is None else 2)
+def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    w_in, w_gate, save = rest[0], rest[4], rest[-1]
+    return hidden.new_empty(hidden.shape), _room(hidden, expert, w_in, w_gate) if save else hidden.new_empty(0)
 
 
 @torch.library.custom_op("pointsman::experts_backward", mutates_args=())
@@ -103,27 +95,15 @@ def experts_backward(
     seed: Tensor,
     activation: str,
     dropout: float,
-    code: str,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
-    options = Options(activation, dropout, int(seed), Kernels.decoded(code))
-    layout = Layout(hidden, Chosen(token, expert), parameters, options)
-    saved = _unpack(packed, layout, len(hidden), parameters)
-    dx, dw, gradients = layout.backward(gradient, hidden, weight, parameters, saved, wanted)
-    return [hidden.new_empty(0) if tensor is None else tensor for tensor in (dx, dw, *gradients)]
-
-
-def _unpack(packed: Tensor, layout: Layout, tokens: int, parameters: ExpertParameters) -> list[Saved]:
-    width = parameters.w_in.shape[1]
-    each = 1 if parameters.w_gate is None else 2
-    saved, start = [], 0
-    for rows in layout.saved_rows(tokens, parameters):
-        size = rows * width
-        saved.append(tuple(packed[start + i * size : start + (i + 1) * size].view(rows, width) for i in range(each)))
-        start += each * size
-    return saved
+    at = Chosen(token, expert).sorted_for(parameters)
+    saved = [tuple(packed[:, piece.rows]) for piece in at.pieces]
+    options = Options(activation, dropout, int(seed))
+    found = products.backward(gradient.contiguous(), hidden, weight, at, parameters, options, saved, wanted)
+    return [hidden.new_empty(0) if tensor is None else tensor for tensor in found]
 
 
 @experts_backward.register_fake
@@ -137,8 +117,8 @@ def _(gradient: Tensor, packed: Tensor, *inputs: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, activation, dropout, code, _ = inputs
-    ctx.options = activation, dropout, code
+    *tensors, activation, dropout, _ = inputs
+    ctx.options = activation, dropout
     ctx.save_for_backward(output[1], *tensors)
 
 
@@ -150,7 +130,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     wanted = [needs[0], needs[1], *needs[4:10]]
     results = experts_backward(gradient, packed, *tensors, *ctx.options, wanted)
     hidden, weight, *parameters = (result if needed else None for result, needed in zip(results, wanted, strict=True))
-    return hidden, weight, None, None, *parameters, None, None, None, None, None
+    return hidden, weight, None, None, *parameters, None, None, None, None
 
 
 experts_forward.register_autograd(_backward, setup_context=_setup_context)
