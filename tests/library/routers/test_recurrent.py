@@ -95,3 +95,14 @@ def test_a_state_of_another_shape_is_refused() -> None:
         router(hidden, RoutingContext(below={"gru-3": torch.zeros(3, 7, 2)}))
     with pytest.raises(ValueError, match="recurrent: option width"):
         build_router("recurrent:width=0", dim=4, num_experts=4)
+
+
+@pytest.mark.parametrize("choice", ["stable", "mask", "hash"])
+def test_a_scorer_that_holds_it_reads_the_state_below_too(choice: str) -> None:
+    torch.manual_seed(0)
+    router = build_router(f"recurrent@{choice}", dim=DIM, num_experts=EXPERTS, vocab_size=8)
+    assert router.score.below == router.score.gate.below != {}
+
+
+def test_a_table_without_scores_reads_no_state_below() -> None:
+    assert build_router("hash", dim=DIM, num_experts=EXPERTS, vocab_size=8).score.below == {}

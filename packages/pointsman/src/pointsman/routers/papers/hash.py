@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -159,6 +159,10 @@ class TableScorer(Scorer):
             raise ValueError("hash: the table names an expert twice for a token id")
         self.table.copy_(table)
         self.ready.fill_(True)
+
+    @property
+    def below(self) -> Mapping[str, int]:
+        return {} if self.gate is None else self.gate.below
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("hash", self.vocab_size, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,6 +63,10 @@ class MaskedScorer(Scorer):
     def needs_counts(self) -> bool:
         """Whether `calibrate` must be called first."""
         return not bool(self.ready)
+
+    @property
+    def below(self) -> Mapping[str, int]:
+        return self.gate.below
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("mask", self.vocab_size, context)

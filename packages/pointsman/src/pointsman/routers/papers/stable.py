@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -56,6 +57,10 @@ class TwoStageScorer(Scorer):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self._has_frozen = False
         self._freeze_light()
+
+    @property
+    def below(self) -> Mapping[str, int]:
+        return self.gate.below
 
     def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
         ids = checked_ids("stable", self.vocab_size, context)
