@@ -27,7 +27,7 @@ def test_the_page_says_what_the_figures_say() -> None:
              for row, value in values.items()}  # fmt: skip
     cells["clusters", "soft"] = {"refused": "soft: every token uses all experts", "runs": {}}
     page = text(cells, ["clusters"], [*values, "soft"], {"models": dict.fromkeys(values, 1.0)})
-    assert page.splitlines()[2].startswith("No task's scores are shown to correlate")
+    assert page.splitlines()[2].startswith("Whether the exam predicts comparisons of trained models is not known")
     assert "The best is `smoe` with 0.80" in page
     assert "Worse: 2 of the 2 others; the worst is `switch`" in page
     assert "Worse than one expert: `switch`" in page
