@@ -25,14 +25,17 @@ def run(case: Any, dropout: float = 0.0) -> Tensor:
 def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st.DataObject) -> None:
     draw = data.draw
     num_experts = draw(st.integers(1, 9), "experts")
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), "dtype")
+    # in half precision rounding decides on which side of 0 a unit of a relu lies, and so a whole row of its gradient
+    smooth = ["gelu", "silu"] if dtype != torch.float32 else ["relu", "gelu", "silu"]
     case = problem(
         draw(st.sampled_from([1, 2, 7, 33, 150]), "tokens"),
         draw(st.integers(1, 40), "dim"),
         draw(st.integers(1, 40), "hidden_dim"),
         num_experts,
         draw(st.integers(1, num_experts), "k"),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), "dtype"),
-        activation=draw(st.sampled_from(["relu", "gelu", "silu"]), "activation"),
+        dtype=dtype,
+        activation=draw(st.sampled_from(smooth), "activation"),
         gated=draw(st.booleans(), "gated"),
         bias=draw(st.booleans(), "bias"),
         dropped=draw(st.sampled_from([0.0, 0.3]), "dropped"),
