@@ -28,14 +28,17 @@ def test_every_shape_against_the_reference(problem: Callable[..., Any], data: st
     draw = data.draw
     num_experts = draw(st.integers(1, 9), "experts")
     step = draw(st.sampled_from([1, 8]), "step")  # 8: widths that grouped_mm takes
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype")
+    # in half precision rounding decides on which side of 0 a unit of a relu lies, and so a whole row of its gradient
+    smooth = ["gelu", "silu"] if dtype != torch.float32 else ["relu", "gelu", "silu"]
     case = problem(
         draw(st.sampled_from([1, 2, 7, 33, 150]), "tokens"),
         step * draw(st.integers(1, 40 // step), "dim"),
         step * draw(st.integers(1, 40 // step), "hidden_dim"),
         num_experts,
         draw(st.integers(1, num_experts), "k"),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]), "dtype"),
-        activation=draw(st.sampled_from(["relu", "gelu", "silu"]), "activation"),
+        dtype=dtype,
+        activation=draw(st.sampled_from(smooth), "activation"),
         gated=draw(st.booleans(), "gated"),
         bias=draw(st.booleans(), "bias"),
         dropped=draw(st.sampled_from([0.0, 0.3, 1.0]), "dropped"),
