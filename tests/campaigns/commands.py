@@ -204,11 +204,12 @@ def run_line(line: dict[str, Any], folder: Path) -> str:
     return "refused"  # lines before the last are notes of what was done or passed over
 
 
-HF = ("hf replace", "hf materialize", "hf upcycle")
+IN_TWO_WORDS = ("hf replace", "hf materialize", "hf upcycle", "trace diff", "trace place")
 
 
 def drawn_line(random: Random) -> dict[str, Any]:
-    command = random.choice([name for name in COMMANDS if name != "hf"] * 3 + list(HF))
+    first = {name.split()[0] for name in IN_TWO_WORDS}
+    command = random.choice([name for name in COMMANDS if name not in first] * 3 + list(IN_TWO_WORDS))
     actions = [a for a in _actions(command) if a.option_strings and "--help" not in a.option_strings]
     words = command.split()
     config = None
