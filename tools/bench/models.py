@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from pointsman._files import write_whole
 from pointsman._grid import Grid
 from pointsman.control import step_end
+from pointsman.delivery import add_losses
+from pointsman.layer import MoE
 from pointsman.ops.kernels import using
 from pointsman_lab.models import build_model, preset_config
 from pointsman_lab.recipes import preset
@@ -98,10 +100,12 @@ def table(title: str, calls: Mapping[str, Call], rounds: int, count: int, unit: 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Call:
     """A training step."""
     model.train()
+    ours = any(isinstance(part, MoE) for part in model.modules())
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss().backward()  # type: ignore[no-untyped-call]
+        total = add_losses(loss(), model) if ours else loss()
+        total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         step_end(model)
 
