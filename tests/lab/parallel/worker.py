@@ -205,7 +205,7 @@ def every_gradient(ranks: Ranks, specs: list[str]) -> list[str]:
         model = build(spec)
         objective = objective_of(model)
         inputs, targets = (tensor[ranks.rows(BATCH)] for tensor in batch(0))
-        add_losses(objective.run(model, inputs, targets, None, LENGTH).loss, model, ranks).backward()
+        add_losses(objective.run(model, inputs, targets, None, LENGTH).loss, model).backward()
         missing += [
             f"{spec}: {name}" for name, one in model.named_parameters() if one.requires_grad and one.grad is None
         ]

@@ -32,14 +32,18 @@ KNOWN = (
 
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """Every router with the qualified name of its layer: the MoE layer's, or the router's own if it stands alone."""
+    """Every router with the qualified name of its layer: the MoE layer's, or the router's own if it stands alone.
+
+    A router in a Hugging Face model (`hf.replace_routers`) has the name of its block, as in `record_routing`.
+    """
     inside: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             inside.add(id(module.router))
             yield name, module.router
         elif isinstance(module, Router) and id(module) not in inside:
-            yield name, module
+            gate, _, own = name.rpartition(".")
+            yield gate.rpartition(".")[0] if own == "pointsman" else name, module  # in a gate of transformers
 
 
 def _routers(model: nn.Module) -> list[Router]:

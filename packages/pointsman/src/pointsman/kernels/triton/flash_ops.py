@@ -39,11 +39,13 @@ def tile(width: int, values: int, dtype: torch.dtype, capability: int, backward:
     """For scores and values of these widths (powers of 2); capability 0: the interpreter."""
     if capability == 0:
         return Tile(16, 16, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tile(32, 32, 32, 8, 2) if width + values <= 256 else Tile(16, 16, 32, 8, 2)
+    if dtype == torch.float32:  # sizes with which no kernel spills registers: tests/library/kernels/test_others.py
+        return Tile(32, 16 if backward else 32, 32, 8, 2) if width + values <= 256 else Tile(16, 16, 32, 8, 2)
     if backward and width > 64:
         return Tile(32, 32, width, 8, 2)
-    return Tile(64, 64, width, 8, 2) if backward or capability < 9 else Tile(128, 64, width, 8, 3)
+    if backward:
+        return Tile(64, 64 if capability >= 9 else 32, width, 8, 2)
+    return Tile(128, 64, min(width, 64), 8, 3) if capability >= 9 else Tile(64, 64, width, 8, 2)
 
 
 def _launch(
