@@ -3,15 +3,19 @@
 A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
 the run: settings, environment with versions, evaluation with its protocol, attacks and fine-tunings as they are,
 diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns. Weights, vocabularies and
-samples of the data (explorer, pictures) are left out. `restore` makes the run directories again: tables come out
-identical, and `compare` takes the runs as finished on any machine.
+samples of the data (explorer, pictures) are left out. `restore` makes the run directories again for `compare`, in its
+own folder; `restored_aside` makes them for those who only read. Tables come out identical.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +74,11 @@ def write_record(folder: Path) -> Path | None:
     return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
 
 
-def restore(folder: Path) -> list[Path]:
+def restore(folder: Path, into: Path | None = None) -> list[Path]:
     """Makes the run directories of record.jsonl that are not on the disk; each appears whole or not at all.
+
+    Args:
+        into: the folder that gets them; by default `folder` itself.
 
     Returns:
         The directories made.
@@ -81,8 +88,9 @@ def restore(folder: Path) -> list[Path]:
     """
     made = []
     for entry in read_record(folder):
-        run = within(folder, *entry["path"].split("/"))
-        if run.exists():
+        names = entry["path"].split("/")
+        run = within(into or folder, *names)
+        if run.exists() or within(folder, *names).exists():
             continue
         with (
             disk_errors(run, "the run of the record was not restored"),
@@ -96,6 +104,28 @@ def restore(folder: Path) -> list[Path]:
             (scratch / run.name).replace(run)
         made.append(run)
     return made
+
+
+_ASIDE: dict[tuple[str, int, int], Path] = {}
+"""Path, size and time of a record -> where this process has restored it."""
+
+
+def restored_aside(folder: Path) -> Path | None:
+    """A temporary folder of this process with the runs of record.jsonl that are not in `folder`; None where none is.
+
+    A folder that is read is not written to. Raises as `restore` does.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    status = file.lstat()
+    key = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
+    if key not in _ASIDE:
+        with disk_errors(file, "its runs were not restored"):
+            _ASIDE[key] = Path(tempfile.mkdtemp(prefix="pointsman-record-"))
+        atexit.register(shutil.rmtree, _ASIDE[key], ignore_errors=True)
+    restore(folder, _ASIDE[key])
+    return _ASIDE[key]
 
 
 def read_record(folder: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import find, read_json, write_whole
 from pointsman_lab.runs.checkpoints import steps_of
-from pointsman_lab.runs.compact import restore
+from pointsman_lab.runs.compact import restored_aside
 from pointsman_lab.runs.paths import CHECKPOINTS, COMPARISON, CONFIG, run_path
 from pointsman_lab.runs.record import RunRecord, label, read_run
 
@@ -134,10 +134,10 @@ def read_comparison(path: Path) -> Comparison:
         if (path / CONFIG).is_file():
             return gather([read_run(path)])
         raise RunError(f"{path}: neither a run directory ({CONFIG}) nor a comparison ({COMPARISON})")
-    restore(path)
+    folders = [path, *([aside] if (aside := restored_aside(path)) else [])]
     routers, seeds = [label(spec) for spec in plan.get("routers", ())], [int(seed) for seed in plan.get("seeds", ())]
     runs: dict[tuple[str, int], RunRecord] = {}
-    for config in find(path, f"runs/*/seed-*/{CONFIG}"):
+    for config in (file for folder in folders for file in find(folder, f"runs/*/seed-*/{CONFIG}")):
         run = read_run(config.parent)
         if run.router in routers and run.seed in seeds:
             runs[run.router, run.seed] = run
