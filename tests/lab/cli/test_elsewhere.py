@@ -1,5 +1,6 @@
 """Routers of other packages: entry points, `--import`, and runs that find them again."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
 from pointsman_lab.cli.main import main
+from tests.campaigns.observer import observed
+from tests.lab.report.fixtures import write_run
 
 SOURCE = '''
 from pointsman.routers.frame.registry import LayerSpec, register_router
@@ -160,3 +163,20 @@ def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monk
     elsewhere.import_recorded("smoe", [str(file)])
     elsewhere.import_routers(str(file))
     elsewhere.import_recorded("smoe|mine", ["my_nowhere"])
+
+
+def test_the_code_that_a_run_names_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of a router that nobody knows nor of one that we have, by whatever reads the run."""
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n" + SOURCE)
+    for router in ("mine", "smoe"):
+        run = write_run(tmp_path / router, router=router)
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "imports": [str(evil), "my_evil"]}))
+        (run / "my_evil.py").write_text(evil.read_text())
+        with observed(tmp_path) as seen:
+            assert main(["report", str(run), "--map", "none", "--out", str(tmp_path / "page.html")]) == 0
+            assert main(["evaluate", str(run), "--out", str(tmp_path / "out")]) == 2
+        assert run / "config.json" in seen.opened
+        assert not [file for file in seen.opened if file.suffix == ".py"]
+    assert not (tmp_path / "executed").exists()

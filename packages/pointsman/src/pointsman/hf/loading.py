@@ -1,4 +1,4 @@
-"""Loads models and tokenizers from a folder or the hub, with one-line errors."""
+"""Loads models and tokenizers from a folder or the hub, with one-line errors; the code that they bring is not read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
     """
 
     def load() -> Any:
-        both = AutoConfig.from_pretrained(name).is_encoder_decoder
+        both = AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder
         factory: Any = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
-        return factory.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
 
     model, info = _load(name, "model", load)
     if missing := sorted(info["missing_keys"]):
@@ -35,7 +35,7 @@ def load_tokenizer(name: str) -> Any:
     """A model's tokenizer; RunError if it cannot be loaded."""
 
     def load() -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         tokenizer("a")  # some settings of a wrong type are found by the first text only
         return tokenizer
 

@@ -65,7 +65,7 @@ def _config(folder: str) -> Any:
     if not (path / "config.json").is_file():
         raise RunError(f"{folder}: no folder of a Hugging Face model: it has no config.json")
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for an unknown or damaged configuration
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise RunError(f"{folder}: transformers cannot read its config.json: {lines[0]}") from None

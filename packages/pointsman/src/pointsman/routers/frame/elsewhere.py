@@ -19,7 +19,7 @@ from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from pointsman._files import read_ordinary, user_cache_folder
+from pointsman._files import read_ordinary, read_text, user_cache_folder, write_whole
 from pointsman.routers.frame.registry import list_mixers, list_routers, split_specs
 
 GROUP = "pointsman.routers"
@@ -75,7 +75,7 @@ def import_routers(name: str) -> str:
         raise ValueError(f"{where}: it fails with {_told(error)}") from None
     if before == len(list_routers()) + len(list_mixers()):
         raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
-    _remember(_mark(name))
+    _remember(name)
     return name if path is None else str(path)
 
 
@@ -109,7 +109,7 @@ def import_recorded(router: str, names: Sequence[str]) -> None:
 
 def import_remembered(names: Sequence[str]) -> list[str]:
     """Imports the modules and files that this user has named before; returns the others."""
-    refused = [name for name in names if not _is_remembered(_mark(name))]
+    refused = [name for name in names if not _is_remembered(name)]
     for name in names:
         if name not in refused:
             import_routers(name)
@@ -135,24 +135,24 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
 
 
-def _mark(name: str) -> Path | None:
-    """The empty file that stands for a module, or for a file with its present content; None if it cannot be read."""
-    content = b""
-    if name.endswith(".py"):
-        try:
-            name, content = str(Path(name).absolute()), read_ordinary(Path(name))
-        except OSError:
-            return None
-    key = hashlib.sha256(os.fsencode(name) + b"\0" + content).hexdigest()
-    return user_cache_folder() / "imports" / key
+def _mark(name: str) -> Path:
+    """The file that stands for a module or a Python file; it holds what `_digest` was when the user named it."""
+    absolute = str(Path(name).absolute()) if name.endswith(".py") else name
+    return user_cache_folder() / "imports" / hashlib.sha256(os.fsencode(absolute)).hexdigest()
 
 
-def _is_remembered(mark: Path | None) -> bool:
-    return mark is not None and mark.is_file()
+def _digest(name: str) -> str:
+    return hashlib.sha256(read_ordinary(Path(name))).hexdigest() if name.endswith(".py") else "module"
 
 
-def _remember(mark: Path | None) -> None:
-    if mark is not None:
-        with contextlib.suppress(OSError):  # without it the flag is needed each time
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+def _is_remembered(name: str) -> bool:
+    """Whether the user has named it before. A file that was never named is not even read."""
+    try:
+        return read_text(_mark(name)) == _digest(name)
+    except (OSError, ValueError):
+        return False
+
+
+def _remember(name: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
+        write_whole(_mark(name), _digest(name))
