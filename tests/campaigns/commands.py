@@ -53,7 +53,7 @@ WORDS = [
     "softmax", "sigmoid", "true", "false", "none", "full", "all", "lower-entropy", "unit", "input", "attention",
     "auto", "cpu", "lowest-entropy", "lowest-entropy-sequence", "batch", "sequence", "step", "scores", "linear",
     "cosine", "float32", "bfloat16", "last", "mean", "router", "experts", "router,experts", "word", "char",
-    "textfooler", "test", "valid", "train", "png", "gif", "png,svg", "hyperrouter", "x-moe", "mutual-inform", "umap",
+    "test", "valid", "train", "png", "gif", "png,svg", "hyperrouter", "x-moe", "mutual-inform",
     "pca", "tiny", "small", "tinny", "tiny-decoder", "safetensors", "hf", "pickle", "relu", "ffn", "base",
     "every:2:1", "last:2", "after:6", "cuda",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(12), top_k=[1, 2])
     result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
     notes: list[str] = []
-    page = write_report(tmp_path / "audit", samples="pca", note=notes.append).read_text(encoding="utf-8")
+    page = write_report(tmp_path / "audit", samples=True, note=notes.append).read_text(encoding="utf-8")
     assert "audit" in {file.stem for file in figures(tmp_path / "audit", ["svg"])}
     assert not notes
     assert "pointsman audit some-model --data words" in page
@@ -35,7 +35,7 @@ def test_two_audits_of_one_class_and_one_without_a_sample(tmp_path: Path) -> Non
     model = spread(zoo.tiny_model("mixtral"))
     for name, tokens in (("before", 64), ("after", 0)):
         hf.audit(model, tokenizer(), texts(8), top_k=[1], sample_tokens=tokens).save(tmp_path / name)
-    page = write_report([tmp_path / "before", tmp_path / "after"], out=tmp_path, samples="pca").read_text("utf-8")
+    page = write_report([tmp_path / "before", tmp_path / "after"], out=tmp_path, samples=True).read_text("utf-8")
     assert "MixtralForCausalLM (before)" in page
     assert "MixtralForCausalLM (after)" in page
     assert not (tmp_path / "after" / "explorer.json").exists()

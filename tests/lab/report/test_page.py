@@ -209,18 +209,6 @@ def test_tasks_and_attacks_stand_on_the_page(tmp_path: Path) -> None:
     assert [point["y"] for point in classified["of"]["value"]["all"]["1"][0]["points"]] == pytest.approx([60, 59, 50])
 
 
-def test_a_recipe_of_textattack_stands_beside_the_clean_figures(tmp_path: Path) -> None:
-    path = write_comparison(tmp_path / "c", ("smoe",), (0,))
-    tuned = write_finetuning(path / "runs/r0/seed-0", "sst2", "smoe", 0, metric=0.6)
-    rows = [{"split": "test", "top_k": 1, "metric": "accuracy", "value": 0.6}]
-    rows.append({"top_k": 1, "metric": "accuracy", "value": 0.2, "clean": 0.5, "recipe": "TextFoolerJin2019"})
-    record = {"protocol": {"task": "sst2"}, "results": rows, "routing": []}
-    (tuned / "attacks-textfooler.json").write_text(json.dumps(record))
-    found = page(path)
-    assert "recipe TextFoolerJin2019" in found.text
-    assert "20.00" in found.text
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_labels_of_an_axis_tell_its_ticks_apart() -> None:
     ticks = [[274.86, 274.87, 274.88], [0, 0.5, 1], [12340.5, 12341, 12341.5], [7, 7]]

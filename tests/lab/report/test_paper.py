@@ -17,7 +17,7 @@ from pointsman_lab.registry import presets
 from pointsman_lab.report import protocol
 from pointsman_lab.report.cells import canonical, has_settings_of
 from pointsman_lab.report.paper import PaperComparison, paper_tables
-from pointsman_lab.report.published import open_paper, papers, parse_paper
+from pointsman_lab.report.published import papers
 from pointsman_lab.runs.record import read_run
 from tests.lab.report.fixtures import dump, write_comparison, write_run
 from tests.lab.report.test_page import Page
@@ -99,39 +99,6 @@ data = "enwik8"
 columns = "by_k"
 lines = [{ label = "SMoE", values = ["-", 1.25], routers = "plain" }]
 """
-
-
-def test_a_paper_of_your_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(OWN)
-    run = enwik8_run(tmp_path / "r", "switch", 0, {16: 1.5}, "small", 10)
-    grid = table(run, str(tmp_path / "mine.toml"), "Table 9").grid()
-    assert grid.rows == [
-        ["SMoE", "published", "-", "1.25"],
-        ["", "ours: small, 10 steps (not the paper's setting)", "-", "1.500"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("here", "instead", "told"),
-    [
-        ("[[tables]]", "[[tables", "mine.toml is not TOML"),
-        ('link = "https://example.org"', "", "mine.toml: link is missing"),
-        ("number =", "numbre =", "mine.toml, table 1: numbre: did you mean 'number'"),
-        ('"by_k"\n', '"byk"\n', "mine.toml, Table 9: columns: 'byk': did you mean 'by_k'"),
-        ('"plain" }', '"plane" }', "line 1: routers: 'plane': did you mean 'plain'"),
-        ("top_k = 16", 'top_k = "many"', "column 2: top_k='many': allowed is a whole number"),
-        ('["-", 1.25]', '["-", "x"]', "line 1: value 'x': allowed are numbers and '-'"),
-        ('["-", 1.25]', "[1.25]", "Table 9, SMoE: 1 values for 2 columns"),
-        ('"bits_per_character"', '"bits"', "metric 'bits'"),
-        ("top_k = 16", 'quantity = "flop"', "quantity 'flop': did you mean 'flops'"),
-    ],
-)
-def test_a_damaged_paper_is_one_line(here: str, instead: str, told: str) -> None:
-    assert here in OWN
-    with pytest.raises(RunError) as caught:
-        parse_paper(OWN.replace(here, instead), "mine.toml")
-    assert told in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_tables_that_repeat_each_other_agree() -> None:
@@ -346,8 +313,6 @@ def test_written_in_every_format(tmp_path: Path, name: str) -> None:
 def test_unknown_paper() -> None:
     with pytest.raises(RunError, match="did you mean 'hyperrouter'"):
         paper_tables([], "hyper-router")
-    with pytest.raises(RunError, match=r"nowhere\.toml cannot be read"):
-        open_paper("nowhere.toml")
 
 
 def test_fine_tunings_and_attacks_beside_a_run_are_found(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.report import explorer, write_report
-from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, embed, pca
+from pointsman_lab.report.samples import collect_all, collect_samples, display_tokens, pca
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.language_modelling.task import corpus_of
 from tests.lab.report.fixtures import write_comparison
@@ -127,22 +127,6 @@ def test_pca_of_a_line_and_of_one_point() -> None:
     assert np.allclose(np.abs(found[:, 0]), np.abs(np.linspace(-10, 10, 30)))
     assert np.allclose(found[:, 1], 0)
     assert np.array_equal(pca(np.ones((1, 5))), np.zeros((1, 2)))
-    assert embed(along[:5], "umap")[1] == "pca"
-    with pytest.raises(RunError, match="allowed are pca and umap"):
-        embed(along, "tsne")
-
-
-@pytest.mark.slow
-def test_umap_separates_what_is_apart() -> None:
-    pytest.importorskip("umap")
-    rng = np.random.default_rng(0)
-    points = np.concatenate([rng.standard_normal((60, 8)), rng.standard_normal((60, 8)) + 30])
-    found, method = embed(points, "umap")
-    assert method == "umap"
-    assert np.array_equal(found, embed(points, "umap")[0])
-    centres = found[:60].mean(0), found[60:].mean(0)
-    nearer = np.linalg.norm(found[:60] - centres[0], axis=1) < np.linalg.norm(found[:60] - centres[1], axis=1)
-    assert nearer.mean() > 0.9
 
 
 @pytest.mark.slow
@@ -151,7 +135,7 @@ def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
     from pointsman_lab.training.run import load_run
 
     path = trained / "runs" / "smoe" / "seed-0"
-    assert collect_samples(path, tokens=40, points=25, method="pca") == path / "explorer.json"
+    assert collect_samples(path, tokens=40, points=25) == path / "explorer.json"
     sample = json.loads((path / "explorer.json").read_text())
     assert (sample["checkpoint"], sample["top_k"], len(sample["tokens"])) == ("step-6", [1, 2, 4], 40)
     run = load_run(path)
@@ -174,9 +158,9 @@ def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
 @pytest.mark.slow
 def test_page_samples_on_request_once(trained: Path) -> None:
     notes: list[str] = []
-    page = Page(write_report(trained, samples="pca", note=notes.append).read_text())
+    page = Page(write_report(trained, samples=True, note=notes.append).read_text())
     assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
-    collect_all(read_comparison(trained), method="pca", note=notes.append)
+    collect_all(read_comparison(trained), note=notes.append)
     assert len(notes) <= 1
 
 
@@ -184,7 +168,7 @@ def test_page_samples_on_request_once(trained: Path) -> None:
 def test_what_cannot_be_sampled_is_told(tmp_path: Path) -> None:
     notes: list[str] = []
     path = write_comparison(tmp_path / "c", ("smoe",), (0,))
-    assert write_report(path, samples="pca", note=notes.append).exists()
+    assert write_report(path, samples=True, note=notes.append).exists()
     assert notes[0] == "sampling the routing of smoe"
     assert notes[1].startswith("no sample of smoe: ")
 
@@ -196,5 +180,5 @@ def test_dense_runs_have_no_sample(trained: Path) -> None:
 def test_an_unknown_baseline_is_told_before_anything_is_sampled(trained: Path) -> None:
     told: list[str] = []
     with pytest.raises(RunError, match="baseline 'smo': did you mean 'smoe'"):
-        write_report(trained, baseline="smo", samples="pca", note=told.append)
+        write_report(trained, baseline="smo", samples=True, note=told.append)
     assert told == []

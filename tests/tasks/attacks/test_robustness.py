@@ -1,21 +1,15 @@
-"""Runs, fine-tuned runs and comparisons under attack, from the command line; and TextAttack's recipes."""
+"""Runs, fine-tuned runs and comparisons under attack, from the command line."""
 
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
-from pointsman_lab.finetuning import Finetuning, finetune, load_finetuned
+from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.progress import Quiet
 from pointsman_lab.recipes import preset
-from pointsman_lab.tasks.attacks.text_attack import recipe_attack
-from pointsman_lab.tasks.classification.task import texts_of
 from pointsman_lab.training.compare import Plan, compare
 
 
@@ -97,8 +91,6 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
         path.parent.parent.name for path, time in zip(records, times, strict=True) if path.stat().st_mtime_ns != time
     }
     assert again == {"smoe"}  # whose protocol is another one now
-    assert main(["evaluate", str(comparison), "--attack", "textfooler"]) == 2
-    assert "for a comparison allowed are word and char" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -116,7 +108,6 @@ def test_fine_tunings_of_a_comparison_under_attack(
     shown = capsys.readouterr().out
     assert "50 % of the letters change, all targets count" in shown
     assert "Routing under attack" in shown
-    assert "Consistency: correlation of the loads at k = 2 between fine-tunings" in shown
     assert "2/2" in shown
     assert (own / f"attack-char-{settings.variant}.csv").is_file()
     assert main([*arguments, "--task", settings.variant, "--split", "valid"]) == 0
@@ -161,73 +152,3 @@ def test_mistakes(comparison: Path, words: list[str], message: str, capsys: pyte
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pointsman")]
     assert len(lines) == 1
     assert message in lines[0]
-
-
-def test_without_textattack_the_message_says_what_to_install(
-    finetuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "textattack", None)
-    assert main(["evaluate", str(finetuned), "--attack", "textfooler", "--device", "cpu"]) == 2
-    assert "pip install 'pointsman[attack]'" in capsys.readouterr().err
-
-
-def stand_in() -> ModuleType:
-    """A package with TextAttack's calls, whose one recipe succeeds where the model says class 1."""
-
-    class ModelWrapper:
-        pass
-
-    class TextFoolerJin2019:
-        @staticmethod
-        def build(model: Any) -> Any:
-            assert isinstance(model, ModelWrapper)
-            return model
-
-    class Result:
-        num_queries = 3
-
-    kinds = {name: type(name, (Result,), {}) for name in ("Failed", "Skipped", "Successful")}
-    for name, kind in kinds.items():
-        kind.__name__ = f"{name}AttackResult"
-
-    class Attacker:
-        def __init__(self, attack: Any, dataset: Any, arguments: Any) -> None:
-            self.attack, self.dataset = attack, dataset
-
-        def attack_dataset(self) -> list[Any]:
-            scores = self.attack([text for text, _ in self.dataset] + ["  "])[:-1]
-            found = scores.argmax(-1).tolist()
-            return [
-                kinds["Skipped" if guess != label else "Successful" if label == 1 else "Failed"]()
-                for guess, (_, label) in zip(found, self.dataset, strict=True)
-            ]
-
-    package = ModuleType("textattack")
-    package.attack_recipes = SimpleNamespace(TextFoolerJin2019=TextFoolerJin2019)  # type: ignore[attr-defined]
-    package.AttackArgs = dict  # type: ignore[attr-defined]
-    package.Attacker = Attacker  # type: ignore[attr-defined]
-    package.datasets = SimpleNamespace(Dataset=list)  # type: ignore[attr-defined]
-    wrappers = ModuleType("textattack.models.wrappers")
-    wrappers.ModelWrapper = ModelWrapper  # type: ignore[attr-defined]
-    sys.modules["textattack"] = package
-    sys.modules["textattack.models"] = ModuleType("textattack.models")
-    sys.modules["textattack.models.wrappers"] = wrappers
-    return package
-
-
-def test_a_recipe_gets_a_model_and_its_outcome_is_counted(finetuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("textattack", "textattack.models", "textattack.models.wrappers"):
-        monkeypatch.setitem(sys.modules, name, None)  # put back afterwards
-    stand_in()
-    saved = load_finetuned(finetuned)
-    examples = texts_of(saved).splits["test"]
-    results = recipe_attack(
-        saved.model, examples, saved.vocabulary, "textfooler", top_k=[1, 4], max_length=64, count=10
-    )
-    assert [row["top_k"] for row in results] == [1, 4]
-    for row in results:
-        assert row["recipe"] == "TextFoolerJin2019"
-        assert (row["examples"], row["queries"]) == (10, 30)
-        assert 0 <= row["value"] <= row["clean"] <= 1
-    with pytest.raises(RunError, match=r"or a TextAttack recipe: .*TextFoolerJin2019"):
-        recipe_attack(saved.model, examples, saved.vocabulary, "nothing", top_k=[1], max_length=64)

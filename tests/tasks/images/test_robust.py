@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -14,21 +13,16 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman.control import record_routing
 from pointsman.delivery import deliveries
-from pointsman.diagnostics.base import first_choice
 from pointsman_lab.cli.main import main
 from pointsman_lab.progress import Quiet
-from pointsman_lab.report import write_report
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.images import scores
 from pointsman_lab.tasks.images.attacks import ATTACKS, attacked, under_gradient_attack
-from pointsman_lab.tasks.images.augment import to_tensor
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
 from pointsman_lab.tasks.images.robust_table import robust_tables
-from pointsman_lab.tasks.images.sections import pictures
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted, chosen_rows
 from pointsman_lab.tasks.images.task import open_images
@@ -302,30 +296,6 @@ def test_corruptions_of_a_comparison(
     clean = table.severities["plain"]["fog"][0].mean
     assert clean == pytest.approx(table.severities["plain"][""][5].mean)  # nothing was corrupted
     assert {f"robust-c.{ending}" for ending in ("txt", "csv", "md", "tex")} <= {p.name for p in comparison.iterdir()}
-
-
-def test_the_page_shows_the_expert_of_every_patch(comparison: Path, tmp_path: Path) -> None:
-    page = write_report(comparison, samples="pca").read_text()
-    assert 'id="pictures"' in page
-    found = json.loads((run_of(comparison) / "pictures.json").read_text())
-    assert (found["grid"], found["trained_k"], found["sampled"]) == (4, 2, 20)
-    assert len(found["images"]) == 20
-    run = load_run(run_of(comparison))
-    images = open_images(run.config.data).split("test")
-    first = np.frombuffer(base64.b64decode(found["first"]), dtype="<u2")
-    first = first.reshape(len(found["top_k"]), len(found["layers"]), 20, 16)
-    with torch.no_grad(), record_routing(run.model) as records:
-        run.model(to_tensor(np.array(images.images)))
-    expected = first_choice(records["layers.0.moe"]).reshape(20, 16)
-    assert np.array_equal(first[found["top_k"].index(2), 0], expected.numpy())
-    counts = found["best"]["layers.0.moe"]["counts"]
-    assert len(counts) == 4
-    assert sum(counts) >= 12
-    [section] = pictures(read_comparison(comparison))["routers"]
-    assert section["name"] == "smoe+similarity"
-    assert sum(section["loads"]["2"]["layers.0.moe"]) == pytest.approx(1)
-    assert found["images"][0] in page
-    assert found["images"][0] not in write_report(comparison, tmp_path, quotes=False).read_text()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Pat
     assert [row["checkpoint"] for row in found["history"]] == ["step-3"]
     assert 0 <= found["history"][0]["layers"]["inserted.moe"]["fluctuation"]["top1"] <= 1
     assert "I(expert; language)" in summary(found)
-    file = collect_samples(tmp_path / "run", tokens=128, method="pca")
+    file = collect_samples(tmp_path / "run", tokens=128)
     assert file is not None
     sample = json.loads(file.read_text())
     assert (sample["split"], sample["level"]) == ("valid", "piece")

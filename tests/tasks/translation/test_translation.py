@@ -183,7 +183,7 @@ def test_both_sides_are_diagnosed_without_padding_and_by_language(
     assert found["protocol"]["tokens"] == sum(map(sum, encoded))
     assert [row["checkpoint"] for row in found["history"]] == ["step-2"]
     assert all(0 <= layer["fluctuation"]["top1"] <= 1 for layer in found["history"][0]["layers"].values())
-    file = collect_samples(tmp_path / "run", tokens=40, points=10, method="pca")
+    file = collect_samples(tmp_path / "run", tokens=40, points=10)
     assert file is not None
     sample = json.loads(file.read_text())
     assert sample["layers"] == [name for name in tokens if name.startswith("encoder")]

@@ -7,7 +7,7 @@ rooms ask the entries, whose methods import what they need when they are called.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module, metadata
@@ -118,9 +118,6 @@ class TaskEntry:
         """
         raise RunError(f"--from {folder}: models of the family {config.model.family!r} start from no folder")
 
-    def samples(self, run: Any) -> tuple[bool, Callable[[], object]] | None:
-        """Whether the page's samples of a run (`RunRecord`) are current, and what makes them; None: as of any text."""
-
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
         """A run's figure at this k for a column of published tables (`report.published.Column`) with a `shift`."""
 
@@ -132,12 +129,8 @@ class TaskEntry:
         """Tables over several of a comparison's fine-tunings (`report.forms.Forms`)."""
         return ()
 
-    def sections(self, comparison: Any, baseline: str | None, quotes: bool) -> Any:
-        """The `report.page.Sections` of a comparison with `records`; None: there is nothing to show.
-
-        Args:
-            quotes: whether text and images of the data are shown.
-        """
+    def sections(self, comparison: Any) -> Any:
+        """The `report.page.Sections` of a comparison with `records`; None: there is nothing to show."""
 
 
 def entries() -> Iterator[TaskEntry]:

@@ -14,7 +14,7 @@ MAYBE = float | None
 ROUTERS = {"*": {"entropy": MAYBE, "entropy_std": MAYBE, "load": [MAYBE]}}
 RESULT = {
     "split": str, "top_k!": int | None, "metric": str, "value": MAYBE, "nats": MAYBE, "tokens": int | None,
-    "routers": ROUTERS, "attack": dict | None, "recipe": str, "unmarked": dict | None,
+    "routers": ROUTERS, "attack": dict | None, "unmarked": dict | None,
 }  # fmt: skip
 LAYERS = {"*": {"top1": MAYBE, "sets": MAYBE}}
 EVALUATION = {
@@ -28,11 +28,6 @@ SHAPES: dict[str, Any] = {
     "evaluation-*.json": EVALUATION,
     "attacks-*.json": EVALUATION,
     "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
-    "pictures.json": {
-        "format!": int, "classes!": [str], "images!": [str], "labels!": [int], "layers!": [str], "found!": {"*": [int]},
-        "top_k!": [int], "trained_k!": int, "num_experts!": int, "grid!": int, "first!": str, "sampled!": int,
-        "best!": {"*": {"png!": str, "counts!": [int]}},
-    },
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
     },

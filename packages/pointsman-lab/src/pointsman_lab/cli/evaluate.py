@@ -44,7 +44,7 @@ def parser() -> Parser:
         entry.add_flags("evaluate", flags)
     flags.common(
         "where evaluation-DATA-SPLIT.json goes (default: the run directory)",
-        settings="how to evaluate: " + ", ".join((*SETTINGS, "n_best")),
+        settings="how to evaluate: " + ", ".join(SETTINGS),
     )
     return flags
 

@@ -36,11 +36,9 @@ OVER_RANKS = ("train",)
 EXTRAS = {
     "hf": ("transformers", "datasets", "tokenizers", "accelerate", "peft"),
     "report": ("matplotlib", "jinja2"),
-    "umap": ("umap",),
     "track": ("tensorboard", "wandb", "trackio"),
     "vision": ("PIL", "scipy"),
     "text": ("sentencepiece",),
-    "attack": ("textattack",),
 }
 """The packages of each extra of pyproject.toml that commands import."""
 USAGE = """usage: pointsman COMMAND [options]

@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
         """argparse's, with the type and the metavar that a flag of this name has in every command (`USUAL`)."""
         return super().add_argument(*names, **{**USUAL.get(names[0], {}), **how})
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r}: {did_you_mean(str(value), action.choices)}")
+
     def error(self, message: str) -> NoReturn:
         raise RunError(f"{self.prog}: {message}")
 

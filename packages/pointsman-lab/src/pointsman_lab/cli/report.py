@@ -26,14 +26,14 @@ def parser() -> Parser:
     )
     flags.add_argument(
         "--paper",
-        metavar="NAME|FILE",
-        help="our figures beside published ones: hyperrouter, x-moe, mutual-inform, FILE.toml",
+        metavar="NAME",
+        help="our figures beside published ones: hyperrouter, x-moe, mutual-inform",
     )
     flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
     flags.add_argument(
         "--map",
         default="pca",
-        choices=("pca", "umap", "none"),
+        choices=("pca", "none"),
         help="the map of tokens (default: pca); none looks into no router anew",
     )
     flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
@@ -67,8 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         for file in tables.write(values.out or values.runs[0]):
             note(str(file))
         return 0
-    samples = None if values.map == "none" else values.map
-    page = report.write_report(runs, values.out, baseline=values.baseline, samples=samples, note=note)
+    page = report.write_report(runs, values.out, baseline=values.baseline, samples=values.map != "none", note=note)
     for figure in report.figures(runs, values.figures, values.out) if values.figures else ():
         note(str(figure))
     print(page)

@@ -42,7 +42,7 @@ def write_report(
     out: Path | None = None,
     *,
     baseline: str | None = None,
-    samples: str | None = None,
+    samples: bool = False,
     quotes: bool = True,
     note: Callable[[str], None] | None = None,
 ) -> Path:
@@ -52,9 +52,9 @@ def write_report(
         path: the directory, or several run directories.
         out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
         baseline: the router that differences are taken against; the first by default.
-        samples: the kind of map, "pca" (a second or two a run) or "umap": first makes the samples for maps and
-            explorer where they are missing (`samples.collect_all`). None: uses the existing ones.
-        quotes: whether text and images of the data are shown (explorer, patches), where samples have them. Their
+        samples: whether to make the samples for maps and explorer first, where they are missing (a second or two a
+            run).
+        quotes: whether text of the data is shown (explorer), where samples have them. Their
             licence may not allow it on a page that is published.
         note: told which runs are sampled, and which cannot be.
 
@@ -66,10 +66,10 @@ def write_report(
     """
     comparison = read(path)
     ComparisonTable.of(comparison, baseline=baseline)  # refuses an unknown baseline before the sampling
-    if samples is not None:
+    if samples:
         from pointsman_lab.report.samples import collect_all
 
-        collect_all(comparison, method=samples, note=note)
+        collect_all(comparison, note=note)
     return write_whole(page_path(out, comparison), render(comparison, baseline=baseline, quotes=quotes))
 
 
@@ -86,14 +86,12 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
     found = {
         "tasks": sections.tasks(comparison, baseline=baseline),
     }
-    added = task_sections(comparison, baseline, quotes)
+    added = task_sections(comparison)
     data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
     for each in added:
         data |= each.data
     if not quotes:
         data["inside"]["explorer"] = {"texts": [], "routers": []}
-    agreed = sections.consistency(comparison)
-    data["consistency"] = agreed.get("chart")
     return fill(
         "page.html.j2",
         javascript="\n".join([asset(name) for name in SCRIPTS] + [asset("section.js", each.package) for each in added]),
@@ -101,17 +99,16 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
         data=data,
         **context(comparison, table, data, [title for each in added for title in each.titles]),
         added=added,
-        consistency=agreed,
         totals=[table.grid() for entry in entries() for table in entry.tables(comparison)],
         **found,
     )
 
 
-def task_sections(comparison: Comparison, baseline: str | None, quotes: bool) -> list[Sections]:
+def task_sections(comparison: Comparison) -> list[Sections]:
     """What the tasks whose records lie in the comparison's runs add."""
     runs = [run for router in comparison.routers for run in comparison.of(router)]
     told = [
-        entry.sections(comparison, baseline, quotes)
+        entry.sections(comparison)
         for entry in entries()
         if any(next(run.path.glob(pattern), None) for run in runs for pattern in entry.records)
     ]

@@ -119,7 +119,7 @@ def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:
 
     Args:
         path: one directory, or several.
-        name: "hyperrouter", "x-moe", "mutual-inform", or a file in their format (`published`), called `*.toml`.
+        name: "hyperrouter", "x-moe" or "mutual-inform".
 
     Raises:
         RunError: an unknown paper (with the nearest name), a damaged file, or a path that holds no run.

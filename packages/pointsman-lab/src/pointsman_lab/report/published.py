@@ -11,26 +11,17 @@ line       label, values = [number or "-", …], and optionally routers = [spec,
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman._files import read_ordinary
 from pointsman._grid import NONE
-from pointsman._shapes import check_shape
-from pointsman._values import finite, typed_fields
-from pointsman_lab.report.cell import METRICS, Metric
+from pointsman_lab.report.cell import Metric
 
-_SHAPE = {
-    "name": str, "link": str, "columns": {"*": [dict]}, "routers": {"*": [str]},
-    "tables": [{"number": str, "note": str, "columns": list | str, "lines": [{"values": list, "routers": list | str}]}],
-}  # fmt: skip
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
@@ -140,86 +131,40 @@ def papers() -> Mapping[str, Paper]:
     """All papers of the package, by name."""
     folder = resources.files("pointsman_lab.report").joinpath("papers")
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    found = [parse_paper(file.read_text(encoding="utf-8"), file.name) for file in files]
-    return {paper.name: paper for paper in found}
+    return {paper.name: paper for paper in (_read(tomllib.loads(file.read_text(encoding="utf-8"))) for file in files)}
 
 
 def open_paper(name: str) -> Paper:
-    """The paper of that name, or of a file of your own, called `*.toml`.
+    """The paper of that name.
 
     Raises:
-        RunError: an unknown name (with the nearest one), or a file that is not in the format.
+        RunError: an unknown name, with the nearest one.
     """
-    if name.endswith(".toml"):
-        try:
-            return parse_paper(read_ordinary(Path(name)).decode(), name)
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{name} cannot be read: {error}") from None
     if name not in papers():
         raise RunError(f"paper {name!r}: {did_you_mean(name, papers())}")
     return papers()[name]
 
 
-def parse_paper(text: str, where: str) -> Paper:
-    """A paper's TOML file, checked.
-
-    Args:
-        where: the file's name, for errors.
-
-    Raises:
-        RunError: not TOML, an unknown or missing key, a value of another type, or lines that do not fit the columns.
-    """
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RunError(f"{where} is not TOML: {error}") from None
-    check_shape(found, _SHAPE, where)
+def _read(found: dict[str, Any]) -> Paper:
+    """The content of a paper's file."""
     columns, routers = found.pop("columns", {}), found.pop("routers", {})
-    tables = []
-    for place, values in enumerate(found.pop("tables", ()), 1):
-        at = f"{where}, {values.get('number', f'table {place}')}"
-        for i, line in enumerate(values.get("lines", ()), 1):
-            line["values"] = tuple(_value(value, f"{at}, line {i}") for value in line.get("values", ()))
-            line["routers"] = _shared(line.get("routers", []), routers, f"{at}, line {i}: routers")
-        values["columns"] = _shared(values.get("columns", []), columns, f"{at}: columns")
-        values["note"] = values.get("note", "").strip()
-        for name, kind in (("columns", Column), ("lines", Line)):
-            each = enumerate(values.get(name, ()), 1)
-            of = [typed_fields(kind, one, f"{at}, {name[:-1]} {i}: ", leave=("values",)) for i, one in each]
-            values[name] = tuple(kind(**one) for one in of)
-        table = PublishedTable(**typed_fields(PublishedTable, values, f"{at}: ", leave=("columns", "lines")))
-        _check(table, at)
-        tables.append(table)
-    paper = Paper(**typed_fields(Paper, {**found, "tables": tuple(tables)}, f"{where}: ", leave=("tables",)))
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", paper.name):  # files are called so
-        raise RunError(f"{where}: name {paper.name!r}: allowed are letters, digits, '.', '_' and '-'")
-    if not paper.link.startswith(("https://", "http://")):
-        raise RunError(f"{where}: link {paper.link!r}: allowed are addresses that begin with https:// or http://")
-    return paper
 
+    def shared(value: Any, named: Mapping[str, Any]) -> Any:
+        """A list as it is; a name stands for the list of that name."""
+        return named[value] if isinstance(value, str) else value
 
-def _shared(value: Any, named: Mapping[str, Any], where: str) -> Any:
-    """A list as it is; a name stands for the list of that name."""
-    if isinstance(value, str) and value not in named:
-        raise RunError(f"{where}: {value!r}: {did_you_mean(value, named)}")
-    return named[value] if isinstance(value, str) else value
+    def table(values: dict[str, Any]) -> PublishedTable:
+        shown = tuple(Column(**column) for column in shared(values.pop("columns"), columns))
+        lines = tuple(
+            Line(
+                values=tuple(None if value == NONE else value for value in line.pop("values")),
+                routers=tuple(shared(line.pop("routers", ()), routers)),
+                **line,
+            )
+            for line in values.pop("lines")
+        )
+        tuples: dict[str, Any] = {name: tuple(values.pop(name)) for name in ("presets", "free") if name in values}
+        note = values.pop("note", "").strip()
+        return PublishedTable(columns=shown, lines=lines, note=note, **tuples, **values)
 
-
-def _value(value: Any, where: str) -> float | None:
-    if value == NONE or finite(value) is not None:
-        return None if value == NONE else value
-    raise RunError(f"{where}: value {value!r}: allowed are numbers and {NONE!r}")
-
-
-def _check(table: PublishedTable, where: str) -> None:
-    for line in table.lines:
-        if len(line.values) != len(table.columns):
-            raise RunError(f"{where}, {line.label}: {len(line.values)} values for {len(table.columns)} columns")
-    for name, value, allowed in (
-        ("metric", table.metric, [*METRICS, *OWN_METRICS]),
-        *(("quantity", column.quantity, QUANTITIES) for column in table.columns),
-        *(("split", column.split, ("valid", "test")) for column in table.columns),
-        *(("free", name, ("frozen", "balance")) for name in table.free),
-    ):
-        if value not in allowed:
-            raise RunError(f"{where}: {name} {value!r}: {did_you_mean(value, allowed)}")
+    return Paper(**{**found, "tables": tuple(table(values) for values in found["tables"])})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
-from pointsman_lab.registry import OLDEST, trains
+from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.report.explorer import readable
 from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.comparison import Comparison
@@ -36,7 +34,6 @@ from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman_lab.runs.record import RunRecord
 from pointsman_lab.training.run import load_run
 
-FEWEST = 20  # points: fewer are projected by PCA
 Note = Callable[[str], None]
 Seen = dict[str, tuple[Tensor, Routing]]
 """Layer name -> the inputs [T, dim] of its router, and its routing of all T tokens."""
@@ -47,7 +44,6 @@ def collect_samples(
     *,
     tokens: int = 2048,
     points: int = 500,
-    method: str = "pca",
     device: str = "cpu",
 ) -> Path | None:
     """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
@@ -56,7 +52,6 @@ def collect_samples(
         path: a run directory with a checkpoint.
         tokens: length of the stretch, the first of the split; shorter if the split is.
         points: how many of them the 2-D map shows.
-        method: of the map: "pca" or "umap".
         device: where the model runs.
 
     Returns:
@@ -89,44 +84,38 @@ def collect_samples(
         "checkpoint": f"step-{run.step}",
         "split": task.reported_split(config),
         "level": run.vocabulary.level,
-        "map": map_points(run.model, seen[middle], middle, points, method),
+        "map": map_points(run.model, seen[middle], middle, points),
         "history": {"top_k": middle, "checkpoints": history},
     }
     return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
 
-def collect_all(comparison: Comparison, *, method: str = "pca", note: Note | None = None) -> None:
+def collect_all(comparison: Comparison, *, note: Note | None = None) -> None:
     """Samples of the first finished run of every router, where they are missing or out of date.
 
     A run that cannot be sampled (no checkpoint, no data) is skipped; `note` is told why.
     """
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
-        if run is None or has_one_k(router):
+        if run is None or has_one_k(router) or run.is_audit:  # an audit has its own, or none
             continue
-        if run.is_audit:
-            continue  # it has its own, or none
-        own = trains(run.family or OLDEST).samples(run)
-        current, make = own or (_is_current(run, method), partial(collect_samples, run.path, method=method))
-        if current:
+        if not family(run.family or OLDEST).reads_tokens or _is_current(run):
             continue
         try:
             if note:
                 note(f"sampling the routing of {router}")
-            make()
+            collect_samples(run.path)
         except RunError as error:
             if note:
                 note(f"no sample of {router}: {error}")
 
 
-def _is_current(run: RunRecord, method: str) -> bool:
-    """Whether explorer.json is of this kind of map and of the evaluation's checkpoint, or cannot be made anew."""
+def _is_current(run: RunRecord) -> bool:
+    """Whether explorer.json is of the evaluation's checkpoint, or cannot be made anew."""
     found = run.explorer
     if found and not (run.path / CHECKPOINTS).is_dir():
         return True
-    method_of_map = (found.get("map") or {}).get("method")
-    checkpoint = run.evaluation.get("checkpoint")
-    return readable(found) and found.get("checkpoint") == checkpoint and bool(method_of_map == method)
+    return readable(found) and bool(found.get("checkpoint") == run.evaluation.get("checkpoint"))
 
 
 @torch.no_grad()
@@ -193,14 +182,14 @@ def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:
     return shown
 
 
-def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: str) -> dict[str, Any]:
+def map_points(model: nn.Module, seen: Seen, top_k: int, points: int) -> dict[str, Any]:
     """2-D positions, from 0 to 1000, of the inputs of each router at evenly spaced tokens.
 
     The input is the hidden state, or its projection where the scorer has one (X-MoE).
     """
     count = len(next(iter(seen.values()))[0])
     chosen = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
-    layers, used = {}, method
+    layers = {}
     for name, router in named_routers(model):
         if name not in seen:
             continue
@@ -209,29 +198,10 @@ def map_points(model: nn.Module, seen: Seen, top_k: int, points: int, method: st
         if isinstance(projection, nn.Module):
             with torch.no_grad():
                 hidden = projection.to("cpu")(hidden)
-        flat, used = embed(hidden.double().numpy(), method)
+        flat = pca(hidden.double().numpy())
         low, span = flat.min(0), np.ptp(flat, axis=0).max() or 1.0
         layers[name] = [[round(1000 * float(v)) for v in column] for column in ((flat - low) / span).T]
-    return {"top_k": top_k, "method": used, "indices": chosen.tolist(), "layers": layers}
-
-
-def embed(points: NDArray[np.float64], method: str) -> tuple[NDArray[np.float64], str]:
-    """Projects [n, dim] to two dimensions; returns [n, 2] and the method used: below 20 points "pca".
-
-    "umap" takes 100 neighbours and a least distance of 1 (X-MoE, Figure 2), with a fixed seed.
-    """
-    if method not in ("pca", "umap"):
-        raise RunError(f"map method {method!r}: allowed are pca and umap")
-    if method == "pca" or len(points) < FEWEST:
-        return pca(points), "pca"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # umap warns that a fixed seed means one thread
-        from umap import UMAP
-
-        # initialized by PCA: the spectral initialization is slow where the neighbour graph is not connected
-        reducer = UMAP(n_neighbors=min(100, len(points) - 1), min_dist=1.0, random_state=0, init="pca")
-        found = reducer.fit_transform(points)
-    return np.asarray(found, dtype=np.float64), "umap"
+    return {"top_k": top_k, "method": "pca", "indices": chosen.tolist(), "layers": layers}
 
 
 def pca(points: NDArray[np.float64]) -> NDArray[np.float64]:

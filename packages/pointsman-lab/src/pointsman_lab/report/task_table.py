@@ -252,5 +252,5 @@ def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
     """Whether a row of results is of this attack; with None, whether it is clean."""
     found = row.get("attack")
     if attack is None or not found:
-        return attack is None and not found and "recipe" not in row
+        return attack is None and not found
     return all(found.get(key) == value for key, value in attack.items())

@@ -3,7 +3,7 @@
 A line is `{"format": 2, "path": "runs/smoe/seed-0", "files": {…}}`. `files` holds what tables, page and claims read of
 the run: settings, environment with versions, evaluation with its protocol, attacks and fine-tunings as they are,
 diagnoses in four digits, and `metrics.jsonl` thinned to what a curve shows, by columns. Weights, vocabularies and
-samples of the data (explorer, pictures) are left out. `restore` makes the run directories again for `compare`, in its
+samples of the data (explorer) are left out. `restore` makes the run directories again for `compare`, in its
 own folder; `restored_aside` makes them for those who only read. Tables come out identical.
 """
 
@@ -34,11 +34,11 @@ from pointsman._files import (
 )
 from pointsman._shapes import METRICS_ROW, MOST_GROWTH, is_shaped, shape_of
 from pointsman_lab.runs.metrics import read_metrics
-from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, PICTURES, VOCABULARY
+from pointsman_lab.runs.paths import CONFIG, DIAGNOSTICS, EVALUATION, EXPLORER, METRICS, VOCABULARY
 
 FORMAT = 2
 RECORD = "record.jsonl"
-LEFT_OUT = (VOCABULARY, EXPLORER, PICTURES)
+LEFT_OUT = (VOCABULARY, EXPLORER)
 ROWS = {"train": 160, "routing": 60}
 """At most so many steps of a kind of metrics are kept, evenly spaced: as many points as the page's curves have."""
 KEPT = {

@@ -11,7 +11,6 @@ from pointsman._files import find, within
 CONFIG, ENVIRONMENT, VOCABULARY = "config.json", "environment.json", "vocabulary.json"
 METRICS, EVALUATION = "metrics.jsonl", "evaluation.json"
 FINETUNE, DIAGNOSTICS, EXPLORER, AUDIT = "finetune.json", "diagnostics.json", "explorer.json", "audit.json"
-PICTURES = "pictures.json"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 COMPARISON = "comparison.json"
 REPEAT = 1000

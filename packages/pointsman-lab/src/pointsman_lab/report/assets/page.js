@@ -78,13 +78,6 @@ function drawTask(task) {
   drawChoices(task.id, [["fine-tuned", task.choices, task.choices[0][0]]], (start) => ({ series: stylish(task.of[start]), xLog2: true,
     xLabel: "experts per token, k", yLabel: task.label, label: `${task.name}: ${task.label} against k`, format: (p) => withSpread(p, task.decimals), xName: (x) => `k = ${x}` }));
 }
-function drawConsistency(data) {
-  const first = (options) => options[0][0];
-  drawChoices("consistency", [["fine-tuned", data.variants, first(data.variants)], ["layer", data.layers, first(data.layers)], ["diagonal", data.diagonal, first(data.diagonal)]], (variant, layer, diagonal) => ({
-    series: stylish(data.of[variant][layer][diagonal]), xLabel: "step of fine-tuning", yLabel: "inter-run consistency", label: "Consistency of the expert loads of fine-tunings against step",
-    format: (p) => fixed(p.y, 3), xName: (x) => `step ${Math.round(x).toLocaleString("en")}` }));
-}
-
 function drawByLayer(id, data, yLabel, label) {
   const root = figure(id);
   if (!root) return;
@@ -120,4 +113,3 @@ drawChoice("collapse", DATA.inside.collapse, "layer", { ...times, yLabel: "Tr(S_
 drawByLayer("entropy-by-layer", DATA.inside.byLayer.entropy, "entropy (nats)", "Entropy by layer");
 drawByLayer("fluctuation", DATA.inside.byLayer.fluctuation, "share of tokens", "Routing fluctuation by layer");
 DATA.tasks.forEach(drawTask);
-if (DATA.consistency) drawConsistency(DATA.consistency);

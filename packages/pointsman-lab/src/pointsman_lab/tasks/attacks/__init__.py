@@ -7,7 +7,7 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab.registry import TaskEntry
 
-FLAGS = ("--attack-rate", "--attack-seed", "--attack-examples", "--task")
+FLAGS = ("--attack-rate", "--attack-seed", "--task")
 """Flags of `evaluate` without effect unless --attack is given."""
 
 
@@ -21,14 +21,12 @@ class Attacks(TaskEntry):
         from pointsman_lab.cli.options import numbers, whole
 
         add = flags.add_argument
-        add("--attack", metavar="KIND", help="word (becomes AAA), char (noise), or a TextAttack recipe")
+        add("--attack", choices=("word", "char"), help="words become AAA, or letters change")
         told = "share attacked (default: 0.025)"
         add("--attack-rate", type=numbers(0, 1), default=(0.025,), metavar="R,R", help=told)
         add("--task", metavar="NAME", help="attack a comparison's runs fine-tuned on this task")
         told = "seed of the choice of words (default: 0)"
         add("--attack-seed", type=whole(0), default=0, metavar="S", help=told)
-        told = "examples for a recipe (default: 100)"
-        add("--attack-examples", type=whole(1), default=100, metavar="N", help=told)
 
     def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
         if command != "evaluate":
@@ -36,19 +34,13 @@ class Attacks(TaskEntry):
         if not values.attack:
             flags.without_effect(values, FLAGS, "without --attack")
             return None
-        if values.attack.lower() in ("word", "char"):
-            told = f"with --attack {values.attack}, which reads all examples"
-            flags.without_effect(values, ("--attack-examples",), told)
-        else:
-            told = f"with --attack {values.attack}: only word and char have rates"
-            flags.without_effect(values, ("--attack-rate",), told)
         if values.set:
             raise RunError("pointsman evaluate: --set has no effect on attacks; leave it out")
         from pointsman_lab.tasks.attacks.cli import run_attacks
 
         return run_attacks(values, device)
 
-    def sections(self, comparison: Any, baseline: str | None, quotes: bool) -> Any:
+    def sections(self, comparison: Any) -> Any:
         from pointsman_lab.tasks.attacks.sections import sections
 
         return sections(comparison)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pointsman._errors import RunError, did_you_mean
+from pointsman._errors import RunError
 from pointsman_lab.cli.options import aligned
 from pointsman_lab.cli.progress import Display, stop_on_signals
 
@@ -29,8 +29,6 @@ def run_attacks(values: argparse.Namespace, device: str) -> int:
 
     with Display() as display, stop_on_signals() as stop:
         if not is_finetuned(values.run) and read_plan(values.run) is not None:
-            if values.attack not in ("word", "char"):
-                raise RunError(f"--attack {values.attack}: for a comparison allowed are word and char")
             name = comparison_under_attack(
                 values.run, attacks_of(values), variant=values.task, data=values.data, split=values.split,
                 top_k=values.top_k, budget=budget_of(values), device=device, progress=display, stop=stop,
@@ -61,30 +59,22 @@ def _one(values: argparse.Namespace, device: str, display: Display, stop: Any) -
     from pointsman_lab.tasks.classification.task import texts_of
     from pointsman_lab.training.run import load_run
 
-    kind = (values.attack or "clean").lower()
     if is_finetuned(values.run):
         if values.data:
             raise RunError(f"--data: {values.run} is a fine-tuned run, which is always evaluated on its task")
         saved = load_finetuned(values.run, device=device, note=display.note)
-        recipe = values.attack if kind not in ("clean", "word", "char") else None
         record = finetuned_under_attack(
-            saved, [] if kind == "clean" or recipe else attacks_of(values), split=values.split, recipe=recipe,
-            seed=values.attack_seed, count=values.attack_examples, top_k=values.top_k, budget=budget_of(values),
-            watch=display, stop=stop,
+            saved, attacks_of(values) if values.attack else [], split=values.split, top_k=values.top_k,
+            budget=budget_of(values), watch=display, stop=stop,
         )  # fmt: skip
-        name = f"attacks-{kind}" if values.attack else "evaluation-task"
+        name = f"attacks-{values.attack}" if values.attack else "evaluation-task"
         return record, name + (f"-{values.split}" if values.split and values.split != texts_of(saved).reported else "")
-    if kind not in ("word", "char"):
-        raise RunError(
-            f"--attack {values.attack}: for a language model allowed are word and char (recipes need a classifier): "
-            f"{did_you_mean(kind, ('word', 'char'))}"
-        )
     run, split = load_run(values.run, device=device, note=display.note), values.split or "test"
     record = run_under_attack(
         run, attacks_of(values), data=values.data, split=split, top_k=values.top_k, budget=budget_of(values),
         watch=display, stop=stop, data_progress=display.data,
     )  # fmt: skip
-    return record, f"attacks-{kind}-{record['name']}-{split}"
+    return record, f"attacks-{values.attack}-{record['name']}-{split}"
 
 
 def attacks_of(values: argparse.Namespace) -> list[Any]:
@@ -107,7 +97,7 @@ def result_table(results: Sequence[Mapping[str, Any]]) -> str:
     groups: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in results:
         attack = row.get("attack")
-        name = f"{attack['kind']} {attack['rate']:g}" if attack else row.get("recipe", "clean")
+        name = f"{attack['kind']} {attack['rate']:g}" if attack else "clean"
         groups.setdefault(name, {})[row["top_k"]] = row
         if "unmarked" in row:
             groups.setdefault(f"{name}, attacked targets left out", {})[row["top_k"]] = row["unmarked"]

@@ -23,7 +23,6 @@ from pointsman_lab.tasks.attacks.attacked import (
     evaluate_task_attack,
 )
 from pointsman_lab.tasks.attacks.attacks import Attack, Attacked
-from pointsman_lab.tasks.attacks.text_attack import recipe_attack
 from pointsman_lab.tasks.classification.evaluation import evaluate_task
 from pointsman_lab.tasks.classification.task import Classification, encode_examples, texts_of
 from pointsman_lab.tasks.language_modelling.evaluation import evaluate
@@ -83,24 +82,20 @@ def finetuned_under_attack(
     attacks: Sequence[Attack],
     *,
     split: str | None = None,
-    recipe: str | None = None,
-    count: int = 100,
-    seed: int = 0,
     top_k: Sequence[int] | None = None,
     budget: Budget = "run",
     watch: Progress | None = None,
     stop: Stop | None = None,
 ) -> dict[str, Any]:
-    """Evaluates a classifier on its task: clean texts, each attack, and a recipe of TextAttack if given.
+    """Evaluates a classifier on its task: clean texts and each attack.
 
     Args:
         run: from `load_finetuned`.
         split: the part that is read; None: the reported one.
-        recipe: name of a recipe; `count` and `seed` are its number of examples and its seed.
         budget: tokens to read, in whole texts.
 
     Returns:
-        As `run_under_attack`; results are those of `evaluate_task`, `evaluate_task_attack` and `recipe_attack`.
+        As `run_under_attack`; results are those of `evaluate_task` and `evaluate_task_attack`.
 
     Raises:
         RunError: the task has no such part.
@@ -124,10 +119,6 @@ def finetuned_under_attack(
             encoded, clean, attacked = attack_examples(examples, run.vocabulary, length, attack)
             results += evaluate_task_attack(run.model, encoded, attacked, attack, **asked)
             routing += _routing(run, run.model.backbone, clean, attacked, attack)
-        if recipe is not None:
-            results += recipe_attack(
-                run.model, examples, run.vocabulary, recipe, top_k=values, max_length=length, count=count, seed=seed
-            )
     about = Finetuning(
         run.finetuning["task"], freeze=tuple(run.finetuning["freeze"]), balance=run.finetuning["balance"],
         pooling=run.finetuning["pooling"], from_scratch=run.finetuning["from_scratch"],

@@ -26,11 +26,9 @@ def _attack(table: AttackTable) -> dict[str, Any]:
     counts = {"all": "all targets count", "unmarked": "attacked targets left out"}
     if not any(one.unmarked for one in table.conditions):
         counts = {"all": "all texts"}
-    recipes = [one for one in table.conditions if one.rate is None]
     return {
         "name": _title(table.name),
         "grids": [_sweep(table, k, counts) for k in reversed(clean.top_k)],
-        "recipes": [(one.words, one.table.quality_grid()) for one in recipes],
         "label": clean.metric.label,
         "direction": clean.metric.direction,
         "protocol": table.protocol,
@@ -57,7 +55,7 @@ def _attack(table: AttackTable) -> dict[str, Any]:
 def _title(name: str) -> str:
     """`attack-word-enwik8-test` in words."""
     kind, _, where = name.removeprefix("attack-").partition("-")
-    done = {"word": "Words swapped for AAA", "char": "Letters changed"}.get(kind, f"Recipe {kind}")
+    done = {"word": "Words swapped for AAA", "char": "Letters changed"}[kind]
     return f"{done}: {where}" if where else done
 
 

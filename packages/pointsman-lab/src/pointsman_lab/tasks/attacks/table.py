@@ -14,7 +14,7 @@ from pointsman._values import finite
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.forms import Forms, captioned, joined
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.report.task_table import consistency, finetunings, is_of, variants
+from pointsman_lab.report.task_table import finetunings, is_of, variants
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 
@@ -28,9 +28,6 @@ ROUTING = (
     "Routing under attack: share of the tokens outside the attack whose first expert changed, at k = 2, mean over "
     "layers and seeds."
 )
-CONSISTENCY = (
-    "Consistency: correlation of the loads at k = 2 between fine-tunings of one pre-trained run, without the diagonal."
-)
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,13 @@ class Condition:
 
     Attributes:
         words: its name.
-        rate: share of words or letters attacked; 0 = clean; None: a recipe of TextAttack, which has no rate.
+        rate: share of words or letters attacked; 0 = clean.
         unmarked: whether attacked positions are left out of the targets.
         table: routers x k over seeds, with paired differences.
     """
 
     words: str
-    rate: float | None
+    rate: float
     unmarked: bool
     table: ComparisonTable
 
@@ -58,14 +55,12 @@ class AttackTable(Forms):
         name: for the files: attack, data (or task) and split.
         conditions: clean first, then by rate.
         routing: router -> rate -> share of the tokens outside the attack whose first expert changed.
-        consistency: router -> rate (0 = clean) -> `consistency` of fine-tunings of one run; {} for language models.
         protocol: one line.
     """
 
     name: str
     conditions: Sequence[Condition]
     routing: Mapping[str, Mapping[float, float]]
-    consistency: Mapping[str, Mapping[float, float]]
     protocol: str
 
     @classmethod
@@ -77,7 +72,7 @@ class AttackTable(Forms):
         begun = {run.router for run, _ in runs}
         routers = [router for router in comparison.routers if router in begun]
 
-        def condition(words: str, rate: float | None, pick: Pick, *, unmarked: bool = False) -> Condition:
+        def condition(words: str, rate: float, pick: Pick, *, unmarked: bool = False) -> Condition:
             found = {}
             for run, record in runs:
                 kept = [one for row in record["results"] if (one := pick(row))]
@@ -94,19 +89,17 @@ class AttackTable(Forms):
             if any("unmarked" in row for row in rows):
                 words = f"{attack}, attacked targets left out"
                 conditions.append(condition(words, attack.rate, _attacked(attack, unmarked=True), unmarked=True))
-        for recipe in dict.fromkeys(str(row["recipe"]) for row in rows if "recipe" in row):
-            conditions.append(condition(f"recipe {recipe}", None, _of_recipe(recipe, split)))
         about = runs[0][1].get("protocol", {})
         protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
-        own = {router: [(run, record) for run, record in runs if run.router == router] for router in routers}
-        routing = {router: _moved([record for _, record in of], attacks) for router, of in own.items()}
-        agreed = {router: _agreed(of, attacks) for router, of in own.items() if "task" in about}
-        return cls(name, conditions, routing, agreed, protocol)
+        routing = {
+            router: _moved([record for run, record in runs if run.router == router], attacks) for router in routers
+        }
+        return cls(name, conditions, routing, protocol)
 
     @property
     def rates(self) -> list[float]:
         """The attack rates, ascending."""
-        return sorted({one.rate for one in self.conditions[1:] if one.rate is not None})
+        return sorted({one.rate for one in self.conditions[1:]})
 
     def cell(self, router: str, top_k: int, rate: float, *, unmarked: bool = False) -> Cell:
         """One figure over seeds; rate 0 = clean."""
@@ -144,12 +137,14 @@ class AttackTable(Forms):
         return "\n".join(f"% {one.words}\n{one.table.latex()}" for one in self.conditions)
 
     def further(self) -> list[Grid]:
-        """The grids besides the figures: change of the routing, and consistency over fine-tunings."""
-        grids = (
-            _by_rate(self.routing, self.rates, ROUTING),
-            _by_rate(self.consistency, [0.0, *self.rates], CONSISTENCY),
-        )
-        return [grid for grid in grids if grid.rows]
+        """The change of the routing, if there is any."""
+        rows = [
+            [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in self.rates)]
+            for router, of in self.routing.items()
+            if of
+        ]
+        header = ["router", *(f"{100 * rate:.3g} %" for rate in self.rates)]
+        return [Grid(header, rows, caption=ROUTING)] if rows else []
 
 
 def attack_tables(comparison: Comparison) -> list[AttackTable]:
@@ -191,10 +186,6 @@ def _attacked(attack: Attack, *, unmarked: bool = False) -> Pick:
     return pick
 
 
-def _of_recipe(recipe: str, split: str) -> Pick:
-    return lambda row: {**row, "split": split} if row.get("recipe") == recipe else None
-
-
 def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> dict[float, float]:
     """Rate -> share of first experts that changed, mean over layers and records."""
     found: dict[float, list[float]] = {}
@@ -205,18 +196,3 @@ def _moved(records: Sequence[Mapping[str, Any]], attacks: Sequence[Attack]) -> d
                     values = [finite(layer.get("top1")) for layer in change["layers"].values()]
                     found.setdefault(attack.rate, []).extend(value for value in values if value is not None)
     return {rate: statistics.fmean(values) for rate, values in found.items() if values}
-
-
-def _agreed(runs: Sequence[tuple[RunRecord, Mapping[str, Any]]], attacks: Sequence[Attack]) -> dict[float, float]:
-    """Rate (0 = clean) -> consistency of the loads between fine-tunings of one run."""
-    records = [(run.path, record) for run, record in runs]
-    found = {0.0: consistency(records)} | {one.rate: consistency(records, one.to_dict()) for one in attacks}
-    return {rate: value for rate, value in found.items() if value is not None}
-
-
-def _by_rate(values: Mapping[str, Mapping[float, float]], rates: Sequence[float], caption: str) -> Grid:
-    header = ["router", *("clean" if rate == 0 else f"{100 * rate:.3g} %" for rate in rates)]
-    rows = [
-        [router, *(f"{of[rate]:.3f}" if rate in of else NONE for rate in rates)] for router, of in values.items() if of
-    ]
-    return Grid(header, rows, caption=caption)

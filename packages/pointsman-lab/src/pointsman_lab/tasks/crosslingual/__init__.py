@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pointsman_lab.registry import Setting, TaskEntry
-
-SETTINGS = {"n_best": Setting(0, "of questions: answers to each that are kept beside the predictions", trains=False)}
+from pointsman_lab.registry import TaskEntry
 
 
 class CrossLingualEntry(TaskEntry):
     name = "crosslingual"
     takes = ("encoder",)
-    settings = SETTINGS
     together = ("udpos", "panx", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
 
     @property

@@ -21,7 +21,7 @@ def is_crosslingual_run(run: Path) -> bool:
 
 def evaluate(values: argparse.Namespace, device: str) -> int:
     """Evaluates a run that was fine-tuned on one of XTREME's tasks, and writes its predictions anew."""
-    changes = settings_of(values, ("n_best",))
+    changes = settings_of(values, ())
     if values.data:
         raise RunError("pointsman evaluate: --data has no effect on fine-tuned runs; leave it out")
     from pointsman._files import within, write_whole

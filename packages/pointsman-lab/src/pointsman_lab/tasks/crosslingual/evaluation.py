@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import eval_batches
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
-from pointsman_lab.tasks.crosslingual.features import Answer, Features, answers
+from pointsman_lab.tasks.crosslingual.features import Features, answer
 from pointsman_lab.tasks.crosslingual.formats import Question
 from pointsman_lab.tasks.crosslingual.scores import Prediction, Score, mean_error, metric_of, score
 from pointsman_lab.tasks.crosslingual.xtreme import Item
@@ -49,8 +49,6 @@ def evaluate_languages(
     seen: frozenset[tuple[str, ...]] = frozenset(),
     how: EvaluationContext = PLAIN,
     keep: dict[int, dict[str, list[Prediction]]] | None = None,
-    n_best: int = 1,
-    keep_answers: dict[int, dict[str, list[list[Answer]]]] | None = None,
 ) -> list[dict[str, Any]]:
     """Scores every language at every k.
 
@@ -60,7 +58,6 @@ def evaluate_languages(
         parts: language -> its test part.
         seen: the sentences of training.
         keep: filled with k -> language -> predictions.
-        n_best, keep_answers: of questions; filled with k -> language -> the `n_best` best answers to each question.
         split, top_k, how: as of `passes.evaluated`, also for errors.
 
     Returns:
@@ -76,7 +73,6 @@ def evaluate_languages(
         losses, count = 0.0, 0
         scores: dict[str, Score] = {}
         kept: dict[str, list[Prediction]] = {}
-        spans: dict[str, list[list[Answer]]] = {}
         for language, part in parts.items():
             outputs: list[Any] = [None] * len(part.rows.encoded)
             for batch in one.read(eval_batches(part.rows.encoded, batch_size, device)):
@@ -87,15 +83,12 @@ def evaluate_languages(
                 for place, row in zip(batch.places, logits.float().cpu().numpy(), strict=True):
                     outputs[place] = row if kind == "questions" else row.argmax(-1)
             if kind == "questions":
-                spans[language] = _answers(part, outputs, n_best)
-                kept[language] = [each[0].text if each else "" for each in spans[language]]
+                kept[language] = _answers(part, outputs)
             else:
                 kept[language] = _predictions(kind, classes, part, outputs)
             scores[language] = score(name, language, part.items, kept[language], part.groups, seen)
         if keep is not None:
             keep[one.top_k] = kept
-        if keep_answers is not None and spans:
-            keep_answers[one.top_k] = spans
         return {"nats": losses / max(1, count), "metric": metric_of(kind, name), **_table(scores, parts)}
 
     total = sum(-(-len(part.rows.encoded) // batch_size) for part in parts.values())
@@ -120,12 +113,13 @@ def _predictions(kind: str, classes: Sequence[str], part: TestPart, outputs: Seq
     ]
 
 
-def _answers(part: TestPart, outputs: Sequence[Any], count: int) -> list[list[Answer]]:
-    """The best answers to each question."""
-    rows, found = _rows(part), []
+def _answers(part: TestPart, outputs: Sequence[Any]) -> list[Prediction]:
+    """The best answer to each question."""
+    rows = _rows(part)
+    found: list[Prediction] = []
     for place, item in enumerate(part.items):
         assert isinstance(item, Question)
-        found.append(answers(item, [(outputs[row], part.rows.offsets[row]) for row in rows[place]], count))
+        found.append(answer(item, [(outputs[row], part.rows.offsets[row]) for row in rows[place]]))
     return found
 
 

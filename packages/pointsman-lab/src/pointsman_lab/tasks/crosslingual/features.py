@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,18 +22,6 @@ LONGEST_QUESTION, OVERLAP = 64, 128  # pieces; XTREME's scripts, at length 384
 BEST, LONGEST_ANSWER = 20, 30
 
 Ids = NDArray[np.int64]
-
-
-class Answer(NamedTuple):
-    """A possible answer: its text in the passage, and the logits of its first and of its last piece."""
-
-    text: str
-    start_logit: float
-    end_logit: float
-
-    @property
-    def score(self) -> float:
-        return self.start_logit + self.end_logit
 
 
 @dataclass(frozen=True)
@@ -168,8 +155,8 @@ def _questions(items: Sequence[Question], pieces: Pieces, length: int) -> Featur
     return Features(Encoded(tuple(rows), labels, cut, _unknown(rows)), np.array(owners), (), offsets)
 
 
-def answers(item: Question, windows: Sequence[tuple[NDArray[np.float64], Ids]], count: int = 1) -> list[Answer]:
-    """The best answers to a question, best first; of equal texts the best one.
+def answer(item: Question, windows: Sequence[tuple[NDArray[np.float64], Ids]]) -> str:
+    """The best answer to a question; "" where no window has one.
 
     A score is the sum of the logits of the first and the last piece. Of each window the 20 best first and last pieces
     count, in the passage, at most 30 pieces apart. The text is that of the passage, from the first piece's start to the
@@ -177,33 +164,14 @@ def answers(item: Question, windows: Sequence[tuple[NDArray[np.float64], Ids]], 
 
     Args:
         windows: of each window the logits [2, T] and the pieces' offsets [T, 2].
-        count: how many.
     """
-    found: list[tuple[float, float, int, int]] = []
+    best, text = -np.inf, ""
     for logits, places in windows:
         inside = np.flatnonzero(places[:, 0] >= 0)
         firsts, lasts = (inside[np.argsort(-logits[side][inside], kind="stable")[:BEST]] for side in (0, 1))
         for first in firsts:
             for last in lasts:
-                if first <= last < first + LONGEST_ANSWER:
-                    ends = float(logits[0][first]), float(logits[1][last])
-                    found.append((*ends, int(places[first, 0]), int(places[last, 1])))
-    found.sort(key=lambda one: -(one[0] + one[1]))
-    best: dict[str, Answer] = {}
-    for first_logit, last_logit, start, end in found:
-        if len(best) == count:
-            break
-        text = item.context[start:end].strip()
-        best.setdefault(text, Answer(text, first_logit, last_logit))
-    return list(best.values())
-
-
-def probabilities(found: Sequence[Answer]) -> list[dict[str, str | float]]:
-    """A question's best answers as SQuAD's scripts write them: text, probability (softmax of the scores), logits."""
-    scores = np.array([answer.score for answer in found])
-    weights = np.exp(scores - scores.max(initial=-np.inf))
-    return [
-        {"text": answer.text, "probability": float(weight / weights.sum()), "start_logit": answer.start_logit,
-         "end_logit": answer.end_logit}
-        for answer, weight in zip(found, weights, strict=True)
-    ]  # fmt: skip
+                score = float(logits[0][first]) + float(logits[1][last])
+                if first <= last < first + LONGEST_ANSWER and score > best:
+                    best, text = score, item.context[places[first, 0] : places[last, 1]].strip()
+    return text

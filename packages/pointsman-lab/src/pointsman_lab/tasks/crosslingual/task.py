@@ -21,7 +21,7 @@ from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.crosslingual.evaluation import TestPart, evaluate_languages
-from pointsman_lab.tasks.crosslingual.features import Answer, Features, features, probabilities
+from pointsman_lab.tasks.crosslingual.features import Features, features
 from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
 from pointsman_lab.tasks.crosslingual.model import TokenClassifier
@@ -54,7 +54,6 @@ class CrossLingual(FineTuning):
         self._rows: dict[tuple[str, int], Features] = {}
         self._parts: dict[tuple[str, int, int | None], dict[str, TestPart]] = {}
         self._kept: dict[int, dict[str, list[Prediction]]] = {}
-        self._answers: dict[int, dict[str, list[list[Answer]]]] = {}
 
     @classmethod
     def read(cls, spec: str) -> XtremeData:
@@ -161,11 +160,10 @@ class CrossLingual(FineTuning):
         if split not in ("valid", "test"):
             raise RunError(f"the task {self.name} has no {split} part: allowed are valid and test")
         seen = frozenset(item.words for item in self.data.splits["train"] if isinstance(item, Tagged))
-        self._kept, self._answers = {}, {}
+        self._kept = {}
         return evaluate_languages(
             model, self.data.name, self.data.kind, self.data.classes, self.parts(config, split), split=split,
             top_k=top_k, batch_size=config.eval_batch_size, seen=seen, how=context, keep=self._kept,
-            n_best=max(1, config.own["n_best"]), keep_answers=self._answers if config.own["n_best"] else None,
         )  # fmt: skip
 
     def rows(self, config: RunConfig, split: str) -> Mapping[str, Encoded]:
@@ -174,19 +172,12 @@ class CrossLingual(FineTuning):
         return {language: part.rows.encoded for language, part in self.parts(config, split).items()}
 
     def result_files(self, config: RunConfig) -> dict[str, str]:
-        """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads.
-
-        With the setting `n_best` also the best answers to each question, in the form of SQuAD's scripts.
-        """
+        """Predictions at the k of training, else the largest, in the form that XTREME's scorer reads."""
         if not self._kept:
             return {}
         own = config.model.top_k if config.model.top_k in self._kept else max(self._kept)
         parts = self.parts(config, "test")
-        nbest = {
-            f"predictions/{self.name}/nbest-{language}.json": n_best_file(parts[language].items, found)
-            for language, found in self._answers.get(own, {}).items()
-        }
-        return nbest | {
+        return {
             f"predictions/{self.name}/test-{language}.{'json' if self.data.kind == 'questions' else 'tsv'}": submission(
                 parts[language].items, given
             )
@@ -233,12 +224,6 @@ def class_loss(model: Any, inputs: Tensor, targets: Tensor, memory: Memory | Non
 def class_logits(model: Any, inputs: Tensor, memory: Memory | None, length: int) -> tuple[Tensor, None]:
     """[..., C], one row for each target."""
     return model(inputs), None
-
-
-def n_best_file(items: Sequence[Item], found: Sequence[Sequence[Answer]]) -> str:
-    """JSON of id -> [{"text", "probability", "start_logit", "end_logit"}], best first, as SQuAD's scripts write it."""
-    lists = {item.id: probabilities(each) for item, each in zip(items, found, strict=True)}  # type: ignore[union-attr]
-    return json.dumps(lists, ensure_ascii=False, indent=1) + "\n"
 
 
 def submission(items: Sequence[Item], predictions: Sequence[Prediction]) -> str:

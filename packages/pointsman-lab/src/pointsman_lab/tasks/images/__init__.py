@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pointsman_lab.registry import Setting, TaskEntry
@@ -17,7 +16,7 @@ class Images(TaskEntry):
     levels = ("class",)
     presets = PRESETS
     settings = SETTINGS
-    records = ("robust-*.json", "pictures.json")
+    records = ("robust-*.json",)
 
     def config(self, family: str) -> Any:
         from pointsman_lab.tasks.images.vit import VisionTransformerConfig
@@ -46,12 +45,6 @@ class Images(TaskEntry):
             return cli.evaluate(values, device)
         return cli.finetune(flags, values, device) if command == "finetune" else None
 
-    def samples(self, run: Any) -> tuple[bool, Callable[[], object]] | None:
-        from pointsman_lab.tasks.images.pictures import collect_pictures
-        from pointsman_lab.tasks.images.sections import is_current
-
-        return is_current(run), lambda: collect_pictures(run.path)
-
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
         from pointsman_lab.tasks.images.sections import published
 
@@ -60,10 +53,10 @@ class Images(TaskEntry):
     def data_of(self, run: Any) -> str:
         return str(run.config.get("data", "")).rpartition("/")[2].partition(":")[0]
 
-    def sections(self, comparison: Any, baseline: str | None, quotes: bool) -> Any:
+    def sections(self, comparison: Any) -> Any:
         from pointsman_lab.tasks.images.sections import sections
 
-        return sections(comparison, quotes)
+        return sections(comparison)
 
 
 TASK = Images()

@@ -1,81 +1,27 @@
-"""The page's sections on images: patches, from pictures.json, and tables of shifted images."""
+"""The page's section on images: tables of shifted images, and accuracy against severity."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pointsman._errors import RunError
 from pointsman._values import finite, mean_of
 from pointsman_lab.report import series
 from pointsman_lab.report.cell import Cell, squared_variation
 from pointsman_lab.report.page import Sections
 from pointsman_lab.report.published import Column
 from pointsman_lab.report.sections import charts
-from pointsman_lab.report.series import short_layer
 from pointsman_lab.runs.comparison import Comparison
-from pointsman_lab.runs.paths import CHECKPOINTS, PICTURES
 from pointsman_lab.runs.record import RunRecord, read_object
 from pointsman_lab.tasks.images.robust_table import RobustTable, robust_tables
 
-FORMAT = 1
 
-
-def sections(comparison: Comparison, quotes: bool) -> Sections | None:
-    """Patches and shifted images of the comparison's runs, as far as there are records of them."""
-    shown, shifted = pictures(comparison) if quotes else {}, robust(comparison)
-    titles = [("patches", "Patches")] if shown else []
-    titles += [("robust", "Robustness")] if shifted else []
-    data = {"pictures": shown, "robust": charts(shifted)}
-    return Sections(__package__, titles, {"robust": shifted}, data) if titles else None
-
-
-def is_current(run: RunRecord) -> bool:
-    """Whether the pictures are of the checkpoint of the run's evaluation, or cannot be made anew."""
-    found = read_object(run.path / PICTURES)
-    if found.get("format") != FORMAT:
-        return not (run.path / CHECKPOINTS).is_dir()
-    return found.get("checkpoint") == run.evaluation.get("checkpoint") or not (run.path / CHECKPOINTS).is_dir()
-
-
-def pictures(comparison: Comparison) -> dict[str, Any]:
-    """The data of the page's section on images: those of each router's first run that has any; {} without.
-
-    Returns:
-        {"sets": [{"images", "names"}], "routers": [{"name", "seed", "set", "topK", "k", "experts", "grid", "layers",
-        "first", "found", "best", "sampled", "loads": {k: {layer: [share of each expert]}}}]}.
-    """
-    sets: list[dict[str, Any]] = []
-    routers = []
-    for router in comparison.routers:
-        for run in comparison.of(router):
-            found = read_object(run.path / PICTURES)
-            if found.get("format") != FORMAT:
-                continue
-            classes = found["classes"]
-            if not all(0 <= label < len(classes) for of in (found["labels"], *found["found"].values()) for label in of):
-                raise RunError(f"{run.path / PICTURES}: a label without a class; it has {len(classes)}")
-            shown = {"images": found["images"], "names": [classes[label] for label in found["labels"]]}
-            if shown not in sets:
-                sets.append(shown)
-            routers.append({
-                "name": router, "seed": run.seed, "set": sets.index(shown), "topK": found["top_k"],
-                "k": found["trained_k"], "experts": found["num_experts"], "grid": found["grid"],
-                "layers": [[name, short_layer(name)] for name in found["layers"]], "first": found["first"],
-                "found": {k: [classes[label] for label in labels] for k, labels in found["found"].items()},
-                "best": found["best"], "sampled": found["sampled"], "loads": loads(run),
-            })  # fmt: skip
-            break
-    return {"sets": sets, "routers": routers} if routers else {}
-
-
-def loads(run: RunRecord) -> Mapping[str, Mapping[str, Sequence[float]]]:
-    """k -> layer -> share of the assignments that each expert takes on the whole evaluated part."""
-    return {
-        str(k): {name: layer["load"] for name, layer in (row.get("routers") or {}).items() if layer.get("load")}
-        for k, row in run.results().items()
-    }
+def sections(comparison: Comparison) -> Sections | None:
+    """Shifted images of the comparison's runs, if there are records of them."""
+    shifted = robust(comparison)
+    if not shifted:
+        return None
+    return Sections(__package__, [("robust", "Robustness")], {"robust": shifted}, {"robust": charts(shifted)})
 
 
 def robust(comparison: Comparison) -> list[dict[str, Any]]:
