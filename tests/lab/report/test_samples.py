@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,15 @@ def test_page_samples_on_request_once(trained: Path) -> None:
     assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
     collect_all(read_comparison(trained), note=notes.append)
     assert len(notes) <= 1
+
+
+def test_a_page_elsewhere_leaves_the_run_as_it_is(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "runs" / "smoe" / "seed-0", tmp_path / "run"))
+    (run / "explorer.json").unlink(missing_ok=True)
+    before = sorted(run.rglob("*"))
+    page = Page(write_report(run, tmp_path / "page.html", samples=True).read_text())
+    assert [one["name"] for one in page.data["inside"]["explorer"]["routers"]] == ["smoe"]
+    assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.slow

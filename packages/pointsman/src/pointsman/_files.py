@@ -7,6 +7,7 @@ A test refuses every other way to open a file (`tests/test_architecture.py`).
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import os
@@ -197,6 +198,14 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def temporary_folder() -> Path:
+    """A new folder of this process, removed when it ends: for what is made of files that are only read."""
+    with disk_errors(Path(tempfile.gettempdir()), "there is no room for temporary files"):
+        folder = Path(tempfile.mkdtemp(prefix="pointsman-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager

@@ -69,7 +69,8 @@ def write_report(
     if samples:
         from pointsman_lab.report.samples import collect_all
 
-        collect_all(comparison, note=note)
+        keep = page_path(out, comparison).absolute().is_relative_to(comparison.path.absolute())
+        comparison = collect_all(comparison, note=note, keep=keep)
     return write_whole(page_path(out, comparison), render(comparison, baseline=baseline, quotes=quotes))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import within, write_whole
+from pointsman._files import temporary_folder, within, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.change import Fluctuation
@@ -45,14 +46,16 @@ def collect_samples(
     tokens: int = 2048,
     points: int = 500,
     device: str = "cpu",
+    out: Path | None = None,
 ) -> Path | None:
-    """Runs a stretch of the evaluated split through a finished run and writes `explorer.json` beside it.
+    """Runs a stretch of the evaluated split through a finished run and writes `explorer.json`.
 
     Args:
         path: a run directory with a checkpoint.
         tokens: length of the stretch, the first of the split; shorter if the split is.
         points: how many of them the 2-D map shows.
         device: where the model runs.
+        out: the folder for the file; by default the run's.
 
     Returns:
         The file; None for a model without routers.
@@ -87,14 +90,21 @@ def collect_samples(
         "map": map_points(run.model, seen[middle], middle, points),
         "history": {"top_k": middle, "checkpoints": history},
     }
-    return write_whole(path / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
+    return write_whole((out or path) / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
 
-def collect_all(comparison: Comparison, *, note: Note | None = None) -> None:
+def collect_all(comparison: Comparison, *, note: Note | None = None, keep: bool = True) -> Comparison:
     """Samples of the first finished run of every router, where they are missing or out of date.
 
     A run that cannot be sampled (no checkpoint, no data) is skipped; `note` is told why.
+
+    Args:
+        keep: writes them into the runs' folders; else into a temporary one.
+
+    Returns:
+        The comparison, with these samples.
     """
+    runs = dict(comparison.runs)
     for router in comparison.routers:
         run = next((run for run in comparison.of(router) if run.done), None)
         if run is None or has_one_k(router) or run.is_audit:  # an audit has its own, or none
@@ -104,10 +114,13 @@ def collect_all(comparison: Comparison, *, note: Note | None = None) -> None:
         try:
             if note:
                 note(f"sampling the routing of {router}")
-            collect_samples(run.path)
+            aside = None if keep else temporary_folder()
+            collect_samples(run.path, out=aside)
+            runs[router, run.seed] = replace(run, aside=aside)
         except RunError as error:
             if note:
                 note(f"no sample of {router}: {error}")
+    return replace(comparison, runs=runs)
 
 
 def _is_current(run: RunRecord) -> bool:

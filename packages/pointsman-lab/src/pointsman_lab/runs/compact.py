@@ -9,13 +9,10 @@ own folder; `restored_aside` makes them for those who only read. Tables come out
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from pointsman._files import (
     read_json,
     read_lines,
     scratch_folder,
+    temporary_folder,
     within,
     write_whole,
 )
@@ -121,9 +119,7 @@ def restored_aside(folder: Path) -> Path | None:
     status = file.lstat()
     key = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
     if key not in _ASIDE:
-        with disk_errors(file, "its runs were not restored"):
-            _ASIDE[key] = Path(tempfile.mkdtemp(prefix="pointsman-record-"))
-        atexit.register(shutil.rmtree, _ASIDE[key], ignore_errors=True)
+        _ASIDE[key] = temporary_folder()
     restore(folder, _ASIDE[key])
     return _ASIDE[key]
 

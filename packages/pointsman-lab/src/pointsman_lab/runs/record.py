@@ -42,6 +42,7 @@ class RunRecord:
         router: the spec, which labels its row; several specs are joined by '|'.
         seed: of the run.
         config, environment, evaluation, diagnostics, explorer: the files of these names; {} where there is none.
+        aside: where explorer.json is, of a run whose own folder is only read.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+    aside: Path | None = None
 
     @property
     def done(self) -> bool:
@@ -66,7 +68,7 @@ class RunRecord:
 
     @property
     def explorer(self) -> dict[str, Any]:
-        return read_object(self.path / EXPLORER)
+        return read_object((self.aside or self.path) / EXPLORER)
 
     @property
     def steps(self) -> int | None:

@@ -1,0 +1,226 @@
+"""`pointsman verify FOLDER`: whether a folder is whole, and what in it would be refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from pointsman._errors import RunError
+from pointsman._files import parse_json, read_json, read_lines, read_text, within
+from pointsman._shapes import shape_of
+from pointsman._values import printable
+from pointsman_lab.cli.options import Parser, check_device
+from pointsman_lab.runs.compact import RECORD, read_record
+from pointsman_lab.runs.comparison import Comparison, read
+from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EXPLORER, METRICS, VOCABULARY
+
+EPILOG = """examples:
+  pointsman verify runs/mine
+  pointsman verify downloads/somebodys-comparison && pointsman report downloads/somebodys-comparison
+
+A line for each thing that a command would refuse, or that is missing. Exit code 0: none; 1: some; 2: no such folder,
+or nothing in it that pointsman reads. Checksums are compared and weights of runs are loaded; code is never read.
+"""
+MOST_ENTRIES = 1_000_000
+Check = tuple[Path, Callable[[], object]]
+
+
+def parser() -> Parser:
+    flags = Parser("verify", "Say whether a folder is whole, and what in it would be refused.", EPILOG)
+    told = "a run, comparison, exam, audit, checkpoint, Hugging Face model, or a routing trace"
+    flags.add_argument("folder", type=Path, metavar="FOLDER", help=told)
+    flags.common("a folder for the lines, as verify.txt", settings="")
+    return flags
+
+
+def run(arguments: Sequence[str]) -> int:
+    values = parser().read(arguments)
+    check_device(values.device)
+    root = values.folder
+    kind = kind_of(root)
+    found = list(faults(root, kind))
+    files = sum(1 for place in entries(root) if place.is_file())
+    summary = (
+        f"{root}: {kind}, {files:,} files: {f'{len(found):,} would be refused or are missing' if found else 'whole'}"
+    )
+    text = printable("\n".join([*found, summary]))
+    print(text)
+    if values.out:
+        from pointsman._files import write_whole
+
+        write_whole(values.out / "verify.txt", text + "\n")
+    return 1 if found else 0
+
+
+def kind_of(root: Path) -> str:
+    """What a folder or file is, by the names in it.
+
+    Raises:
+        RunError: it is missing, or nothing that a command reads.
+    """
+    if not root.exists():
+        raise RunError(f"{root}: no such folder")
+    if root.is_file() or root.name.startswith("step-"):
+        return "a routing trace" if root.is_file() else "a checkpoint"
+    for name, kind in ((COMPARISON, "a comparison"), ("exam.json", "an exam"), (AUDIT, "an audit")):
+        if os.path.lexists(root / name):
+            return kind
+    if os.path.lexists(root / CONFIG):
+        try:
+            config = parse_json(read_text(root / CONFIG, "replace"))
+        except (OSError, ValueError):
+            config = None
+        model = isinstance(config, dict) and "model_type" in config and "model" not in config
+        return "a Hugging Face model" if model else "a run"
+    raise RunError(f"{root}: no run, comparison, exam, audit, checkpoint, Hugging Face model or routing trace")
+
+
+def faults(root: Path, kind: str) -> Iterator[str]:
+    """A line for each fault; what comes from one file is told once."""
+    told: list[str] = []
+    for place, check in checks(root, kind):
+        try:
+            check()
+        except OSError as error:
+            line = f"{place}: {error.strerror or error}"
+        except (ValueError, RecursionError) as error:
+            line = " ".join(str(error).split())
+            line = line if str(place) in line else f"{place}: {line}"
+        else:
+            continue
+        if not any(line.startswith(one) for one in told):
+            told.append(line)
+            yield line
+
+
+def checks(root: Path, kind: str) -> Iterator[Check]:
+    """What each command that reads the folder does, the smallest parts first."""
+    if kind == "a routing trace":
+        yield root, partial(_trace, root)
+        return
+    theirs = kind == "a Hugging Face model"
+    places = list(entries(root))
+    for place in places:
+        yield place, partial(_entry, root, place, theirs)
+    for place in places:
+        if theirs and place.suffix == ".safetensors" and place.is_file():
+            yield place, partial(_tensors, place)
+        elif place.name == CONFIG and (place.parent / CHECKPOINTS).is_dir() and not theirs:
+            yield place.parent, partial(_run, place.parent)
+        elif place.name.startswith("step-") and place.parent.name == CHECKPOINTS and place.is_dir():
+            yield place, partial(_checkpoint, place)
+    if kind == "a checkpoint":
+        yield root, partial(_checkpoint, root)
+    elif kind in ("a run", "an audit", "a comparison"):
+        yield root, partial(_page, root)
+        yield root, partial(_finished, root)
+
+
+def entries(root: Path) -> Iterator[Path]:
+    """All that is in a folder, not through links; the folder's lock and what a killed command left are nobody's files.
+
+    Raises:
+        RunError: it is too much.
+    """
+    count = 0
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        for name in sorted([*folders, *files]):
+            count += 1
+            if count > MOST_ENTRIES:
+                raise RunError(f"{root}: more than {MOST_ENTRIES:,} files")
+            yield Path(folder, name)
+
+
+def _entry(root: Path, place: Path, theirs: bool) -> None:
+    """The entry as such, and what a reader of files of this name makes of it."""
+    if theirs:  # the cache of the hub is made of links; transformers reads the files
+        if not place.exists():
+            raise RunError(f"{place}: a link to nothing")
+        return
+    within(root, *place.relative_to(root).parts)
+    mode = place.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        return
+    known = shape_of(place.name) is not None or place.name in (VOCABULARY, METRICS, RECORD)
+    if stat.S_ISLNK(mode) and known:
+        raise RunError(f"{place}: a link; files of a run directory are not opened through links")
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        raise RunError(f"{place}: no ordinary file")
+    if place.name == VOCABULARY:
+        _vocabulary(place)
+    elif place.name == METRICS:
+        _metrics(place)
+    elif place.name == RECORD:
+        for _ in read_record(place.parent):
+            pass
+    elif known:
+        found = read_json(place) or {}
+        if place.name == EXPLORER:
+            _explorer(place, found)
+
+
+def _vocabulary(file: Path) -> None:
+    from pointsman_lab.registry import read_vocabulary
+
+    try:
+        read_vocabulary(read_text(file))
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{file} is damaged: {error}") from None
+
+
+def _metrics(file: Path) -> None:
+    from pointsman_lab.runs.metrics import read_metrics
+
+    lines, rows = sum(1 for _ in read_lines(file)), sum(1 for _ in read_metrics(file))
+    if rows < lines:
+        raise RunError(f"{file}: {lines - rows:,} of {lines:,} lines are no whole rows and are passed over")
+
+
+def _explorer(file: Path, found: dict[str, object]) -> None:
+    from pointsman_lab.report.explorer import readable
+
+    if not readable(found):
+        raise RunError(f"{file}: no whole sample; `report` makes it anew or leaves it out")
+
+
+def _checkpoint(folder: Path) -> None:
+    from pointsman_lab.runs.checkpoints import open_checkpoint
+
+    open_checkpoint(folder)
+
+
+def _run(folder: Path) -> None:
+    from pointsman_lab.finetuning.run import is_finetuned, load_finetuned
+    from pointsman_lab.training.run import load_run
+
+    (load_finetuned if is_finetuned(folder) else load_run)(folder)
+
+
+def _trace(file: Path) -> None:
+    from pointsman.traces import RoutingTrace
+
+    RoutingTrace.load(file)
+
+
+def _tensors(file: Path) -> None:
+    from pointsman_lab.training.checkpoint import open_tensors
+
+    with open_tensors(file.resolve()):
+        pass
+
+
+def _page(root: Path) -> None:
+    from pointsman_lab.report.page import render
+
+    render(read(root))
+
+
+def _finished(root: Path) -> None:
+    comparison: Comparison = read(root)
+    if missing := comparison.missing():
+        names = ", ".join(f"{router} (seed {seed})" for router, seed in missing[:4])
+        raise RunError(f"{root}: not finished: {names}{', …' if len(missing) > 4 else ''}")

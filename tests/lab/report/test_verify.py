@@ -1,0 +1,130 @@
+"""`verify`: 0 for what is whole; 1, and a line with its file for each fault; 2 for no folder of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pointsman.traces import RoutingTrace
+from pointsman_lab.cli.main import main
+from pointsman_lab.runs.compact import write_record
+from tests.lab.report.fixtures import write_comparison, write_run
+
+
+def verified(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[int, list[str]]:
+    code = main(["verify", str(folder)])
+    told = capsys.readouterr()
+    assert "Traceback" not in told.out + told.err
+    return code, (told.out + told.err).splitlines()
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained / "runs" / "smoe" / "seed-0", tmp_path / "run"))
+
+
+def test_a_run_a_comparison_a_checkpoint_and_a_trace_are_whole(
+    trained: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = RoutingTrace({"a": torch.zeros(3, 1, dtype=torch.int16)}, {"a": 2}, torch.tensor([3])).save(tmp_path / "t")
+    for folder, kind in ((trained, "a comparison"), (run, "a run"), (run / "checkpoints/step-6", "a checkpoint"),
+                         (trace, "a routing trace")):  # fmt: skip
+        code, lines = verified(capsys, folder)
+        assert (code, len(lines)) == (0, 1), lines
+        assert f": {kind}, " in lines[0]
+        assert lines[0].endswith("whole")
+    code, lines = verified(capsys, tmp_path / "nothing")
+    assert (code, lines) == (2, [f"pointsman: {tmp_path / 'nothing'}: no such folder"])
+    assert verified(capsys, tmp_path)[0] == 2
+
+
+def cut(run: Path) -> Path:
+    file = run / "checkpoints/step-6/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    return file.parent
+
+
+def other_model(run: Path) -> Path:
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["num_experts"] *= 2
+    (run / "config.json").write_text(json.dumps(config))
+    return run / "checkpoints/step-6"
+
+
+def linked(run: Path) -> Path:
+    (run.parent / "elsewhere").mkdir()
+    (run / "finetune").symlink_to(run.parent / "elsewhere")
+    return run / "finetune"
+
+
+def piped(run: Path) -> Path:
+    os.mkfifo(run / "pipe")
+    return run / "pipe"
+
+
+def row_lost(run: Path) -> Path:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    return run / "metrics.jsonl"
+
+
+def no_sample(run: Path) -> Path:
+    (run / "explorer.json").write_text('{"format": 1}')
+    return run / "explorer.json"
+
+
+def other_shape(run: Path) -> Path:
+    (run / "evaluation.json").write_text('{"results": [1]}')
+    return run / "evaluation.json"
+
+
+def other_vocabulary(run: Path) -> Path:
+    (run / "vocabulary.json").write_text('{"level": "byte", "symbols": [1, 2]}')
+    return run / "vocabulary.json"
+
+
+def no_evaluation(run: Path) -> Path:
+    (run / "evaluation.json").unlink()
+    return run
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes of a POSIX system")
+@pytest.mark.parametrize(
+    "damage",
+    [cut, other_model, linked, piped, row_lost, no_sample, other_shape, other_vocabulary, no_evaluation],
+)
+def test_a_fault_is_a_line_with_the_files_name(
+    run: Path, damage: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = damage(run)
+    code, lines = verified(capsys, run)
+    assert code == 1
+    assert any(str(place) in line for line in lines[:-1]), lines
+    assert lines[-1].endswith("would be refused or are missing")
+
+
+def test_a_record_and_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write_comparison(tmp_path / "grid", ("smoe", "xmoe"), seeds=(0,))
+    record = write_record(out)
+    assert record
+    shutil.rmtree(out / "runs")
+    assert verified(capsys, out)[0] == 0
+    assert not (out / "runs").exists()
+    record.write_text(record.read_text() + "{\n")
+    code, lines = verified(capsys, out)
+    assert code == 1
+    assert f"{record}, line 3: " in lines[0]
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "mixtral"}')
+    (model / "model.safetensors").write_bytes(b"x")
+    code, lines = verified(capsys, model)
+    assert (code, len(lines)) == (1, 2)
+    assert "a Hugging Face model" in lines[1]
+    assert verified(capsys, write_run(tmp_path / "alone"))[0] == 0
