@@ -29,6 +29,7 @@ COMMANDS = {
     "export": "write a run's weights for use elsewhere",
     "generate": "continue prompts with a run's language model, at any k",
     "verify": "say whether a folder is whole, and what in it would be refused",
+    "check": "say what a trainer does to the router of a mixture of experts",
     "trace": "compare recorded routings; simulate serving one",
     "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
 }
@@ -58,7 +59,7 @@ start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 `verify` found faults, 2 user error, 130 interrupted."""
+    """Runs one command. Exit codes: 0 done, 1 `verify` or `check` found faults, 2 user error, 130 interrupted."""
     if STORE in os.environ:
         end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,6 +1,7 @@
-"""The contract of a router as a library: tests for routers that live in other packages.
+"""Tests for what lives in other packages: routers and trainers.
 
-`check_router("mine:sharpness=2")` runs every check and raises AssertionError with the promise that the router breaks.
+`check_router("mine:sharpness=2")` runs every check and raises AssertionError with the promise that the router breaks;
+`check_trainer(step)` says what a training step does to the router of a tiny mixture of experts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pointsman.testing.case import Case
     from pointsman.testing.contract import CHECKS, check_router
+    from pointsman.testing.trainers.run import check_trainer
 
-__all__ = ["CHECKS", "Case", "check_router"]
+__all__ = ["CHECKS", "Case", "check_router", "check_trainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from pointsman.testing import contract
 
         return getattr(contract, name)
+    if name == "check_trainer":
+        from pointsman.testing.trainers.run import check_trainer
+
+        return check_trainer
     raise AttributeError(f"module 'pointsman.testing' has no attribute {name!r}")

@@ -1,0 +1,105 @@
+"""`pointsman check TRAINER`: what a trainer really does to the router, a verdict a line; `all` makes the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.options import Parser
+
+if TYPE_CHECKING:
+    from pointsman.testing.trainers.lines import Verdict
+
+EPILOG = """examples:
+  pointsman check trainer
+  pointsman check trainer --balance pointsman
+  pointsman check my_loop.py:step
+  pointsman check all --out check
+
+TRAINER is {trainers}; all; or a step of your own,
+FILE.py:function, called as step(model, batches): one optimizer step on a list of
+micro-batches. Exit code 1: a line does not hold.
+"""
+MARKS = {True: "yes", False: "**no**", None: "-"}
+
+
+def parser() -> Parser:
+    from pointsman.testing.trainers import TRAINERS
+
+    names = ", ".join(TRAINERS)
+    flags = Parser(
+        "check",
+        "Say what a trainer does to the router of a tiny mixture of experts, beside float64.",
+        EPILOG.format(trainers=names.replace("lightning, ", "lightning,\n")),
+    )
+    flags.add_argument("trainer", metavar="TRAINER", help="a name, all, or FILE.py:function")
+    flags.add_argument(
+        "--balance", metavar="WHOSE",
+        help="own (of the class or engine), pointsman (hf.balance, a router of ours), or both, with a comma "
+        "(default: own; of all: both)",
+    )  # fmt: skip
+    flags.add_argument("--lines", metavar="A,B", help="only these lines")
+    flags.common("a folder for the verdicts, as check.json and check.md", settings="")
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    from pointsman.testing.trainers import BALANCES, TRAINERS
+    from pointsman.testing.trainers.run import find_trainer, installed
+
+    if values.device not in (None, "cpu"):
+        raise RunError(f"--device {values.device}: checks run on a CPU")
+    asked = (values.balance or ("own,pointsman" if values.trainer == "all" else "own")).split(",")
+    for one in asked:
+        if one not in BALANCES:
+            raise RunError(f"--balance {one!r}: {did_you_mean(one, BALANCES)}")
+    lines = values.lines.split(",") if values.lines else []
+    names = list(TRAINERS) if values.trainer == "all" else [values.trainer]
+    found: dict[tuple[str, str], list[Verdict]] = {}
+    missing = []
+    if values.trainer != "all":
+        find_trainer(values.trainer)
+    for name in names:
+        if values.trainer == "all" and (lacks := installed(name)):
+            missing.append(f"{name} ({lacks})")
+            continue
+        for balance in asked:
+            found[name, balance] = list(_shown(name, balance, lines))
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    if values.out:
+        _write(values.out, found, missing)
+    return int(any(one.holds is False for verdicts in found.values() for one in verdicts))
+
+
+def _shown(name: str, balance: str, lines: Sequence[str]) -> Iterable[Verdict]:
+    """The verdicts, each printed when it is there."""
+    import textwrap
+
+    from pointsman.testing.trainers.run import verdicts
+
+    print(f"{name}, balance: {balance}")
+    for one in verdicts(name, balance, lines):
+        mark = {True: "yes", False: "NO", None: "-"}[one.holds]
+        print(
+            textwrap.fill(one.told, 80, initial_indent=f"  {one.line:<19} {mark:<4}", subsequent_indent=" " * 26),
+            flush=True,
+        )
+        yield one
+
+
+def _write(folder: Any, found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence[str]) -> None:
+    import json
+
+    from pointsman._files import write_whole
+    from pointsman.testing.trainers.run import matrix
+
+    rows = [
+        {"trainer": name, "balance": balance, "line": one.line, "holds": one.holds, "told": one.told}
+        for (name, balance), verdicts in found.items()
+        for one in verdicts
+    ]
+    write_whole(folder / "check.json", json.dumps(rows, indent=1) + "\n")
+    write_whole(folder / "check.md", matrix(found, missing))
