@@ -170,6 +170,7 @@ OPENED_ELSEWHERE = {
     "report.published": "the package's own tables",
     "planning": "the package's own table of models",
     "training.config": "a copy of what was just written as JSON",
+    "testing.trainers.run": "what its own two ranks wrote into a scratch folder",
 }
 """Module -> what it opens that no stranger's file is, or that was checked."""
 
@@ -202,6 +203,8 @@ CHANGED_ELSEWHERE = {
     "hf.loading": "a Hugging Face model that the user names, without its code",
     "parallel.launch": "a scratch folder, and the ranks of this run",
     "testing": "a scratch folder",
+    "testing.trainers.loops": "a scratch folder",
+    "testing.trainers.run": "a scratch folder, and the two ranks of a check",
 }
 
 
