@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pointsman.ops import gemm
-
 torch.set_num_threads(1)  # one process a core runs the tests
 
 
@@ -31,9 +29,3 @@ def data_dir() -> Path:
     if not folder:
         pytest.skip("POINTSMAN_DATA is not set")
     return Path(folder)
-
-
-@pytest.fixture
-def onednn_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves no product to BLAS for being small."""
-    monkeypatch.setattr(gemm, "SMALL", 0)

@@ -14,7 +14,6 @@ import torch
 from pointsman import __version__
 from pointsman._files import replacing, write_whole
 from pointsman._grid import NONE, Grid, wrapped
-from pointsman.ops.kernels import measure_kernels
 from pointsman_lab.runs.environment import commit, processor
 from tools.bench.cases import Case
 from tools.bench.implementations import IMPLEMENTATIONS, LIMITS
@@ -22,7 +21,7 @@ from tools.bench.run import Benchmark, Result, StepResult, Times
 
 
 def machine() -> dict[str, str]:
-    """Versions, processor, threads and kernels, on which the figures depend."""
+    """Versions, processor and threads, on which the figures depend."""
     info = {
         "pointsman": __version__,
         "commit": commit() or "unknown",
@@ -31,7 +30,6 @@ def machine() -> dict[str, str]:
         "processor": processor(),
         "threads": str(torch.get_num_threads()),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "kernels": ", ".join(f"{name}={value}" for name, value in measure_kernels().to_dict().items()),
     }
     if torch.cuda.is_available():
         info["GPU"] = torch.cuda.get_device_name()

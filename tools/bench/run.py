@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pointsman._errors import RunError
-from pointsman.ops.kernels import measure_kernels
 from pointsman.routers.frame.registry import list_routers
 from tools.bench.cases import Case, cases, growth, router_cases, steps
 from tools.bench.implementations import IMPLEMENTATIONS, LIMITS, OWN
@@ -86,7 +85,7 @@ def run_case(case: Case, names: Sequence[str], seconds: float) -> Result:
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(Process(name)) for name in names]
-        built = ask_all({process: _building(process.name, case) for process in processes})
+        built = ask_all({process: ("build", [process.name, case]) for process in processes})
         times = {process.name: Times(error=answer.get("error")) for process, answer in built.items()}
         contenders = _warm_up(processes, times, _warm_up_seconds(case))
         start = time.monotonic()
@@ -99,11 +98,6 @@ def run_case(case: Case, names: Sequence[str], seconds: float) -> Result:
                 _measure(process, times[process.name], turn)
         _measure_memory([process for process in contenders if process.name not in LIMITS], times)
     return Result(case, times)
-
-
-def _building(name: str, case: Case) -> tuple[str, list[Any]]:
-    """The request for a layer. All processes use the kernels that this process chose while nothing else ran."""
-    return "build", [name, case, measure_kernels() if case.device == "cpu" else None]
 
 
 def _warm_up(processes: Sequence[Process], times: Mapping[str, Times], seconds: float) -> Sequence[Process]:
@@ -158,7 +152,7 @@ def run_routers(case: Case, specs: Sequence[str], rounds: int = ROUTER_ROUNDS) -
     """Each router's forward and backward, over those of the whole layer with the router `smoe`: medians over rounds."""
     shares: dict[str, list[float]] = {spec: [] for spec in specs}
     with Process("pointsman") as process:
-        process.ask(*_building("pointsman", case))
+        process.ask("build", ["pointsman", case])
         process.ask("warm", WARM_UP[case.dtype])
         for turn in range(-1, rounds):  # the first round builds the routers
             whole = process.ask("measure", 10 * turn + 10)

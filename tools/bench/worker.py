@@ -7,7 +7,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from pointsman.experts.cpu import memory
-from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -31,13 +29,9 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Worker:
-    """A layer and its measurements.
+    """A layer and its measurements."""
 
-    Args:
-        kernels: the CPU kernels of our layer and the limit; None: chosen by this process.
-    """
-
-    def __init__(self, name: str, case: Case, kernels: Kernels | None = None) -> None:
+    def __init__(self, name: str, case: Case) -> None:
         self.name, self.case = name, case
         torch.manual_seed(0)
         dtype = getattr(torch, case.dtype)
@@ -47,7 +41,6 @@ class Worker:
             self.layer, self.module = IMPLEMENTATIONS[name].build(case)
         self.module.to(case.device, dtype)
         self.module.train(case.train)
-        self.kernels = kernels
         self.routers: dict[str, Router] = {}
 
     def hidden(self, seed: int, tokens: int | None = None) -> Tensor:
@@ -85,10 +78,6 @@ class Worker:
 
     def once(self, seed: int) -> dict[str, float]:
         """Seconds of one call on new tokens."""
-        with self._chosen():
-            return self._once(seed)
-
-    def _once(self, seed: int) -> dict[str, float]:
         hidden = self.hidden(seed)
         if self.name in LIMITS or not self.case.train:
             with torch.no_grad():
@@ -130,14 +119,13 @@ class Worker:
                    for name, width in router.score.below.items()},
         )  # fmt: skip
         router.zero_grad()
-        with self._chosen():
-            start = self._now()
-            routing: Routing = router(hidden, context)
-            results = [routing.weights, *routing.combine.weights().values(), *routing.losses.values()]
-            results = [result for result in results if result.requires_grad]
-            if results:
-                torch.autograd.backward(results, [torch.ones_like(result) for result in results])
-            return {"router": self._now() - start}
+        start = self._now()
+        routing: Routing = router(hidden, context)
+        results = [routing.weights, *routing.combine.weights().values(), *routing.losses.values()]
+        results = [result for result in results if result.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        return {"router": self._now() - start}
 
     def memory(self, seed: int) -> dict[str, float]:
         """Peak bytes of one call without the weights (Linux and CUDA).
@@ -163,9 +151,6 @@ class Worker:
         before = _status("VmRSS")
         self.once(seed)
         return {"memory": _status("VmHWM") - before}
-
-    def _chosen(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.kernels is None else using(self.kernels)
 
     def _awake(self, seed: int) -> None:
         """Wakes the processor; a GPU by a call on other tokens, which also reallocates its memory."""
@@ -194,7 +179,7 @@ def _status(field: str) -> int:
 def serve(pipe: Connection) -> None:
     """Answers each request (name, value) with a dictionary, until the other end closes.
 
-    ("build", [name, case, kernels]) creates a `Worker`, ("train", [way, device, settings]) a `steps.Steps`; every other
+    ("build", [name, case]) creates a `Worker`, ("train", [way, device, settings]) a `steps.Steps`; every other
     request calls that method of it with `value`.
     """
     worker: Any = None

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pointsman.ops import cross_entropy, relative
-from pointsman.ops.gemm import BLAS
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.mutual import posterior
 from pointsman_lab.models import attention_blocks
@@ -100,7 +99,6 @@ def test_aligned_bias_is_the_same(length: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_padded_vocabulary(vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "alignment", lambda _: 8)
-    monkeypatch.setattr(cross_entropy, "active_gemm", lambda _: BLAS)
     hidden = torch.randn(16, 16, dtype=dtype, requires_grad=True)
     weight, bias = torch.randn(vocabulary, 16, requires_grad=True), torch.randn(vocabulary, requires_grad=True)
     if dtype == torch.float64:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.ops.kernels import Kernels, using
 from pointsman.ops.relative import RelativeBias
 from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models import attention_blocks as ops
@@ -90,14 +89,12 @@ def test_inputs_of_any_strides():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("kernels", [Kernels(gemm="blas"), Kernels(gemm="onednn")], ids=["blas", "onednn"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
-def test_lower_precision(dtype, tolerance, kernels):
+def test_lower_precision(dtype, tolerance):
     inputs = draw(length=70, memory=30, width=16, dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = reference(*exact, 0.25)
-    with using(kernels):
-        got = relative_attention(*inputs, scale=0.25)
+    got = relative_attention(*inputs, scale=0.25)
     assert got.dtype == dtype
     upper = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(got, inputs, upper.to(dtype))

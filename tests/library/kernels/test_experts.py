@@ -113,7 +113,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """A GPU of capability 9.0, on which the first way is the fastest; notes the cases that are timed."""
     seen: list[Any] = []
 
-    def first(ways: Any, rounds: int) -> str:
+    def first(ways: Any) -> str:
         seen.append(list(ways))
         return next(iter(ways))
 

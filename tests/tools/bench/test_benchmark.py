@@ -182,7 +182,7 @@ def test_warm_when_calls_get_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_fails_is_reported() -> None:
     with Process("pointsman") as process:
-        assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9), None])
+        assert "error" in process.ask("build", ["pointsman", replace(TINY, k=9)])
         process._process.kill()
         assert "error" in process.ask("measure", 0)
     failed = Result(

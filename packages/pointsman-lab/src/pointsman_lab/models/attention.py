@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.ops.drawing import dropout as drop
-from pointsman.ops.linear import linear, linears
+from pointsman.ops.linear import linear
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace
 from pointsman_lab.models.memory import appended
@@ -109,9 +109,9 @@ class Attention(nn.Module):
             trace: the output in the trace is without the output projection's bias.
         """
         if source is None:
-            query, key, value = linears(hidden, self._maps)
+            query, key, value = (linear(hidden, *one) for one in self._maps)
         else:
-            query, (key, value) = linear(hidden, *self._maps[0]), linears(source, self._maps[1:])
+            query, (key, value) = linear(hidden, *self._maps[0]), (linear(source, *one) for one in self._maps[1:])
         query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         kept = None
         if keep or (memory is not None and memory.shape[1]):

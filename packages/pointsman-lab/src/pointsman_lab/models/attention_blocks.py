@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from pointsman.ops import relative
-from pointsman.ops.gemm import Gemm
 from pointsman.ops.relative import by_key
-from pointsman.ops.workspace import TILE, Workspace, tiles
+from pointsman.ops.workspace import Workspace
 
 MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys alone gives no NaN
 ROWS = 256  # query rows in a block
@@ -27,7 +26,6 @@ class Settings(NamedTuple):
     scale: float
     dropout: float
     seed: int
-    gemm: Gemm | None
     trace: bool
     rank: int
     ranks: int
@@ -81,7 +79,7 @@ class Products:
     """What forward and backward share: the probabilities of a block, and products of stacks of matrices."""
 
     def __init__(self, query: Tensor, positions: Tensor, settings: Settings, key_mask: Tensor | None) -> None:
-        self.query, self.settings, self.gemm = query, settings, settings.gemm
+        self.query, self.settings = query, settings
         self.keys = positions.shape[1]
         # rows of negative distances: `by_key` needs one, and rows of a GPU's products are aligned
         more = relative.alignment(query.device)
@@ -96,32 +94,10 @@ class Products:
         return self.work(name, *shape)
 
     def by_transpose(self, left: Tensor, right: Tensor, name: str) -> Tensor:
-        """left right' in the memory called `name`: [N, a, d], [N, b, d] -> [N, a, b]. One pair goes through the run's
-        products, several as bmm."""
-        if self.gemm is not None and len(left) == 1:
-            if right.shape[1] <= TILE:
-                return self.gemm.linear(left[0], right[0])[None]
-            output = self.memory(name, *left.shape[:2], right.shape[1])
-            for part in tiles(right.shape[1]):
-                self.gemm.linear(left[0], right[0, part], out=output[0, :, part])
-            return output
+        """left right' in the memory called `name`: [N, a, d], [N, b, d] -> [N, a, b]."""
         if torch.compiler.is_compiling():
             return torch.bmm(left, right.transpose(1, 2))
         return torch.bmm(left, right.transpose(1, 2), out=self.memory(name, *left.shape[:2], right.shape[1]))
-
-    def plain(self, left: Tensor, right: Tensor) -> Tensor:
-        """left right: [N, a, b], [N, b, d] -> [N, a, d]."""
-        if self.gemm is not None and len(left) == 1:
-            return self.gemm.product(left[0], right[0])[None]
-        return torch.bmm(left, right)
-
-    def transposed(self, left: Tensor, right: Tensor) -> Tensor:
-        """left' right: [N, a, b], [N, a, d] -> [N, b, d]."""
-        if self.gemm is None or len(left) > 1:
-            return torch.bmm(left.transpose(1, 2), right)
-        result = right.new_empty(1, left.shape[2], right.shape[2])
-        self.gemm.weight_gradient(result[0], left[0], right[0])
-        return result
 
     def queries(self, block: Block, bias: Tensor) -> Tensor:
         """scale * (q + bias) of the block: [heads, batch, R, D], contiguous."""
@@ -154,13 +130,7 @@ class Products:
         scores = by_key(products.view(heads * batch, rows, positions.shape[1]))[..., : block.seen]
         flat = content.view(heads * batch, rows, width)
         own = None if torch.compiler.is_compiling() else self.memory("probabilities", *scores.shape)
-        if self.gemm is not None and len(flat) == 1:
-            if block.seen <= TILE:
-                scores = self.gemm.accumulate(scores[0], flat[0], keys[0])[None]
-            else:
-                for part in tiles(block.seen):
-                    scores[0, :, part] += self.gemm.linear(flat[0], keys[0, part])
-        elif own is None:
+        if own is None:
             scores = torch.baddbmm(scores, flat, keys.transpose(1, 2))
         else:
             scores = torch.baddbmm(scores, flat, keys.transpose(1, 2), out=own)

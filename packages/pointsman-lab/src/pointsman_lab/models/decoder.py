@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.ops.cross_entropy import few_logits_cross_entropy, linear_cross_entropy
+from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.drawing import dropout
-from pointsman.ops.linear import linear, suits
+from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention, Rotate
 from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterStates
@@ -258,8 +258,6 @@ class DecoderEmbedding(nn.Module):
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
         if hidden.dtype in (torch.float32, torch.float64) and len(hidden) * len(self.weight) <= FEW_LOGITS:
-            if suits(hidden, self.output_weight) and not torch.compiler.is_compiling():
-                return few_logits_cross_entropy(hidden, self.output_weight, targets)
             return F.cross_entropy(self.logits(hidden).to(hidden.dtype), targets, reduction="none")
         zero: Tensor = self.zero  # type: ignore[assignment]
         return linear_cross_entropy(hidden, self.output_weight, zero, targets)

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from pointsman.kernels import attention as on_gpu
 from pointsman.kernels.attention import Inputs
 from pointsman.ops import relative
-from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ranks import ALONE, Ranks
@@ -62,12 +61,11 @@ def traced_attention(
         keys and values as H tensors [B, T or S, D] each. A gradient that flows back through one of these costs that
         head's share; through `query` it would cost a tensor of all heads.
     """
-    gemm = active_gemm(query.dtype) if query.device.type == "cpu" else None
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
     rank, count = (ranks.rank, ranks.count) if dropout else (0, 1)
     triton = on_gpu.suits(query, positions, dropout, attend)
-    settings = Settings(scale, dropout, seed, gemm, trace, rank, count, triton)
+    settings = Settings(scale, dropout, seed, trace, rank, count, triton)
     output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
@@ -75,7 +73,7 @@ def traced_attention(
 
 def attend(inputs: Inputs, scale: float, *, triton: bool) -> Tensor:
     """The output of `traced_attention` on a GPU, through these kernels or torch's: what a timing compares."""
-    settings = Settings(scale, 0.0, 0, None, False, 0, 1, triton)
+    settings = Settings(scale, 0.0, 0, False, 0, 1, triton)
     return _RelativeAttention.apply(*inputs, settings, None)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -151,7 +149,7 @@ def _forward(inputs: Inputs, settings: Settings, key_mask: Tensor | None) -> Ten
         kept = shared.kept(block, probabilities)
         if kept is not None:
             probabilities = probabilities.mul_(kept)
-        rows = shared.plain(probabilities, part_of(block, value))
+        rows = torch.bmm(probabilities, part_of(block, value))
         output[block.heads, block.batch, block.start : block.stop] = rows.view(content.shape)
     return output
 
@@ -201,14 +199,14 @@ def _backward(gradient: Tensor, output: Tensor, inputs: Inputs, settings: Settin
         if kept is not None:
             probabilities = probabilities.mul_(kept)
         of_keys, of_values = (part[block.heads, block.batch, : block.seen] for part in d_key_value.unbind(0))
-        _add(of_values, shared.transposed(probabilities, upper).view(of_values.shape), last)
+        _add(of_values, torch.bmm(probabilities.mT, upper).view(of_values.shape), last)
         flat = content.view(count, rows, width)
-        _add(of_keys, shared.transposed(d_scores, flat).view(of_keys.shape), last)
+        _add(of_keys, torch.bmm(d_scores.mT, flat).view(of_keys.shape), last)
         by_head = by_distance.view(heads, batch * rows, -1)
         of_positions = d_positions[block.heads, shared.distances(block)]
-        of_positions.add_(shared.transposed(by_head, position.view(heads, batch * rows, width)))
-        from_content = shared.plain(d_scores, block_keys).view(content.shape)
-        from_position = shared.plain(by_head, shared.block_positions(block)).view(content.shape)
+        of_positions.add_(torch.bmm(by_head.mT, position.view(heads, batch * rows, width)))
+        from_content = torch.bmm(d_scores, block_keys).view(content.shape)
+        from_position = torch.bmm(by_head, shared.block_positions(block)).view(content.shape)
         d_content[block.heads] += from_content.sum((1, 2), dtype=exact)
         d_position[block.heads] += from_position.sum((1, 2), dtype=exact)
         _multiply(from_content.add_(from_position), settings.scale, d_query[region])

@@ -14,7 +14,7 @@ import torch
 from pointsman._errors import RunError
 from pointsman.kernels import attention, experts, mixing, router
 from pointsman.kernels.choice import TOKENS, Case, Work, measured
-from pointsman.ops.kernels import PLAIN, Kernels, measure_kernels
+from pointsman.ops.kernels import PLAIN, Kernels
 from pointsman.routers.mutual.streaming import informed
 from pointsman_lab.models.traced_attention import attend
 from pointsman_lab.runs.checkpoints import Checkpoint
@@ -34,11 +34,12 @@ def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
 
 
 def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.device | None = None) -> Kernels:
-    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the faster ones by a
-    timing. On a CUDA device also those of the GPU, in this run's own shapes."""
+    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the default. On a
+    CUDA device the faster ones by a timing, in this run's own shapes.
+    """
     if config.deterministic:
         return PLAIN
-    chosen = given or measure_kernels()
+    chosen = given or Kernels()
     if device is None or device.type != "cuda":
         return chosen
     open_ = {name: work for name, work in _work(config).items() if getattr(chosen, name) == "auto"}

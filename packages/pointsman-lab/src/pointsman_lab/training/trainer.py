@@ -73,7 +73,7 @@ def train(
         resume: go on from the last whole checkpoint, at step 0 without one. A finished run stays as it is.
         device: "cpu", "cuda", "cuda:1", …
         task: what is learned; None: what models of this family are trained on.
-        kernels: for a new run, instead of what a timing chooses; a resumed run keeps its own.
+        kernels: for a new run, instead of the default; a resumed run keeps its own.
         progress: a display.
         monitor: makes what looks at the routing on the way, from the model, a number of steps and the seed
             (`diagnostics.RoutingMonitor`).

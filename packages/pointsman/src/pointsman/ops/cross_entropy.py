@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pointsman.ops.gemm import BLAS, Gemm
-from pointsman.ops.kernels import active_gemm
 from pointsman.ops.relative import alignment
 
 ELEMENTS = 2**25  # logits in memory at once: 128 MB in float32
@@ -29,41 +27,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, targets: 
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    gemm = active_gemm(dtype) if device == "cpu" else BLAS
-    losses: Tensor = _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets, gemm)  # type: ignore[no-untyped-call]
+    losses: Tensor = _LinearCrossEntropy.apply(hidden.to(dtype), weight, bias, targets)  # type: ignore[no-untyped-call]
     return losses
-
-
-def few_logits_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The same without a bias, for logits that may be kept: each is computed once, and nothing else of their size.
-
-    Args:
-        hidden: [tokens, dim], float32 or float64, as weight [vocabulary, dim].
-        targets: [tokens] int64, each in the vocabulary.
-    """
-    losses: Tensor = _FewLogits.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
-    return losses
-
-
-class _FewLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = hidden @ weight.t()
-        logits.sub_(logits.amax(-1, keepdim=True))
-        chosen = logits.gather(1, targets[:, None])[:, 0]
-        exponentials = logits.exp_()
-        total = exponentials.sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, exponentials, total)
-        return total.log().sub_(chosen)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, exponentials, total = ctx.saved_tensors
-        d_logits = exponentials * (gradient / total)[:, None]
-        d_logits.scatter_add_(1, targets[:, None], -gradient[:, None])
-        d_hidden = d_logits @ weight if ctx.needs_input_grad[0] else None
-        return d_hidden, d_logits.t() @ hidden if ctx.needs_input_grad[1] else None, None
 
 
 def _columns(tokens: int, vocabulary: int) -> list[slice]:
@@ -78,53 +43,46 @@ def _aligned(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return (F.pad(weight, (0, 0, 0, more)), F.pad(bias, (0, more), value=-torch.inf)) if more else (weight, bias)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor, gemm: Gemm) -> Tensor:
-    logits = gemm.linear(hidden, weight)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    logits = hidden @ weight.t()
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.add_(bias.to(logits.dtype))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, gemm: Gemm) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         normalizer = hidden.new_full((len(hidden),), -torch.inf, dtype=exact)
         chosen = torch.zeros_like(normalizer)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _columns(len(hidden), len(weight)):
-                logits = _logits(hidden, *_aligned(weight[part].to(hidden.dtype), bias[part]), gemm)
+                logits = _logits(hidden, *_aligned(weight[part].to(hidden.dtype), bias[part]))
                 normalizer = torch.logaddexp(normalizer, torch.logsumexp(logits, -1))
                 place, inside = _within(targets, part)
                 chosen += logits.gather(1, place[:, None])[:, 0] * inside
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
-        ctx.gemm = gemm
         return normalizer - chosen
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer = ctx.saved_tensors
-        gemm: Gemm = ctx.gemm
         d_hidden = torch.zeros_like(hidden, dtype=normalizer.dtype)
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _columns(len(hidden), len(weight)):
                 cast, of_part = _aligned(weight[part].to(hidden.dtype), bias[part])
                 size = part.stop - part.start
-                d_logits = _logits(hidden, cast, of_part, gemm).sub_(normalizer[:, None]).exp_()
+                d_logits = _logits(hidden, cast, of_part).sub_(normalizer[:, None]).exp_()
                 place, inside = _within(targets, part)
                 d_logits.scatter_add_(1, place[:, None], -inside[:, None].to(d_logits.dtype))
                 d_logits.mul_(gradient[:, None])
                 d_bias[part] = d_logits.sum(0)[:size]
                 d_logits = d_logits.to(hidden.dtype)
-                d_hidden += gemm.product(d_logits, cast)
-                if hidden.dtype == weight.dtype and len(cast) == size:
-                    gemm.weight_gradient(d_weight[part], d_logits, hidden)
-                else:
-                    rounded = torch.empty_like(cast)
-                    gemm.weight_gradient(rounded, d_logits, hidden)
-                    d_weight[part] = rounded[:size]
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+                d_hidden += d_logits @ cast
+                d_weight[part] = (d_logits.t() @ hidden)[:size]
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None
 
 
 def _within(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:

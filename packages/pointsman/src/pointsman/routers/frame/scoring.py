@@ -1,10 +1,6 @@
-"""Router scores: a tall, narrow matrix product, which torch.compile treats as one opaque node (the same product gives
-the same bits, and so the same choice of experts); on a GPU score, gate and selection are one kernel (`route`).
-"""
+"""Router scores; on a GPU score, gate and selection are one kernel (`route`)."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +8,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pointsman.kernels import router as kernel
-from pointsman.ops import linear as plain
-from pointsman.ops.gemm import choose
-from pointsman.ops.kernels import active_code
+from pointsman.ops.linear import HALF, transformed
 from pointsman.routers.frame.stage_values import Scores, Selection
 from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, TopK
 from pointsman.routing import RoutingContext
-
-FEW = 256  # rows up to which the faster product saves less than its call costs
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,54 +20,9 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Args:
         hidden: of any precision; upcast to at least float32, like weight and bias.
     """
-    dtype = torch.float32 if hidden.dtype in plain.HALF else hidden.dtype
+    dtype = torch.float32 if hidden.dtype in HALF else hidden.dtype
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    if torch.compiler.is_exporting() or hidden.numel() <= FEW * hidden.shape[-1]:  # exported: for any number of rows
-        return F.linear(hidden if hidden.dtype == dtype else hidden.to(dtype), weight, bias)
-    if torch.compiler.is_compiling() and plain.suits(hidden, weight):
-        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        scores: Tensor = score(rows, weight.contiguous(), bias, active_code().split(",")[1])
-        return scores.view(*hidden.shape[:-1], -1)
-    return plain.linear(hidden, weight, bias)
-
-
-@torch.library.custom_op("pointsman::score", mutates_args=())
-def score(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
-    """rows [n, dim], contiguous, times weight [E, dim] transposed, plus bias; `gemm` as of `Kernels`."""
-    return plain.forward(rows, weight, bias, choose(gemm, weight.dtype))
-
-
-@score.register_fake
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None, gemm: str) -> Tensor:
-    return weight.new_empty(rows.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("pointsman::score_backward", mutates_args=())
-def score_backward(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weight."""
-    d_rows, d_weight = plain.backward(gradient.contiguous(), rows, weight, (True, True), choose(gemm, weight.dtype))
-    assert d_rows is not None
-    assert d_weight is not None
-    return d_rows, d_weight
-
-
-@score_backward.register_fake
-def _(gradient: Tensor, rows: Tensor, weight: Tensor, gemm: str) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), torch.empty_like(weight)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weight, bias, ctx.gemm = inputs
-    ctx.bias = bias is not None
-    ctx.save_for_backward(rows, weight)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    rows, weight = score_backward(gradient, *ctx.saved_tensors, ctx.gemm)
-    return rows, weight, gradient.sum(0) if ctx.bias else None, None
-
-
-score.register_autograd(_backward, setup_context=_setup_context)
+    return F.linear(hidden.to(dtype), weight, bias)
 
 
 def route(
@@ -87,7 +34,7 @@ def route(
     """
     score, normalize, select = stages
     gate = normalize.gate_and_scale() if type(select) is TopK else None
-    if gate is None or plain.transformed() or torch.compiler.is_exporting() or not hidden.numel():
+    if gate is None or transformed() or torch.compiler.is_exporting() or not hidden.numel():
         return None
     product = score.product(hidden, context)
     if product is None:

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pointsman.kernels import mixing
 from pointsman.ops import relative
-from pointsman.ops.gemm import ONEDNN, Gemm
-from pointsman.ops.kernels import active_gemm
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
 from pointsman.ops.visible import Prepared, Visible
@@ -74,8 +72,7 @@ def informed(
     triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`inform`, through Triton's kernels where they take it, or through torch's."""
-    gemm = active_gemm(torch.float32) if batched[0].device.type == "cpu" else None
-    options = _Options(prepare, visible, len(batched), normalization, gemm, triton)
+    options = _Options(prepare, visible, len(batched), normalization, triton)
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -113,55 +110,27 @@ def biased_block(
 
 def block_scores(prepared: Prepared, visible: Visible, start: int, stop: int, bias: Bias | None = None) -> Tensor:
     """Scores of the rows `start:stop` and the keys that they see at most, -inf where a key does not inform a row."""
-    scores = _scores(_Products(None), prepared, visible, start, stop)
+    scores = _scores(prepared, visible, start, stop)
     if bias is not None:
         scores = scores + bias(start, stop)[..., : scores.shape[-1]]
     return visible.hide_(scores, start)
 
 
-class _Products:
-    """Matrix products of a group of sequences; on a CPU through oneDNN where the run uses it, a sequence at a time."""
+def _products(query: Tensor, key: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """query [n, rows, D], key [1 or n, keys, D], bias [n, keys]: [n, rows, keys], in `out` if it is given."""
+    turned = key.transpose(1, 2)
+    product = query @ turned if out is None else torch.bmm(query, turned.expand(len(query), -1, -1), out=out)
+    return product if bias is None else product.add_(bias[:, None])
 
-    def __init__(self, gemm: Gemm | None) -> None:
-        self.gemm = gemm
 
-    @classmethod
-    def of(cls, query: Tensor, gemm: Gemm | None) -> _Products:
-        return cls(gemm if gemm is ONEDNN and query.shape[1] >= 16 and query.dtype == torch.float32 else None)
-
-    def scores(self, query: Tensor, key: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """query [n, rows, D], key [1 or n, keys, D], bias [n, keys]: [n, rows, keys], in `out` if it is given."""
-        if self.gemm is None:
-            turned = key.transpose(1, 2)
-            product = query @ turned if out is None else torch.bmm(query, turned.expand(len(query), -1, -1), out=out)
-            return product if bias is None else product.add_(bias[:, None])
-        if out is None:
-            out = query.new_empty(*query.shape[:2], key.shape[1])
-        together = len(key) == 1 and len(query) > 1
-        rows, to = (query.flatten(0, 1)[None], out.flatten(0, 1)[None]) if together else (query, out)
-        for index in range(len(rows)):
-            for part in tiles(key.shape[1]):
-                add = None if bias is None else bias[index, part]
-                to[index, :, part] = self.gemm.linear(rows[index], key[index, part], add)
-        return out
-
-    def times(self, weights: Tensor, value: Tensor) -> Tensor:
-        """weights [n, rows, keys], value [1 or n, keys, E]: [n, rows, E]."""
-        if self.gemm is None:
-            return weights @ value
-        turned = value.transpose(1, 2)
-        each = (turned[index if len(turned) > 1 else 0] for index in range(len(weights)))
-        return torch.stack([self.gemm.linear(one, other) for one, other in zip(weights, each, strict=True)])
-
-    def add_inner(self, total: Tensor, rows: Tensor, weights: Tensor) -> None:
-        """total [1 or n, D, keys] += the sum over rows of rows [n, rows, D] times weights [n, rows, keys]."""
-        if len(total) == 1:
-            rows, weights = rows.flatten(0, 1)[None], weights.flatten(0, 1)[None]
-        for index in range(len(rows)):
-            one = rows[index].t().contiguous()
-            for part in tiles(weights.shape[-1]):
-                other = weights[index, :, part]
-                total[index, :, part] += one @ other if self.gemm is None else self.gemm.linear(one, other.t())
+def _add_inner(total: Tensor, rows: Tensor, weights: Tensor) -> None:
+    """total [1 or n, D, keys] += the sum over rows of rows [n, rows, D] times weights [n, rows, keys]."""
+    if len(total) == 1:
+        rows, weights = rows.flatten(0, 1)[None], weights.flatten(0, 1)[None]
+    for index in range(len(rows)):
+        one = rows[index].t().contiguous()
+        for part in tiles(weights.shape[-1]):
+            total[index, :, part] += one @ weights[index, :, part]
 
 
 def _workspace(prepared: Prepared, visible: Visible) -> Workspace:
@@ -171,20 +140,18 @@ def _workspace(prepared: Prepared, visible: Visible) -> Workspace:
     return Workspace(query, len(query) * rows * relative.distances(visible.keys, query.device))
 
 
-def _scores(
-    products: _Products, prepared: Prepared, visible: Visible, start: int, stop: int, work: Workspace | None = None
-) -> Tensor:
+def _scores(prepared: Prepared, visible: Visible, start: int, stop: int, work: Workspace | None = None) -> Tensor:
     """Scores of a block [n, rows, keys seen], nothing hidden yet; in the workspace if there is one."""
     seen = visible.seen(stop)
     bias = None if prepared.key_bias is None else prepared.key_bias[:, :seen]
     own = None if work is None else work("scores", len(prepared.query), stop - start, seen)
-    scores = products.scores(prepared.query[:, start:stop], prepared.key[:, :seen], bias, own)
+    scores = _products(prepared.query[:, start:stop], prepared.key[:, :seen], bias, own)
     if prepared.position_query is not None:
         rows = prepared.position_query[:, start:stop]
         assert prepared.positions is not None
         positions = prepared.positions[:, _distances(prepared.positions, seen)]
         other = None if work is None else work("positions", len(prepared.query), stop - start, positions.shape[1])
-        scores += by_key(products.scores(rows, positions, out=other))[..., :seen]
+        scores += by_key(_products(rows, positions, out=other))[..., :seen]
     return scores
 
 
@@ -203,7 +170,6 @@ class _Options(NamedTuple):
     visible: Visible
     batched: int
     normalization: bool
-    gemm: Gemm | None
     triton: bool
 
 
@@ -219,17 +185,17 @@ class _Inform(torch.autograd.Function):
                 outs.append(whole)
                 sums.append(each)
                 continue
-            products, work = _Products.of(prepared.query, options.gemm), _workspace(prepared, visible)
+            work = _workspace(prepared, visible)
             out, lse = [], []
             for start, stop in visible.blocks(prepared.query.device):
-                scores = visible.hide_(_scores(products, prepared, visible, start, stop, work), start)
+                scores = visible.hide_(_scores(prepared, visible, start, stop, work), start)
                 largest = scores.amax(-1) if options.normalization else None
                 weights = torch.softmax(scores, -1, out=scores)
                 if largest is not None:
                     # the largest weight is 1 / the sum of exp(score - largest)
                     lse.append(largest - weights.amax(-1).log())
                 if prepared.value is not None:
-                    out.append(products.times(weights, prepared.value[:, : scores.shape[-1]]))
+                    out.append(weights @ prepared.value[:, : scores.shape[-1]])
             del work
             sums.append(torch.cat(lse, 1) if lse else prepared.query.new_empty(len(prepared.query), 0))
             outs.append(torch.cat(out, 1) if out else prepared.query[:, :, :0])
@@ -258,7 +224,7 @@ class _Inform(torch.autograd.Function):
             if kept:
                 results = mixing.backward(prepared.detach(), visible, *(tensor[group] for tensor in kept), *here)
             else:
-                results = _backward(prepared.detach(), visible, options.gemm, *here)
+                results = _backward(prepared.detach(), visible, *here)
             made = [(t, g) for t, g in zip(prepared, results, strict=True) if t is not None and t.requires_grad]
             leaves = [part for part in parts if part.requires_grad]
             grads = iter(torch.autograd.grad([t for t, _ in made], leaves, [g for _, g in made], allow_unused=True))
@@ -284,13 +250,12 @@ def _together(parts: list[Tensor]) -> Tensor:
 def _backward(
     prepared: Prepared,
     visible: Visible,
-    gemm: Gemm | None,
     out_gradient: Tensor | None,
     lse_gradient: Tensor | None,
 ) -> Prepared:
     """Gradients of what was prepared, by the same names."""
     query, key, value, key_bias, position_query, positions = prepared
-    products, work = _Products.of(query, gemm), _workspace(prepared, visible)
+    work = _workspace(prepared, visible)
     dquery = torch.empty_like(query)
     dposition_query = None if position_query is None else torch.empty_like(position_query)
     dkey, dvalue, dpositions = (_turned_zeros(tensor) for tensor in (key, value, positions))
@@ -298,21 +263,21 @@ def _backward(
     assert dkey is not None
     for start, stop in visible.blocks(query.device):
         seen, rows = visible.seen(stop), query[:, start:stop]
-        scores = visible.hide_(_scores(products, prepared, visible, start, stop, work), start)
+        scores = visible.hide_(_scores(prepared, visible, start, stop, work), start)
         weights = torch.softmax(scores, -1, out=scores)
         through: Tensor | None = None
         if value is not None and dvalue is not None and out_gradient is not None:
             upper = out_gradient[:, start:stop]
-            through = products.scores(upper, value[:, :seen], out=work("through", len(query), stop - start, seen))
+            through = _products(upper, value[:, :seen], out=work("through", len(query), stop - start, seen))
             torch.ops.aten._softmax_backward_data.out(through, weights, -1, weights.dtype, grad_input=through)
-            products.add_inner(dvalue[:, :, :seen], upper, weights)
+            _add_inner(dvalue[:, :, :seen], upper, weights)
         if lse_gradient is not None:
             direct = weights.mul_(lse_gradient[:, start:stop, None])
             through = direct if through is None else through.add_(direct)
         if through is None:
             through = weights.zero_()
-        dquery[:, start:stop] = products.times(through, key[:, :seen])
-        products.add_inner(dkey[:, :, :seen], rows, through)
+        dquery[:, start:stop] = through @ key[:, :seen]
+        _add_inner(dkey[:, :, :seen], rows, through)
         if dkey_bias is not None:
             dkey_bias[:, :seen] += through.sum(1)
         if position_query is not None and positions is not None:
@@ -321,8 +286,8 @@ def _backward(
             places = _distances(positions, seen)
             by_distance = work("positions", len(query), stop - start, places.stop - places.start).zero_()
             by_key(by_distance)[..., :seen].copy_(through)
-            dposition_query[:, start:stop] = products.times(by_distance, positions[:, places])
-            products.add_inner(dpositions[:, :, places], position_query[:, start:stop], by_distance)
+            dposition_query[:, start:stop] = by_distance @ positions[:, places]
+            _add_inner(dpositions[:, :, places], position_query[:, start:stop], by_distance)
     return Prepared(dquery, dkey.mT, None if dvalue is None else dvalue.mT, dkey_bias, dposition_query,
                     None if dpositions is None else dpositions.mT)  # fmt: skip
 
