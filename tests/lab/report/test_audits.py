@@ -17,7 +17,8 @@ pytest.importorskip("jinja2")
 
 
 def test_the_report_reads_it(tmp_path: Path) -> None:
-    result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), texts(12), top_k=[1, 2])
+    domains = {"en.txt": texts(12), "de.txt": texts(12, seed=3)}
+    result = hf.audit(spread(zoo.tiny_model("mixtral")), tokenizer(), domains, top_k=[1, 2])
     result.save(tmp_path / "audit", data="a few words", command="pointsman audit some-model --data words")
     notes: list[str] = []
     page = write_report(tmp_path / "audit", samples=True, note=notes.append).read_text(encoding="utf-8")
@@ -27,6 +28,14 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
     assert 'id="loss"' not in page
     assert all(html.escape(sentence) in page for sentence in result.findings())
     assert "MixtralForCausalLM" in page
+    order = ["Load of every expert", "Load: de.txt", "Loss at every k", "Routing by layer", "Domains apart",
+             "Coverage for calibration", "Super experts", "Experts that go together", "k by layer", "Cost to serve",
+             "Placement and cache"]  # fmt: skip
+    places = [page.index(f"<h3>{title}") for title in order]
+    assert places == sorted(places)
+    assert "`" not in page[places[0] : page.index('id="result"')]
+    assert "(the first two principal components)" in page
+    assert "UMAP" not in page
     assert "a few words" in page
     assert (tmp_path / "audit" / "audit.md").read_text().startswith("# Audit of MixtralForCausalLM")
 

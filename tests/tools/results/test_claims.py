@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.report.cell import Paired, student_cdf, student_quantile
+from pointsman.intervals import student_cdf, student_quantile
+from pointsman_lab.report.cell import Paired
 from pointsman_lab.report.results import COLUMNS, load_comparison, write_results
 from pointsman_lab.report.tables import ComparisonTable, Differences
 from pointsman_lab.runs.comparison import read_comparison

@@ -14,8 +14,10 @@ MAYBE = float | None
 ROUTERS = {"*": {"entropy": MAYBE, "entropy_std": MAYBE, "load": [MAYBE]}}
 RESULT = {
     "split": str, "top_k!": int | None, "metric": str, "value": MAYBE, "nats": MAYBE, "tokens": int | None,
-    "routers": ROUTERS, "attack": dict | None, "unmarked": dict | None,
+    "low": MAYBE, "high": MAYBE, "routers": ROUTERS, "attack": dict | None, "unmarked": dict | None,
 }  # fmt: skip
+BOUNDED = {"*": {"mean": MAYBE, "half": MAYBE, "difference": dict | None}}
+PAIR = {"experts!": [int], "lift!": MAYBE, "tokens!": int}
 LAYERS = {"*": {"top1": MAYBE, "sets": MAYBE}}
 EVALUATION = {
     "checkpoint": str, "protocol": dict, "results": [RESULT], "routing": [dict], "parameters": int | None,
@@ -52,7 +54,35 @@ SHAPES: dict[str, Any] = {
             "value!": MAYBE, "curve!": [[MAYBE]], "ami": float, "used": int, "cost": float, "confusion": [[int]],
         }},
     },
-    "audit.json": dict,
+    "audit.json": {
+        "top_k": int | None, "domains": {"*": int}, "coverage": [{"times!": int, "experts!": int, "reached!": int}],
+        "quality": [
+            {"top_k!": int | None, "loss!": MAYBE, "half": MAYBE, "difference": dict | None, "domains": BOUNDED}
+        ],
+        "layers": {"*": {
+            "load": {"share": [MAYBE], "dead": [int], "effective": MAYBE}, "num_experts": int, "collapse": dict,
+            "entropy": dict, "margin": dict, "specialisation": dict, "bfloat16": dict,
+            "domains": {"*": {"share": [MAYBE]}}, "co_activation": {"pairs": [PAIR]},
+        }},
+        "divergence": [{"domains!": [str], "mean!": float, "half!": MAYBE}],
+        "specialists": [
+            {"layer!": str, "expert!": int, "domain!": str, "share!": float, "half!": float, "tokens!": int}
+        ],
+        "super_experts": [{"layer!": str, "expert!": int, "peak!": float, "mean!": MAYBE, "half!": MAYBE}],
+        "across": [{"layers!": [str], "bits!": float, "pairs!": [PAIR]}],
+        "schedules": [
+            {"kind!": str, "ks!": {"*": int}, "mean_k!": float, "searched!": float, "share!": float,
+             "share_half!": MAYBE, "kept!": bool | None}
+        ],
+        "serving": {
+            "parameters": int, "experts": int, "memory": {"*": float},
+            "rows": [
+                {"top_k!": int, "batch!": int, "distinct!": float, "flops!": float, "bytes!": float,
+                 "seconds!": {"*": float}}
+            ],
+        },
+        "placement": {"*": {"*": float}}, "cache": {"size": int, "layers": {"*": {"*": float}}},
+    },
     "start.json": dict,
     "manifest.json": {"step": int, "files": {"*": {"bytes!": int, "sha256!": str}}, "aliases": {"*": {"*": str}}},
     "state.json": {"config": dict, "data": str, "vocabulary": str, "kernels": dict, "environment": dict},

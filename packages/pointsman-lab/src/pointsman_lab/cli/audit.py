@@ -15,10 +15,11 @@ from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
 
 EPILOG = """examples:
   pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
-  pointsman audit ./my-mixtral --data notes.txt --out audits/my-mixtral
+  pointsman audit ./my-mixtral --data en.txt,de.txt,code.py --out audits/my-mixtral
   pointsman audit ./tuned --against ./before --data chats.jsonl
 
---data: a data set's name, a text file, or JSON lines with "text" or "messages" (a conversation).
+--data: a data set's name, a text file, or JSON lines with "text" or "messages" (a conversation); with several of them,
+divided by commas, every figure is given for each. report.html in the folder is the page.
 The figures and their conventions: docs/huggingface.md.
 """
 PIECE = 1 << 16
@@ -27,12 +28,14 @@ PIECE = 1 << 16
 def parser() -> Parser:
     flags = Parser("audit", "Routing statistics and loss at every k of a Hugging Face MoE.", EPILOG)
     flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
-    flags.add_argument("--data", default="stdlib", help="default: stdlib")
+    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
     flags.add_argument("--against", metavar="MODEL", help="another checkpoint of the same model")
     flags.add_argument("--top-k", help="default: 1, 2, 4, … up to four times the model's k, and its k")
     flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
     flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
     flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
+    told = "tokens on which experts are removed and k is set by layer; 0: not at all (4096)"
+    flags.add_argument("--probe-tokens", type=whole(0), default=4096, metavar="N", help=told)
     flags.add_argument("--dtype")
     flags.common("where the results go (default: audit-NAME)", settings="")
     return flags
@@ -41,7 +44,9 @@ def parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     device = choose_device(values.device)
-    texts = read_texts(values.data)
+    domains = domains_of(values.data)
+    for name in domains.values():
+        read_texts(name)
     from pointsman.hf import audit
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import count_tokens
@@ -52,19 +57,41 @@ def run(words: Sequence[str]) -> int:
     model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
     against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
-    total = count_tokens(tokenizer, texts, length=values.length, max_tokens=budget)
-    if not total:
-        raise RunError(f"pointsman audit: --data {values.data}: there is no text to read")
+    share = None if budget is None else max(1, budget // len(domains))
+    counts = {
+        name: count_tokens(tokenizer, read_texts(data), length=values.length, max_tokens=share)
+        for name, data in domains.items()
+    }
+    for name, count in counts.items():
+        if not count:
+            raise RunError(f"pointsman audit: --data {domains[name]}: there is no text to read")
+    total = sum(counts.values())
+    texts = {name: read_texts(data) for name, data in domains.items()}
     with Display() as display:
         display.phase("audit", total=total)
         result = audit(
-            model, tokenizer, read_texts(values.data), top_k=values.top_k, against=against, max_tokens=total,
-            length=values.length, batch_size=values.batch_size, progress=lambda done, _: display.advance(done, {}),
+            model, tokenizer, texts, top_k=values.top_k, against=against, max_tokens=budget, length=values.length,
+            batch_size=values.batch_size, probe_tokens=values.probe_tokens,
+            progress=lambda done, _: display.advance(done, {}),
         )  # fmt: skip
     print(result.markdown())
     result.save(out, data=values.data, command=shlex.join(["pointsman", "audit", *words]))
-    print(f"all figures: {out / 'audit.json'}; a page: pointsman report {out}", file=sys.stderr)
+    from pointsman_lab.report import write_report
+
+    try:
+        print(f"page: {write_report(out)}; all figures: {out / 'audit.json'}", file=sys.stderr)
+    except RunError as missing:
+        print(f"all figures: {out / 'audit.json'}; no page: {missing}", file=sys.stderr)
     return 0
+
+
+def domains_of(data: str) -> dict[str, str]:
+    """--data as the name of each domain -> its data; a file whose name has a comma is one domain."""
+    parts = [data] if Path(data).is_file() else [part for part in data.split(",") if part]
+    names = [Path(part).name if len(parts) > 1 else "text" for part in parts]
+    if len(set(names)) < len(names):
+        raise RunError(f"pointsman audit: --data {data}: two parts have the same name; rename a file")
+    return dict(zip(names, parts, strict=True)) or {"text": data}
 
 
 def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman._grid import NONE
+from pointsman.intervals import LEVEL, student_quantile
 from pointsman_lab.runs.paths import REPEAT
 
-LEVEL = 0.95
 LEAST_SEEDS = 3  # below, an interval is not shown: with two seeds it says nothing
 
 
@@ -59,35 +59,6 @@ def squared_variation(layer: Mapping[str, Any]) -> float | None:
     """Squared coefficient of variation of a layer's expert loads, 0 = even; None without loads."""
     load = [share or 0.0 for share in layer.get("load") or []]
     return statistics.pvariance(load) / statistics.fmean(load) ** 2 if load and sum(load) else None
-
-
-def student_cdf(t: float, df: int) -> float:
-    """P(T <= t) of Student's t with `df` degrees of freedom: the finite sums of Abramowitz and Stegun, 26.7.3-4."""
-    angle = math.atan2(abs(t), math.sqrt(df))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    term, total = (1.0, 1.0) if df % 2 == 0 else (cosine, cosine)
-    for n in range(2 if df % 2 == 0 else 3, df, 2):
-        term *= (n - 1) / n * cosine * cosine
-        total += term
-    within = sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
-    return 0.5 + math.copysign(within / 2, t)
-
-
-def student_quantile(probability: float, df: int) -> float:
-    """t with P(T <= t) = probability, for probabilities from 0.5; by bisection.
-
-    Raises:
-        ValueError: df below 1, or a probability outside [0.5, 1).
-    """
-    if df < 1 or not 0.5 <= probability < 1:
-        raise ValueError(f"student_quantile({probability}, df={df}): allowed are 0.5 <= probability < 1 and df from 1")
-    low, high = 0.0, 1.0
-    while student_cdf(high, df) < probability:
-        low, high = high, 2 * high
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, df) < probability else (low, middle)
-    return high
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,13 @@ def _audit(comparison: Comparison, curves: Sequence[Mapping[str, Any]], table: C
     left.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=left, label="load / even share")
     for curve in curves:
-        ks = [point["x"] for point in curve["points"]]
-        right.plot(ks, [point["y"] for point in curve["points"]], color=COLOURS[0], marker=MARKERS[0])
+        points = curve["points"]
+        ks, ys = ([point[axis] for point in points] for axis in "xy")
+        ends = [[abs(point.get(end, point["y"]) - point["y"]) for point in points] for end in ("low", "high")]
+        right.errorbar(ks, ys, ends, color=COLOURS[0], marker=MARKERS[0], capsize=2)
+        lack = max(3 * (max(ends[0]) + max(ends[1])), 0.02 * max(ys)) - (max(ys) - min(ys))
+        if lack > 0:  # differences within the bars do not fill the height
+            right.set_ylim(min(ys) - lack / 2, max(ys) + lack / 2)
         right.set_xscale("log", base=2)
         right.set_xticks(ks, [f"{k:g}" for k in ks])
     right.minorticks_off()

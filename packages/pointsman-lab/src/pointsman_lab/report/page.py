@@ -12,6 +12,7 @@ from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.registry import entries
 from pointsman_lab.report import protocol, sections, series
+from pointsman_lab.report.audits import audit_parts
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.html import asset, embed, fill
 from pointsman_lab.report.inside import diagnosis_grid, inside
@@ -139,7 +140,8 @@ def context(
     explorer, any_routing = bool(routing["explorer"]["routers"]), bool(routing["heat"] or routing["byLayer"]["entropy"])
     experts = next((run.num_experts for run in comparison.runs.values() if run.num_experts), None)
     trained = any(run.steps for run in comparison.runs.values())
-    shown = [("result", "Result")]
+    audit = audit_parts(comparison)
+    shown = [*([("audit", "Audit")] if audit else []), ("result", "Result")]
     shown += [("training", "Training")] if trained else []
     shown += [("routing", "Routing")] if any_routing else []
     shown += [("tasks", "Tasks")] if data["tasks"] else []
@@ -152,6 +154,7 @@ def context(
         "trained": trained,
         "sections": [*shown, ("protocol", "Protocol")],
         "inside": {"any": any_routing or explorer, "uniform": f"{math.log(experts):.3f}" if experts else NONE},
+        "audit": audit,
         "missing": protocol.missing(comparison),
         "order": {router: position for position, router in enumerate(comparison.routers)},
         "table": table.grid(),

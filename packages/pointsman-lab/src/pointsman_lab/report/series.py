@@ -41,7 +41,12 @@ def short_layer(name: str) -> str:
 
 def quality(table: ComparisonTable) -> list[dict[str, Any]]:
     """For every row its points (k, mean, spread), in printed units."""
-    return drawn({row.router: cell_points(row.quality, table.metric.scale) for row in table.rows})
+    curves = {row.router: cell_points(row.quality, table.metric.scale) for row in table.rows}
+    for row in table.rows:
+        for point in curves[row.router]:
+            if ends := row.ranges.get(int(point["x"])):
+                point |= {"low": significant(ends[0], 7), "high": significant(ends[1], 7)}
+    return drawn(curves)
 
 
 def differences(table: ComparisonTable) -> list[dict[str, Any]]:

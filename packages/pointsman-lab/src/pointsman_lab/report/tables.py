@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
+from pointsman.intervals import LEVEL
 from pointsman_lab.report.cell import (
     LEAST_SEEDS,
-    LEVEL,
     Cell,
     Metric,
     Paired,
@@ -38,6 +38,7 @@ class Row:
         step_seconds: median training step.
         experts: mean number of experts a token at the largest k, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.
+        ranges: k -> the ends of an audit's 95 % interval.
     """
 
     router: str
@@ -48,6 +49,7 @@ class Row:
     experts: Cell
     done: Sequence[int]
     missing: Sequence[int]
+    ranges: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,12 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],
         missing=[seed for seed in comparison.seeds if seed not in {run.seed for run in done}],
+        ranges={
+            k: (float(low), float(high))
+            for run in done
+            for k, result in run.results(split).items()
+            if run.is_audit and (low := finite(result.get("low"))) and (high := finite(result.get("high")))
+        },
     )
 
 

@@ -80,7 +80,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _one_token(self: Any, hidden: Tensor, chosen: list[int], weights: Tensor) -> Tensor:
-    compute = _SingleExpert(self)
+    compute = SingleExpert(self)
     results = [compute(hidden, expert) for expert in chosen if expert >= 0]
     if not results:
         return torch.zeros_like(hidden)
@@ -90,7 +90,7 @@ def _one_token(self: Any, hidden: Tensor, chosen: list[int], weights: Tensor) ->
 
 
 def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
-    pairs, compute = routing.pairs, _SingleExpert(self)
+    pairs, compute = routing.pairs, SingleExpert(self)
     rows = hidden.index_select(0, pairs.token)
     ends = enumerate(itertools.pairwise(pairs.offsets.tolist()))
     results = [compute(rows[start:stop], expert) for expert, (start, stop) in ends if start < stop]
@@ -101,7 +101,7 @@ def _expert_by_expert(self: Any, hidden: Tensor, routing: Routing) -> Tensor:
     return output.to(hidden.dtype)
 
 
-class _SingleExpert:
+class SingleExpert:
     """Computes one expert with the class's own gating, biases and layout: rows [n, dim] -> [n, dim]."""
 
     def __init__(self, experts: Any) -> None:

@@ -146,6 +146,11 @@ function lineChart(root, spec) {
     const fx = spec.xLog2 ? Math.log2 : (v) => v, fy = log ? Math.log10 : (v) => v;
     let low = Math.min(...ys), high = Math.max(...ys);
     if (spec.zero) { low = Math.min(0, low); high = Math.max(0, high); }
+    if (spec.calm) {  // differences within the bars, or of a few per mille, do not fill the height
+      const bars = shown.flatMap((s) => s.points.map((p) => (p.high ?? p.y) - (p.low ?? p.y)));
+      const lack = Math.max(3 * Math.max(...bars), .02 * Math.abs(high + low) / 2) - (high - low);
+      if (lack > 0) { low -= lack / 2; high += lack / 2; if (positive && low <= 0) low = Math.min(...ys) * .9; }
+    }
     if (low === high) { low -= Math.abs(low) * .05 || .5; high += Math.abs(high) * .05 || .5; }
     const pad = (fy(high) - fy(low)) * .06;
     const [y0, y1] = [fy(low) - pad, fy(high) + pad], [x0, x1] = [fx(xs[0]), fx(xs[xs.length - 1])];

@@ -16,7 +16,7 @@ function drawQuality() {
   const root = figure("quality");
   if (!root) return;
   const ys = DATA.quality.flatMap((s) => s.points.map((p) => p.y)).filter((y) => y > 0);
-  lineChart(root, { series: DATA.quality.map((s) => ({ ...s, style: styleOf.get(s.name) })), xLabel: "experts per token, k", xLog2: true,
+  lineChart(root, { series: DATA.quality.map((s) => ({ ...s, style: styleOf.get(s.name) })), xLabel: "experts per token, k", xLog2: true, calm: true,
     yLabel: DATA.metric.label, yLog: ys.length > 0 && Math.max(...ys) / Math.min(...ys) > 3, label: `${DATA.metric.label} against k`,
     format: (p) => withSpread(p), xName: (x) => `k = ${x}` });
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch import nn
 
 from pointsman._values import check_whole
 from pointsman.diagnostics.observe import evaluating
+from pointsman.hf.audit.analyses import analysed
+from pointsman.hf.audit.blocks import mapped
 from pointsman.hf.audit.plan import routers_of, small_diagnostics, values_of_k
-from pointsman.hf.audit.result import AuditResult, Sample
-from pointsman.hf.audit.run import AuditRun
+from pointsman.hf.audit.result import TOLERANCE, AuditResult, Sample
+from pointsman.hf.audit.run import AuditRun, finite
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import Conversation, text_batches
+from pointsman.hf.text import Conversation, TextBatch, text_batches
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of tokens read and the largest possible number (None: unknown)."""
@@ -24,7 +27,7 @@ Progress = Callable[[int, int | None], None]
 def audit(
     model: nn.Module,
     tokenizer: Any,
-    texts: Iterable[str | Conversation],
+    texts: Iterable[str | Conversation] | Mapping[str, Iterable[str | Conversation]],
     *,
     top_k: Sequence[int] | None = None,
     against: nn.Module | None = None,
@@ -32,6 +35,7 @@ def audit(
     length: int = 512,
     batch_size: int = 8,
     sample_tokens: int = 512,
+    probe_tokens: int = 4096,
     progress: Progress | None = None,
 ) -> AuditResult:
     """Measures the loss at every k and the statistics of every gate on texts.
@@ -42,13 +46,16 @@ def audit(
     Args:
         model: a transformers MoE, on any device, in any precision.
         tokenizer: its tokenizer.
-        texts: strings, or conversations (lists of {"role", "content"}).
+        texts: strings, or conversations (lists of {"role", "content"}); or domain -> its texts, and every figure is
+            given by domain, too.
         top_k: values of k to measure (default: 1, 2, 4, … up to four times the model's own k, and its own k).
         against: another checkpoint of the same model, for routing fluctuation and a second loss.
-        max_tokens: the largest number of tokens to read (None: all).
+        max_tokens: the largest number of tokens to read (None: all); each domain gets the same share.
         length: tokens per row.
         batch_size: rows per forward.
         sample_tokens: the number of tokens kept for the report's explorer.
+        probe_tokens: the number of tokens on which experts are removed and k is set by layer (0: not at all); half of
+            them searches, the other half verifies. It takes a forward of these for each layer and k, and eight more.
         progress: called after each batch.
 
     Raises:
@@ -59,31 +66,43 @@ def audit(
         raise ValueError("audit: texts is one string; it must be a list (or any iterable) of texts: [text]")
     check_whole("audit: length", length, 2)
     check_whole("audit: batch_size", batch_size)
+    check_whole("audit: probe_tokens", probe_tokens, 0)
     check_whole("audit: max_tokens", 1 if max_tokens is None else max_tokens)
     listener = GateListener(model, "audit")
     own, ks, notes = values_of_k(model, top_k)
     other = None if against is None else _matching(listener, against)
     run = AuditRun(model, listener, small_diagnostics(model, listener, notes), ks, own, other)
-    batches = text_batches(tokenizer, texts, length=length, batch_size=batch_size, max_tokens=max_tokens)
+    parts = mapped(texts)
+    share = None if max_tokens is None else max(1, max_tokens // max(1, len(parts)))
     sample = Sample(tokenizer, sample_tokens)
+    probes: list[TextBatch] = []
     read = 0
     with evaluating(model), evaluating(against or model):
-        for batch in batches:
-            run.update(batch, sample)
-            read += int(batch.mask.sum())
-            if progress:
-                progress(read, max_tokens)
-    if not read:
-        raise ValueError("audit: there is no text to read")
+        for domain, of_domain in parts.items():
+            kept = 0
+            for batch in text_batches(tokenizer, of_domain, length=length, batch_size=batch_size, max_tokens=share):
+                run.update(batch, sample, domain)
+                if kept < probe_tokens // len(parts):
+                    probes.append(batch)
+                    kept += int(batch.mask.sum())
+                read += int(batch.mask.sum())
+                if progress:
+                    progress(read, max_tokens)
+        if not read:
+            raise ValueError("audit: there is no text to read")
     protocol = {
         "length": length,
         "batch_size": batch_size,
         "max_tokens": max_tokens,
+        "probe_tokens": probe_tokens,
         "tokenizer": type(tokenizer).__name__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": next(model.parameters()).device.type,
     }
-    return run.result(protocol, notes, sample, routers_of(model))
+    result = run.result(protocol, notes, sample, routers_of(model))
+    with evaluating(model):
+        found = analysed(model, run.blocks, run.trace(), probes, result.quality, TOLERANCE, notes)
+    return replace(result, analyses=finite(found), notes=[*dict.fromkeys([*result.notes, *notes])])
 
 
 def _matching(listener: GateListener, against: nn.Module) -> GateListener:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,11 @@ HOT = 3.0
 """An expert is called hot if its load is more than HOT times the load under uniform routing."""
 TOLERANCE = 0.01
 """The cheapest k is the smallest k whose loss exceeds that at the model's own k by at most this share."""
+INTERVALS = (
+    "± is half of the 95 % interval over blocks of text; differences are paired block by block and corrected for their "
+    "number. A difference within its interval is none."
+)
+LARGEST = 700.0  # nats; exp of a larger loss overflows a float
 POINTS = 200
 """Tokens in the 2-D map."""
 
@@ -61,18 +67,25 @@ class Sample:
 class AuditResult:
     """The result of `audit`. Losses are nats per text token; `pointsman.diagnostics` defines all other figures.
 
+    "half" is half the width of a 95 % interval over blocks of text (rows of tokens); None below three blocks.
+    A "difference" is to the model's own k, paired block by block, its interval corrected for the number of values of k.
+
     Attributes:
         model, parameters: the class's name, and its number of parameters.
         top_k: the model's own k; None if the class stores none.
         tokens: the number of tokens read of each kind: text, special, template, padding.
-        quality: by k: {"top_k", "loss", "perplexity", "tokens", "routers": {layer: {"entropy", "entropy_std", "load"}}}
+        quality: by k: {"top_k", "loss", "half", "difference": {"mean", "half"}, "perplexity", "tokens", "domains",
+            "routers": {layer: {"entropy", "entropy_std", "load"}}}
         layers: layer -> its diagnostics at the model's own k ("entropy", "margin", "load", "co_activation", "collapse",
             "specialisation"), "apart" (entropy and load of the other kinds of token), "agreement" (routing at other k),
             "bfloat16" (the gate in bf16 against float32, on the same inputs) and, with `against`, "fluctuation";
             "router": the spec of the router with the same choice and weights, None if there is none here; "without":
             then why;
             "shared_experts": the width of shared experts, in widths of one expert.
-        against: {"loss"} of the other checkpoint.
+        analyses: "domains" (tokens of each), "divergence" (of loads between domains, bits), "specialists" (experts that
+            serve one domain), "coverage", "super_experts", "across" (co-activation with the next layer), "schedules" (k
+            by layer), "serving" (costs by k), "placement" and "cache" (`pointsman.traces.placement`).
+        against: {"loss", "half", "difference"} of the other checkpoint.
         protocol: the settings of the measurement.
         notes: what could not be measured, and why.
     """
@@ -85,21 +98,26 @@ class AuditResult:
     layers: Mapping[str, Mapping[str, Any]]
     protocol: Mapping[str, Any]
     notes: Sequence[str]
+    analyses: Mapping[str, Any] = field(default_factory=dict)
     against: Mapping[str, Any] | None = None
     sample: Sample | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values for `json.dumps(allow_nan=False)`, without the sample."""
         names = ("model", "parameters", "top_k", "tokens", "quality", "layers", "against", "protocol", "notes")
-        return {"format": FORMAT, **{name: getattr(self, name) for name in names}, "findings": self.findings()}
+        own = {name: getattr(self, name) for name in names}
+        return {"format": FORMAT, **own, **self.analyses, "findings": self.findings()}
 
     def cheapest_top_k(self, tolerance: float = TOLERANCE) -> int | None:
-        """The smallest measured k whose loss is at most (1 + tolerance) times that at the model's own k."""
-        losses: dict[int, float] = {row["top_k"]: row["loss"] for row in self.quality if row["loss"] is not None}
-        if self.top_k is None or self.top_k not in losses:
+        """The smallest measured k whose loss is, interval included, at most (1 + tolerance) times that at the own k."""
+        loss = self._loss()
+        if self.top_k is None or loss is None:
             return None
-        allowed = losses[self.top_k] * (1 + tolerance)
-        return min(k for k, loss in losses.items() if loss <= allowed)
+        return min(
+            int(row["top_k"])
+            for row in self.quality
+            if row["top_k"] == self.top_k or ((rise := _most(row)) is not None and rise <= tolerance * loss)
+        )
 
     def dead(self) -> dict[str, list[int]]:
         """layer -> experts that no text token chose."""
@@ -120,10 +138,25 @@ class AuditResult:
         said = self._routers()
         cheapest = self.cheapest_top_k()
         if cheapest is not None and self.top_k is not None and cheapest < self.top_k:
-            said.append(f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}.")
-        better = [row for row in self.quality if row["loss"] is not None and self._loss() is not None]
-        if better and (best := min(better, key=lambda row: row["loss"]))["top_k"] != self.top_k:
-            said.append(f"The lowest loss is at k = {best['top_k']} ({best['loss']:.4f} nats a token).")
+            said.append(
+                f"k = {cheapest} costs at most {TOLERANCE:.0%} of the loss at k = {self.top_k}, interval included."
+            )
+        lower = [row for row in self.quality if (row["difference"] or {}).get("half") is not None]
+        lower = [row for row in lower if row["difference"]["mean"] + row["difference"]["half"] < 0]
+        if lower and (best := min(lower, key=lambda row: row["loss"])):
+            gain = best["difference"]
+            said.append(
+                f"The loss at k = {best['top_k']} is lower than at k = {self.top_k} by {-gain['mean']:.4f} ± "
+                f"{gain['half']:.4f} nats a token."
+            )
+        elif len(self.quality) > 1 and self._loss() is not None:
+            said.append("No other k has a lower loss beyond its interval.")
+        for one in self.analyses.get("schedules", ()):
+            if one["kind"] in ("greedy", "exact") and one["kept"] and self.top_k and one["mean_k"] < self.top_k:
+                said.append(
+                    f"With k by layer, {one['mean_k']:.3g} experts a token change the loss by {one['share']:+.2%} ± "
+                    f"{one['share_half']:.2%} on held-out text ({one['kind']})."
+                )
         hot = "have over three times the load of uniform routing"
         for what, found in (("got no text token", self.dead()), (hot, self.hot())):
             if found:
@@ -148,7 +181,7 @@ class AuditResult:
         sentences = []
         for (spec, why, shared), count in kinds.items():
             none = f"a router without a counterpart here ({why})" if why else "a router without a counterpart here"
-            router = none if spec is None else f"`{spec}`"
+            router = none if spec is None else str(spec)
             beside = f", with {shared:g} shared expert{'' if shared == 1 else 's'}" if shared else ""
             sentences.append(f"Router of {count} layer{'' if count == 1 else 's'}: {router}{beside}.")
         return sentences
@@ -165,8 +198,11 @@ class AuditResult:
         for row in self.quality:
             own = " (own)" if row["top_k"] == self.top_k else ""
             name = NONE if row["top_k"] is None else row["top_k"]
-            rows.append([f"{name}{own}", _shown(row["loss"]), _shown(row["perplexity"], 2)])
-        lines += [Grid(["k", "loss (nats)", "perplexity"], rows, code=False).markdown(), ""]
+            change = row["difference"] or {"mean": None, "half": None}
+            shown = [plus_minus(row["loss"], row["half"]), plus_minus(change["mean"], change["half"], sign=True)]
+            rows.append([f"{name}{own}", *shown, _shown(row["perplexity"], 2)])
+        header = ["k", "loss (nats)", "against own k", "perplexity"]
+        lines += [Grid(header, rows, code=False).markdown(), "", INTERVALS, ""]
         columns = "layer, entropy, margin, effective experts, dead, hot, RC, I(expert; token), bf16, fluctuation"
         rows = []
         for name, layer in self.layers.items():
@@ -200,11 +236,16 @@ class AuditResult:
         """
         folder = Path(directory)
         experts = max(layer["num_experts"] for layer in self.layers.values())
-        results = [
-            {"split": "test", "top_k": row["top_k"] or 1, "nats": row["loss"], "metric": "perplexity",
-             "value": row["perplexity"], "tokens": row["tokens"], "routers": row["routers"]}
-            for row in self.quality
-        ]  # fmt: skip
+        results = []
+        for row in self.quality:
+            ends: list[float | None] = [None, None]
+            if row["half"] is not None and row["loss"] + row["half"] <= LARGEST:
+                ends = [math.exp(row["loss"] + sign * row["half"]) for sign in (-1, 1)]
+            results.append(
+                {"split": "test", "top_k": row["top_k"] or 1, "nats": row["loss"], "metric": "perplexity",
+                 "low": ends[0], "high": ends[1], "value": row["perplexity"], "tokens": row["tokens"],
+                 "routers": row["routers"]}
+            )  # fmt: skip
         config = {
             "format": 1,
             "model": {"router": self.model, "num_experts": experts},
@@ -261,6 +302,19 @@ def _map(sample: Sample, top_k: int | None) -> dict[str, Any]:
         layers[layer] = [[round(1000 * value) for value in column] for column in ((flat - low) / span).t().tolist()]
         count = len(hidden)
     return {"top_k": top_k, "method": "pca", "indices": list(range(count)), "layers": layers}
+
+
+def _most(row: Mapping[str, Any]) -> float | None:
+    """The upper end of a row's difference to the own k; None without an interval."""
+    change = row["difference"] or {}
+    return None if change.get("half") is None else float(change["mean"] + change["half"])
+
+
+def plus_minus(value: float | None, half: float | None, digits: int = 4, *, sign: bool = False) -> str:
+    """`1.2345 ± 0.0012`."""
+    if value is None:
+        return NONE
+    return f"{value:{'+' if sign else ''}.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
 def _shown(value: float | None, digits: int = 3) -> str:

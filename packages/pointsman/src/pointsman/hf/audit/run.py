@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from pointsman.control import set_top_k
 from pointsman.diagnostics import Diagnostics, Fluctuation
 from pointsman.diagnostics.base import map_routing, number
-from pointsman.hf.audit.result import AuditResult, Sample
-from pointsman.hf.audit.text_loss import TextLoss
+from pointsman.hf.audit.blocks import Blocks, row_losses
+from pointsman.hf.audit.result import LARGEST, AuditResult, Sample
 from pointsman.hf.listen import GateListener
-from pointsman.hf.text import KINDS, TextBatch, refuse_unknown_tokens
+from pointsman.hf.text import KINDS, TEXT, TextBatch, refuse_unknown_tokens
 from pointsman.routing import Routing
+from pointsman.traces import RoutingTrace
 
-LARGEST = 700.0  # nats; exp of a larger loss overflows a float
+KEPT = 8192
+"""Text tokens whose experts are kept, for figures across layers and simulations of serving."""
 
 
 def finite(found: Any) -> Any:
@@ -67,18 +69,23 @@ class AuditRun:
         self.model, self.listener, self.other = model, listener, other
         self.diagnostics, self.ks, self.own = diagnostics, ks, own
         self.other_kinds = {kind: Diagnostics("entropy", "load") for kind in KINDS if kind != "text"}
-        self.losses = {k: TextLoss() for k in ks}
+        self.blocks = Blocks()
+        self.by_domain: dict[str, Diagnostics] = {}
+        self.chosen: dict[str, list[Tensor]] = {}
+        self.lengths: list[int] = []
         self.routing = {k: Diagnostics("entropy", "load") for k in ks}
         self.agreement: dict[int | None, dict[str, Fluctuation]] = {k: {} for k in ks}
         self.fluctuation: dict[str, Fluctuation] = {}
-        self.other_loss = TextLoss()
         self.counts = dict.fromkeys(KINDS, 0)
         self.failed: dict[int | None, str] = {}
         self.experts: dict[str, int] = {}
         self.width: dict[str, int] = {}
+        self.width_of_scores: dict[str, int] = {}
 
-    def update(self, batch: TextBatch, sample: Sample) -> None:
-        """Runs one batch at every k, the model's own k first."""
+    def update(self, batch: TextBatch, sample: Sample, domain: str) -> None:
+        """Runs one batch of one domain at every k, the model's own k first."""
+        self.blocks.begin(batch, domain)
+        self.domain = self.by_domain.setdefault(domain, Diagnostics("entropy", "margin"))
         for index, kind in enumerate(KINDS):
             self.counts[kind] += int((batch.kinds == index).sum())
         refuse_unknown_tokens(self.model, int(batch.ids.max()))
@@ -102,7 +109,7 @@ class AuditRun:
             at_k = nullcontext() if k is None or k == self.own else set_top_k(self.model, k)
             try:
                 with at_k, self.listener.listen(observe, of_kind["text"], bfloat16=k == self.own):
-                    self.losses[k].read(self.model, batch)
+                    self.blocks.add_losses(k, row_losses(self.model, batch))
             except (RuntimeError, ValueError, IndexError) as error:  # some classes fail at other values of k
                 if k == self.own:
                     raise
@@ -115,6 +122,7 @@ class AuditRun:
             for layer in own.keys() & keep.routings.keys() if k != self.own else ():
                 mask = of_kind["text"].to(own[layer].experts.device)
                 self.agreement[k].setdefault(layer, Fluctuation()).update(own[layer], keep.routings[layer], mask)
+        self._keep(own, batch)
         if self.other is not None:
             self._compare(own, batch, of_kind["text"])
 
@@ -127,16 +135,35 @@ class AuditRun:
         if k != self.own:
             return
         self.experts[layer], self.width[layer] = routing.num_experts, routing.experts.shape[-1]
+        self.blocks.add_choices(layer, routing.experts, text, routing.num_experts)
+        self.domain.update(layer, routing, text)
         self.diagnostics.update(layer, routing, text, hidden=hidden, token_ids=batch.ids.reshape(-1).to(device))
         for kind, diagnostics in self.other_kinds.items():
             if bool(of_kind[kind].any()):
                 diagnostics.update(layer, routing, of_kind[kind].to(device))
 
+    def _keep(self, own: dict[str, Routing], batch: TextBatch) -> None:
+        """The experts of the first `KEPT` text tokens."""
+        if sum(self.lengths) < KEPT:
+            text = batch.kinds == TEXT
+            self.lengths += text.sum(1).tolist()
+            for layer, routing in own.items():
+                kept = routing.chosen[text.reshape(-1).to(routing.experts.device)]
+                self.chosen.setdefault(layer, []).append(kept.to("cpu", torch.int16))
+                self.width_of_scores[layer] = routing.probs.shape[-1]
+
+    def trace(self) -> RoutingTrace:
+        """The routing of the first text tokens at the model's own k, without layers that saw other tokens."""
+        chosen = {layer: torch.cat(parts) for layer, parts in self.chosen.items()}
+        whole = {layer: rows for layer, rows in chosen.items() if len(rows) == sum(self.lengths)}
+        numbers = {layer: self.width_of_scores[layer] for layer in whole}
+        return RoutingTrace(whole, numbers, torch.tensor(self.lengths), model=type(self.model).__name__)
+
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
         assert self.other is not None
         keep = _Kept(batch.ids.numel(), self.other)
         with self.other.listen(keep.add):
-            self.other_loss.read(self.other.model, batch)
+            self.blocks.add_losses("against", row_losses(self.other.model, batch))
         others = keep.routings
         if others.keys() != own.keys():
             raise ValueError(
@@ -169,9 +196,18 @@ class AuditRun:
             if layer in self.fluctuation:
                 one["fluctuation"] = self.fluctuation[layer].result()
             layers[layer] = one
+        for domain, diagnostics in self.by_domain.items():
+            for layer, of in diagnostics.result().items():
+                share = self.blocks.counts(layer, domain).sum(0)
+                layers[layer].setdefault("domains", {})[domain] = {
+                    "entropy": of["entropy"]["mean"], "margin": of["margin"]["mean"], "choices": int(share.sum()),
+                    "share": (share / share.sum().clamp_min(1)).tolist(),
+                }  # fmt: skip
         quality = []
-        for k in sorted(set(self.ks) - self.failed.keys(), key=lambda value: value or 0):
-            loss, count = self.losses[k].mean, self.losses[k].tokens
+        measured = sorted(set(self.ks) - self.failed.keys(), key=lambda value: value or 0)
+        for k in measured:
+            found_loss = self.blocks.loss(k)
+            loss, count = found_loss["mean"], sum(block.tokens for block in self.blocks.all if k in block.nats)
             routers = {
                 layer: {
                     "entropy": of["entropy"]["mean"],
@@ -184,8 +220,17 @@ class AuditRun:
                 notes.append(f"k = {k}: the loss is {loss}: the model overflows, or its weights are not finite")
                 loss = None
             perplexity = None if loss is None or loss > LARGEST else math.exp(loss)
-            quality.append({"top_k": k, "loss": loss, "perplexity": perplexity, "tokens": count, "routers": routers})
-        if not any(self.losses[k].tokens for k in self.ks):
+            others = max(1, len(measured) - 1)
+            domains = {
+                domain: {**self.blocks.loss(k, domain), "difference": self.blocks.difference(k, self.own, 1, domain)}
+                for domain in self.blocks.domains
+            }
+            quality.append(
+                {"top_k": k, "loss": loss, "half": found_loss["half"], "blocks": found_loss["blocks"],
+                 "difference": self.blocks.difference(k, self.own, others), "perplexity": perplexity, "tokens": count,
+                 "domains": domains, "routers": routers}
+            )  # fmt: skip
+        if not any(row["tokens"] for row in quality):
             text = bool(self.counts["text"])
             why = "the model does not return logits over its vocabulary for each token" if text else "no token is text"
             notes.append(f"no loss: {why}")
@@ -197,8 +242,17 @@ class AuditRun:
             tokens=self.counts,
             quality=finite(quality),
             layers=finite(layers),
-            against=finite({"loss": self.other_loss.mean}) if self.other is not None else None,
+            against=finite(self._against()) if self.other is not None else None,
             protocol=protocol,
             notes=[*notes, *self.failed.values(), *unsupported],
+            analyses={},
             sample=sample,
         )
+
+    def _against(self) -> dict[str, Any]:
+        found = self.blocks.loss("against")
+        return {
+            "loss": found["mean"],
+            "half": found["half"],
+            "difference": self.blocks.difference("against", self.own, 1),
+        }

@@ -1,0 +1,298 @@
+"""The page's parts on an audit, from audit.json: pictures as PNG, and tables with what their figures mean."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pointsman._grid import NONE, Grid
+from pointsman._values import finite
+from pointsman_lab.report.series import short_layer
+from pointsman_lab.runs.comparison import Comparison
+from pointsman_lab.runs.paths import AUDIT
+from pointsman_lab.runs.record import read_object
+
+Found = Mapping[str, Any]
+COLOURS = np.array([[0, 32, 77], [124, 123, 120], [255, 234, 70]])  # no load, an even share, three times it
+DEAD = (200, 30, 60)
+MOST = 12  # rows of a table of experts
+INTERVAL = "± is half of the 95 % interval over blocks of text; a difference within it is none."
+
+
+def audit_parts(comparison: Comparison) -> list[dict[str, Any]]:
+    """{"id", "title", "image" and "height", "grid", "note"} of every audit of the page; [] without audits."""
+    audits = {run.router: read_object(run.path / AUDIT) for run in comparison.runs.values() if run.is_audit}
+    found = []
+    for name, audit in audits.items():
+        for part in _parts(audit):
+            title = part["title"] if len(audits) == 1 else f"{part['title']}: {name}"
+            found.append({"image": None, "grid": None, "height": 0, **part, "title": title})
+    return [{**part, "id": f"audit-{place}"} for place, part in enumerate(found)]
+
+
+def _parts(audit: Found) -> list[dict[str, Any]]:
+    layers: Found = audit.get("layers") or {}
+    made = [_load(layers), *_domain_loads(audit, layers), _quality(audit), _routing(layers, audit), _domains(audit)]
+    made += [_specialists(audit), _coverage(audit), _super(audit), _across(audit), _schedules(audit)]
+    made += [_memory(audit), _serving(audit), _simulated(audit)]
+    return [part for part in made if part and (part.get("image") or (part["grid"] and part["grid"].rows))]
+
+
+def _load(layers: Found) -> dict[str, Any]:
+    return {
+        "title": "Load of every expert", **_heat([(of.get("load") or {}).get("share") or [] for of in layers.values()]),
+        "note": "A row is a layer, the first at the top; a column is an expert. Dark: little, grey: an even share, "
+        "yellow: three times that or more, red: no token of the text.",
+    }  # fmt: skip
+
+
+def _domain_loads(audit: Found, layers: Found) -> list[dict[str, Any]]:
+    names = list(audit.get("domains") or {})
+    shares = {
+        name: [((of.get("domains") or {}).get(name) or {}).get("share") or [] for of in layers.values()]
+        for name in names
+    }
+    return [{"title": f"Load: {name}", **_heat(shares[name]), "note": ""} for name in names if len(names) > 1]
+
+
+def _heat(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """The picture of loads, a pixel an expert."""
+    width = max(map(len, shares), default=0)
+    if not width:
+        return {"image": None, "grid": None}
+    pixels = np.full((len(shares), width, 3), 255, dtype=np.uint8)
+    for row, share in zip(pixels, shares, strict=True):
+        for place, value in enumerate(share):
+            even = min(3.0, (value or 0.0) * len(share))
+            at = even if even <= 1 else 1 + (even - 1) / 2
+            low = COLOURS[int(min(at, 1.999))]
+            high = COLOURS[int(min(at, 1.999)) + 1]
+            row[place] = DEAD if not value else (low + (high - low) * (at - int(min(at, 1.999)))).astype(np.uint8)
+    return {"image": _png(pixels), "height": min(420, max(40, 14 * len(shares)))}
+
+
+def _png(pixels: Any) -> str:
+    """[height, width, 3] bytes as a data URI."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def spread(of: Found | None, digits: int = 4, *, sign: bool = False, scale: float = 1.0) -> str:
+    """`mean ± half`."""
+    mean, half = (finite((of or {}).get(key)) for key in ("mean", "half"))
+    if mean is None:
+        return NONE
+    shown = f"{mean * scale:{'+' if sign else ''}.{digits}f}"
+    return shown if half is None else f"{shown} ± {half * scale:.{digits}f}"
+
+
+def _quality(audit: Found) -> dict[str, Any]:
+    domains = list(audit.get("domains") or {})
+    domains = domains if len(domains) > 1 else []
+    rows = []
+    for row in audit.get("quality") or ():
+        own = " (own)" if row["top_k"] == audit.get("top_k") else ""
+        of = [row.get("domains", {}).get(name) or {} for name in domains]
+        rows.append(
+            [f"{row['top_k'] or NONE}{own}", spread({"mean": row["loss"], "half": row.get("half")}),
+             spread(row.get("difference"), sign=True), *(spread(one) for one in of),
+             *(spread(one.get("difference"), sign=True) for one in of)]
+        )  # fmt: skip
+    header = ["k", "loss", "against own k", *domains, *(f"{name}: against own k" for name in domains)]
+    note = f"Loss in nats a text token. Differences are paired block by block, corrected for their number. {INTERVAL}"
+    return {"title": "Loss at every k", "grid": Grid(header, rows), "note": note}
+
+
+def _routing(layers: Found, audit: Found) -> dict[str, Any]:
+    rows = []
+    for name, of in layers.items():
+        load = of.get("load") or {}
+        share, least = load.get("share") or [], 0.1 / max(1, of.get("num_experts") or 1)
+        figures = [("entropy", "mean"), ("margin", "mean"), ("collapse", "value"), ("specialisation", "corrected")]
+        rows.append(
+            [name, *_numbers(*((of.get(part) or {}).get(key) for part, key in figures)),
+             f"{load.get('effective') or 0:.1f} of {of.get('num_experts')}", str(len(load.get("dead") or ())),
+             str(sum(bool(x) and x < least for x in share)), _percent((of.get("bfloat16") or {}).get("sets"))]
+        )  # fmt: skip
+    header = ["layer", "entropy", "margin", "separation", "token identity", "experts in use", "dead", "nearly dead"]
+    return {
+        "title": "Routing by layer", "grid": Grid([*header, "others in bf16"], rows),
+        "note": "Entropy of the gate's full distribution, nats: 0 is certain. Margin: score of the last chosen expert "
+        "minus that of the next. Separation (representation collapse): spread of the gate's inputs within the tokens "
+        "of one expert over that between experts; larger is less collapsed. Token identity: nats that the token "
+        "itself says of its expert; 0 is nothing. Experts in use: exp of the load's entropy. Nearly dead: below a "
+        "tenth of an even share. Others in bf16: tokens whose experts change where the gate computes in bf16.",
+    }  # fmt: skip
+
+
+def _domains(audit: Found) -> dict[str, Any]:
+    names = list(audit.get("domains") or {})
+    rows = [[" and ".join(one["domains"]), spread(one, 3), _verdict(one)] for one in audit.get("divergence") or ()]
+    note = (
+        "Jensen-Shannon divergence of two domains' loads in bits, mean over layers: 0 is the same load, 1 has no "
+        f"expert in common. Bias and interval by leaving out each block once. Tokens: "
+        f"{', '.join(f'{name} {count:,}' for name, count in (audit.get('domains') or {}).items())}."
+    )
+    grid = Grid(["domains", "divergence", ""], rows) if len(names) > 1 else None
+    return {"title": "Domains apart", "grid": grid, "note": note}
+
+
+def _verdict(one: Found) -> str:
+    if one.get("half") is None:
+        return "too few blocks"
+    return "differ" if one["mean"] > one["half"] else "no difference beyond chance"
+
+
+def _specialists(audit: Found) -> dict[str, Any]:
+    found = sorted(audit.get("specialists") or (), key=lambda one: -one["share"])
+    rows = [
+        [f"{short_layer(one['layer'])}, expert {one['expert']}", one["domain"],
+         spread({"mean": one["share"], "half": one["half"]}, 1, scale=100), f"{one['tokens']:,}"]
+        for one in found[:MOST]
+    ]  # fmt: skip
+    note = (
+        f"{len(found)} experts have at least three quarters of their choices in one domain, at equal numbers of tokens "
+        "of each, the lower end of the interval included."
+    )
+    return {"title": "Experts of one domain", "grid": Grid(["expert", "domain", "share, %", "choices"], rows),
+            "note": note}  # fmt: skip
+
+
+def _coverage(audit: Found) -> dict[str, Any]:
+    rows = [
+        [f"{one['times']} times", f"{one['reached']:,} of {one['experts']:,}", _count(one.get("first_tokens")),
+         _count(one.get("tokens")), _count(one.get("blocks")), _count(one.get("at_least"))]
+        for one in audit.get("coverage") or ()
+    ]  # fmt: skip
+    header = ["each expert", "reached", "tokens from the start", "tokens of a subset", "its blocks", "at least"]
+    note = (
+        "How much of this text is needed until every expert that it reaches at all so often has been reached: from the "
+        "start, and with the best blocks first (greedy). No choice of fewer blocks than “at least” does it."
+    )
+    return {"title": "Coverage for calibration", "grid": Grid(header, rows), "note": note}
+
+
+def _super(audit: Found) -> dict[str, Any]:
+    rows = [
+        [f"{short_layer(one['layer'])}, expert {one['expert']}", spread(one, sign=True), f"{one['peak']:.3g}"]
+        for one in audit.get("super_experts") or ()
+    ]
+    note = (
+        "Change of the loss (nats) on held-out text where an expert gives out nothing; tried are those with the "
+        f"largest output (its largest element), or all of a small model. Intervals are corrected for their "
+        f"number. {INTERVAL}"
+    )
+    return {"title": "Super experts", "grid": Grid(["without", "loss", "largest output"], rows), "note": note}
+
+
+def _across(audit: Found) -> dict[str, Any]:
+    rows = []
+    for name, of in (audit.get("layers") or {}).items():
+        pairs = (of.get("co_activation") or {}).get("pairs") or []
+        rows += [[short_layer(name), NONE, _pair(one)] for one in pairs[:1]]
+    for one in audit.get("across") or ():
+        best = [_pair(pair) for pair in one["pairs"][:1]] or [NONE]
+        rows.append([" to ".join(map(short_layer, one["layers"])), f"{one['bits']:.3f}", best[0]])
+    note = (
+        "Within a layer: the two experts that tokens take together most beyond chance; from a layer to the next: what "
+        "a choice says of the next layer's (bits, 0 is nothing) and the strongest pair. Times: joint tokens over those "
+        "that independent choices would have."
+    )
+    return {"title": "Experts that go together", "grid": Grid(["layers", "bits", "pair"], rows), "note": note}
+
+
+def _pair(one: Found) -> str:
+    return f"{' and '.join(map(str, one['experts']))}: {one['lift'] or 0:.1f} times, {one['tokens']:,} tokens"
+
+
+KEPT = {True: "yes", False: "no", None: "not decided by this text"}
+
+
+def _schedules(audit: Found) -> dict[str, Any]:
+    rows = [
+        [one["kind"], f"{one['mean_k']:.2f}", " ".join(map(str, one["ks"].values())) if len(one["ks"]) <= 32 else NONE,
+         f"{100 * one['searched']:+.2f}",
+         spread({"mean": one["share"], "half": one["share_half"]}, 2, sign=True, scale=100), KEPT[one["kept"]]]
+        for one in audit.get("schedules") or ()
+    ]  # fmt: skip
+    header = ["k by layer", "mean k", "k of each layer", "searched, %", "held out, %", "within 1 %"]
+    note = (
+        "Change of the loss against the model's own k, on the half of the text that the search read, and on the other "
+        f"half. Greedy: the cheapest step down first; exact: the best of all schedules. {INTERVAL}"
+    )
+    return {"title": "k by layer", "grid": Grid(header, rows), "note": note}
+
+
+def _memory(audit: Found) -> dict[str, Any]:
+    of = audit.get("serving") or {}
+    rows = [["all weights", *(_bytes(size) for size in (of.get("memory") or {}).values())]]
+    note = f"{of.get('parameters', 0):,} parameters, {of.get('experts', 0):,} of them in experts."
+    return {"title": "Weights in memory", "grid": Grid(["", *(of.get("memory") or {})], rows) if of else None,
+            "note": note}  # fmt: skip
+
+
+def _serving(audit: Found) -> dict[str, Any]:
+    found = (audit.get("serving") or {}).get("rows") or []
+    machines = list(found[0]["seconds"]) if found else []
+    rows = [
+        [f"{one['top_k']}", str(one["batch"]), f"{one['distinct']:.1f}", f"{one['flops'] / 1e9:.3g}",
+         _bytes(one["bytes"]), *(f"{1e6 * one['seconds'].get(name, 0.0):.3g}" for name in machines)]
+        for one in found
+    ]  # fmt: skip
+    note = (
+        "Estimates of one decoded token, not measured times. Distinct: experts of a layer that a batch of independent "
+        "tokens needs, from the measured routing. Bytes: weights in bf16, read once a batch. Times by roofline: the "
+        "larger of bytes over bandwidth and operations over peak; attention over the context and its cache are left "
+        "out."
+    )
+    header = ["k", "batch", "distinct", "GFLOP a token", "bytes a token", *(f"{name}, µs" for name in machines)]
+    return {"title": "Cost to serve (estimate)", "grid": Grid(header, rows), "note": note}
+
+
+def _simulated(audit: Found) -> dict[str, Any]:
+    placed, cached = audit.get("placement") or {}, audit.get("cache") or {}
+    hits = cached.get("layers") or {}
+    names, policies = (list(next(iter(of.values()), {})) for of in (placed, hits))
+    rows = [
+        [short_layer(layer), *(f"{of.get(name, 0.0):.2f}" for name in names),
+         *(_percent(hits.get(layer, {}).get(policy)) for policy in policies)]
+        for layer, of in placed.items()
+    ]  # fmt: skip
+    note = (
+        "Simulated on the recorded routing. Placement over eight devices (or one for each expert): largest load over "
+        f"the mean, chosen on the first half of the tokens, judged on the second. Cache of {cached.get('size', NONE)} "
+        "experts a layer: share of the choices that find their expert there; the optimum knows the future."
+    )
+    header = ["layer", *names, *(f"cache: {policy}" for policy in policies)]
+    return {"title": "Placement and cache", "grid": Grid(header, rows), "note": note}
+
+
+def _numbers(*values: Any) -> list[str]:
+    return [NONE if (value := finite(one)) is None else f"{value:.3f}" for one in values]
+
+
+def _percent(value: Any) -> str:
+    return NONE if finite(value) is None else f"{100 * float(value):.1f} %"
+
+
+def _count(value: Any) -> str:
+    return NONE if value is None else f"{value:,}"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,218 @@
+"""What an audit sums by block of text: losses at every k and loads, by domain; divergence, specialists, coverage.
+
+A block is a row of tokens that the model reads on its own. The same blocks at every k pair their differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pointsman.hf.text import PADDING, TEXT, TextBatch
+from pointsman.intervals import half_width, ratio
+
+MOST = 512
+"""Blocks that are kept; of more, each two neighbours of a domain become one."""
+SERVES = 0.75
+"""An expert serves one domain if at least this share of its choices is there, at equal numbers of tokens."""
+
+
+Key = int | str | None
+"""k; "against" for another checkpoint."""
+
+
+@dataclass
+class Block:
+    """Sums over some text of one domain: its text tokens, those whose loss is known, nats by k, choices by layer."""
+
+    domain: str
+    read: int = 0
+    tokens: int = 0
+    nats: dict[Key, float] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+    def joined(self, other: Block) -> Block:
+        nats = {k: value + other.nats.get(k, 0.0) for k, value in self.nats.items()}
+        counts = {layer: value + other.counts[layer] for layer, value in self.counts.items() if layer in other.counts}
+        return Block(self.domain, self.read + other.read, self.tokens + other.tokens, nats, counts)
+
+
+@torch.no_grad()
+def row_losses(model: nn.Module, batch: TextBatch) -> list[tuple[float, int]] | None:
+    """Each row's loss (nats, summed) and number of predicted text tokens; None without logits [B, T, vocabulary]."""
+    device = next(model.parameters()).device
+    ids = batch.ids.to(device)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": batch.mask.long().to(device)}
+    config = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        inputs["use_cache"] = False
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    logits = getattr(model(**inputs), "logits", None)
+    if logits is None or logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        return None
+    counted = (batch.kinds[:, 1:] == TEXT) & (batch.kinds[:, :-1] != PADDING)
+    found = []
+    for row in range(ids.shape[0]):
+        chosen = counted[row].to(device)
+        scores = logits[row, :-1][chosen].float()
+        known = len(scores) and scores.shape[-1] > int(ids[row].max())
+        nats = float(F.cross_entropy(scores, ids[row, 1:][chosen], reduction="sum")) if known else 0.0
+        found.append((nats, len(scores) if known else 0))
+    return found
+
+
+class Blocks:
+    """The blocks of an audit, in the order of the text; bounded."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self.first = 0  # of the batch that is read now
+
+    def begin(self, batch: TextBatch, domain: str) -> None:
+        """A block for each row of the batch."""
+        if len(self.all) >= MOST:
+            self.all = self._halved()
+        self.first = len(self.all)
+        self.all += [Block(domain, read=int((row == TEXT).sum())) for row in batch.kinds]
+
+    def _halved(self) -> list[Block]:
+        of = {name: [block for block in self.all if block.domain == name] for name in self.domains}
+        pairs = [blocks[place : place + 2] for blocks in of.values() for place in range(0, len(blocks), 2)]
+        return [pair[0].joined(pair[1]) if len(pair) > 1 else pair[0] for pair in pairs]
+
+    def add_losses(self, k: Key, rows: Sequence[tuple[float, int]] | None) -> None:
+        for block, (nats, tokens) in zip(self.all[self.first :], rows or (), strict=rows is not None):
+            block.nats[k], block.tokens = nats, tokens
+
+    def add_choices(self, layer: str, experts: Tensor, text: Tensor, num_experts: int) -> None:
+        """experts [B*T, k] of the batch; text [B*T] bool, the tokens that count."""
+        rows = len(self.all) - self.first
+        place = torch.arange(rows, device=experts.device).repeat_interleave(len(experts) // rows)[:, None]
+        kept = (experts >= 0) & (experts < num_experts) & text[:, None]
+        counts = torch.bincount((place * num_experts + experts)[kept], minlength=rows * num_experts)
+        for block, row in zip(self.all[self.first :], counts.view(rows, num_experts).cpu(), strict=True):
+            block.counts[layer] = row
+
+    @property
+    def domains(self) -> list[str]:
+        return list(dict.fromkeys(block.domain for block in self.all))
+
+    def of(self, domain: str | None) -> list[Block]:
+        return [block for block in self.all if domain in (None, block.domain)]
+
+    def loss(self, k: Key, domain: str | None = None) -> dict[str, Any]:
+        """The loss a token at this k as `ratio` gives it."""
+        blocks = [block for block in self.of(domain) if k in block.nats]
+        return ratio([block.nats[k] for block in blocks], [block.tokens for block in blocks])
+
+    def difference(self, k: Key, own: Key, comparisons: int, domain: str | None = None) -> dict[str, Any] | None:
+        """The loss at k minus that at the model's own k, block by block."""
+        blocks = [block for block in self.of(domain) if k in block.nats and own in block.nats]
+        tops = [block.nats[k] - block.nats[own] for block in blocks]
+        return None if k == own else ratio(tops, [block.tokens for block in blocks], comparisons)
+
+    def counts(self, layer: str, domain: str | None = None) -> Tensor:
+        """[blocks, E] of the blocks that have this layer."""
+        found = [block.counts[layer].double() for block in self.of(domain) if layer in block.counts]
+        return torch.stack(found) if found else torch.zeros(0, 0, dtype=torch.float64)
+
+    def divergences(self, layers: Sequence[str]) -> list[dict[str, Any]]:
+        """Each two domains: the Jensen-Shannon divergence of their loads in bits, mean over layers, with its half."""
+        names = self.domains
+        loads = {name: [self.counts(layer, name) for layer in layers] for name in names}
+        pairs = [(one, two) for place, one in enumerate(names) for two in names[place + 1 :]]
+        return [{"domains": list(pair), **_divergence(loads[pair[0]], loads[pair[1]], len(pairs))} for pair in pairs]
+
+    def specialists(self, layers: Sequence[str]) -> list[dict[str, Any]]:
+        """Experts that serve one domain (`SERVES`), the lower end of the interval included."""
+        names, found = self.domains, []
+        for layer in layers if len(names) > 1 else ():
+            loads = [self.counts(layer, name) for name in names]
+            share, half = _shares(loads, [sum(block.read for block in self.of(name)) for name in names])
+            for expert in torch.nonzero((share - half >= SERVES).any(0))[:, 0].tolist():
+                at = int(share[:, expert].argmax())
+                found.append(
+                    {"layer": layer, "expert": expert, "domain": names[at], "share": float(share[at, expert]),
+                     "half": float(half[at, expert]), "tokens": int(loads[at][:, expert].sum())}
+                )  # fmt: skip
+        return found
+
+    def coverage(self, layers: Sequence[str], times: Sequence[int]) -> list[dict[str, Any]]:
+        """For each n: how many experts n of the text's choices reach, and the smallest part of the text that does it.
+
+        The subset is found greedily: the block that adds the most missing choices goes first. `at_least` blocks are
+        needed in any case, by the expert that needs the most of them.
+        """
+        counts = torch.cat([self.counts(layer) for layer in layers], 1)
+        read = torch.tensor([block.read for block in self.all])
+        found = []
+        for n in times:
+            reached = counts[:, counts.sum(0) >= n]
+            one: dict[str, Any] = {"times": n, "experts": counts.shape[1], "reached": reached.shape[1]}
+            if reached.shape[1]:
+                done = (reached.cumsum(0) >= n).all(1)
+                one["first_tokens"] = int(read[: int(done.int().argmax()) + 1].sum())
+                needed = (reached.sort(0, descending=True).values.cumsum(0) < n).sum(0) + 1
+                chosen, missing, left = [], torch.full((reached.shape[1],), float(n)), reached.clone()
+                while bool((missing > 0).any()):
+                    best = int(left.minimum(missing.to(left)).sum(1).argmax())
+                    chosen.append(best)
+                    missing = (missing - left[best]).clamp_min(0)
+                    left[best] = 0
+                one |= {"blocks": len(chosen), "at_least": int(needed.max()), "tokens": int(read[chosen].sum())}
+            found.append(one)
+        return found
+
+
+def _js(one: Tensor, two: Tensor) -> Tensor:
+    """Jensen-Shannon divergence in bits of loads [..., E]."""
+    p, q = (load / load.sum(-1, keepdim=True).clamp_min(1e-30) for load in (one, two))
+    mixed, mine, its = (torch.special.entr(each).sum(-1) / math.log(2) for each in ((p + q) / 2, p, q))
+    divergence: Tensor = mixed - (mine + its) / 2
+    return divergence
+
+
+def _divergence(one: Sequence[Tensor], two: Sequence[Tensor], comparisons: int) -> dict[str, Any]:
+    """The mean over layers, bias and standard error by leaving out each block once (jackknife)."""
+    pairs = list(zip(one, two, strict=True))
+    value = float(torch.stack([_js(a.sum(0), b.sum(0)) for a, b in pairs]).mean())
+    least = min(len(one[0]), len(two[0]))
+    if least < 2:
+        return {"mean": value, "half": None, "blocks": least}
+    without = (
+        torch.stack([_js(a.sum(0) - a, b.sum(0)) for a, b in pairs]).mean(0),
+        torch.stack([_js(a.sum(0), b.sum(0) - b) for a, b in pairs]).mean(0),
+    )
+    bias = sum((len(each) - 1) * (float(each.mean()) - value) for each in without)
+    variance = sum((len(each) - 1) * float(each.var(correction=0)) for each in without)
+    return {"mean": max(0.0, value - bias), "half": half_width(variance**0.5, least, comparisons), "blocks": least}
+
+
+def _shares(loads: Sequence[Tensor], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """[D, E]: each domain's share of an expert's choices at equal numbers of tokens, and half of its interval."""
+
+    def shares(sums: Sequence[Tensor]) -> Tensor:
+        rates = torch.stack([each / max(1, count) for each, count in zip(sums, tokens, strict=True)])
+        return rates / rates.sum(0).clamp_min(1e-30)
+
+    sums = [load.sum(0) for load in loads]
+    variance = torch.zeros(len(loads), sums[0].shape[-1], dtype=torch.float64)
+    for place, load in enumerate(loads):
+        each = torch.stack([shares([*sums[:place], sums[place] - row, *sums[place + 1 :]]) for row in load])
+        scale = (len(load) - 1) / len(load)
+        variance += scale * (each - each.mean(0)).square().sum(0)
+    least = min(map(len, loads))
+    factor = half_width(1.0, least, variance.numel())
+    return shares(sums), torch.full_like(variance, float("inf")) if factor is None else factor * variance.sqrt()
+
+
+def mapped(texts: Any) -> Mapping[str, Any]:
+    """Domain -> its texts; texts without domains are one called "text"."""
+    return texts if isinstance(texts, Mapping) else {"text": texts}

@@ -1,0 +1,74 @@
+"""What a model costs to serve at each k: counts from its shapes and the measured routing, and a time by roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman.hf.gates import Gate
+
+MACHINES = {
+    "H100 SXM": (3.35e12, 989e12),
+    "A100 80 GB": (2.04e12, 312e12),
+    "RTX 4090": (1.01e12, 165e12),
+    "2 channels of DDR5-5600": (89.6e9, 1.5e12),
+}
+"""Bytes and bf16 operations a second, as the makers state them (the last one: of an eight-core CPU)."""
+BATCHES = (1, 16, 256)
+DTYPES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+def distinct(share: Sequence[float], k: float, batch: int) -> float:
+    """Experts that a batch of independent tokens needs: sum over e of 1 - (1 - p_e)^batch, p_e = the share of tokens
+    that choose e."""
+    p = (torch.tensor(share, dtype=torch.float64) * k).clamp(0, 1)
+    return float((1 - (1 - p) ** batch).sum())
+
+
+def serving(
+    model: nn.Module, gates: Sequence[Gate], loads: Mapping[int, Mapping[str, Sequence[float | None]]]
+) -> dict[str, Any]:
+    """Weights by dtype; by k and batch the distinct experts a layer, FLOPs and bytes a token, and a time.
+
+    One decoded token: 2 operations for each weight that it meets, weights in bf16 read once a batch; the attention over
+    the context and its cache are left out. Time: the larger of bytes / bandwidth and operations / peak; an estimate.
+
+    Args:
+        loads: k -> layer -> each expert's share of the choices.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    of_one = {gate.layer: _expert_size(gate) for gate in gates}
+    experts = sum(size * gate.num_experts for gate, size in zip(gates, of_one.values(), strict=True))
+    looked_up = _embedding(model)
+    always = total - experts - looked_up
+    rows = []
+    for k, layers in loads.items():
+        active = always + sum(of_one[layer] * k for layer in layers)
+        for batch in BATCHES:
+            need = {layer: distinct([x or 0.0 for x in share], k, batch) for layer, share in layers.items()}
+            read = 2.0 * (always + sum(of_one[layer] * count for layer, count in need.items())) / batch
+            seconds = {name: max(read / width, 2.0 * active / peak) for name, (width, peak) in MACHINES.items()}
+            rows.append(
+                {"top_k": k, "batch": batch, "distinct": sum(need.values()) / max(1, len(need)), "flops": 2.0 * active,
+                 "bytes": read, "seconds": seconds}
+            )  # fmt: skip
+    memory = {name: size * total for name, size in DTYPES.items()}
+    return {"parameters": total, "experts": experts, "memory": memory, "rows": rows}
+
+
+def _expert_size(gate: Gate) -> int:
+    """Weights of one expert of a layer; 0 where the experts are the block's own parameters."""
+    if gate.experts is gate.block:
+        return 0
+    return sum(parameter.numel() for parameter in gate.experts.parameters()) // gate.num_experts
+
+
+def _embedding(model: Any) -> int:
+    """Weights of the input embedding, of which a token reads one row; 0 where the output uses them, too."""
+    weight = getattr(model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None, "weight", None)
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = output is not None and getattr(output, "weight", None) is weight
+    return 0 if tied or not isinstance(weight, Tensor) else weight.numel()

@@ -1,0 +1,172 @@
+"""What an audit tries on the model: an expert without output, and schedules of k by layer.
+
+Both are searched on one half of some text and verified on the other half, paired with the model as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from pointsman.hf.audit.blocks import row_losses
+from pointsman.hf.expert_sums import expert_sums, why_unreadable, without_expert
+from pointsman.hf.gates import Gate
+from pointsman.hf.text import TEXT, TextBatch
+from pointsman.hf.top_k import TopKField, gate_top_k
+from pointsman.intervals import ratio
+
+TRIED = 8
+"""Experts whose output is removed, those with the largest output; all of them in a model with at most EVERY."""
+EVERY = 32
+EXACT = 128
+"""Schedules that are all tried; above, k is lowered step by step."""
+
+Rows = Sequence[tuple[float, int]]
+
+
+def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatch]]:
+    """Every second row of the text, and the others."""
+    return [[TextBatch(one.ids[h::2], one.kinds[h::2]) for one in batches if len(one.ids) > h] for h in (0, 1)]  # type: ignore[return-value]
+
+
+def measured(model: nn.Module, batches: Sequence[TextBatch]) -> Rows:
+    """(nats, tokens) of every row."""
+    return [row for batch in batches for row in row_losses(model, batch) or ()]
+
+
+def mean_of(rows: Rows) -> float:
+    return sum(nats for nats, _ in rows) / max(1, sum(tokens for _, tokens in rows))
+
+
+def paired(rows: Rows, base: Rows, comparisons: int = 1) -> dict[str, Any]:
+    """The difference of two settings on the same rows, in nats a token."""
+    tops = [nats - other for (nats, _), (other, _) in zip(rows, base, strict=True)]
+    return ratio(tops, [tokens for _, tokens in rows], comparisons)
+
+
+def super_experts(
+    model: nn.Module, gates: Sequence[Gate], search: Sequence[TextBatch], held_out: Sequence[TextBatch]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """The experts without whose output the loss changes most, largest first, and why there are none.
+
+    In a model with many experts those with the largest output (max |f_i| over tokens) are tried.
+    """
+    for gate in gates:
+        if reason := why_unreadable(gate):
+            return [], f"super experts left out: {reason}"
+    with expert_sums(gates) as found:
+        for batch in search:
+            found.mask = (batch.kinds == TEXT).reshape(-1)
+            row_losses(model, batch)
+    peaks = [(float(found.layers[g.layer].peak[e]), g, e) for g in gates for e in range(g.num_experts)]
+    if len(peaks) > EVERY:
+        peaks = sorted(peaks, key=lambda one: -one[0])[:TRIED]
+    base = measured(model, held_out)
+    rows = []
+    for peak, gate, expert in peaks:
+        with without_expert(gate, expert):
+            rise = paired(measured(model, held_out), base, len(peaks))
+        rows.append({"layer": gate.layer, "expert": expert, "peak": peak, **rise})
+    rows.sort(key=lambda row: -abs(row["mean"] or 0.0))
+    return rows[:TRIED], None
+
+
+@contextmanager
+def _schedule(fields: Sequence[TopKField], ks: Sequence[int]) -> Iterator[None]:
+    before = [field.value for field in fields]
+    try:
+        for field, k in zip(fields, ks, strict=True):
+            setattr(field.owner, field.attribute, k)
+        yield
+    finally:
+        for field, k in zip(fields, before, strict=True):
+            setattr(field.owner, field.attribute, k)
+
+
+def schedules(
+    model: nn.Module,
+    gates: Sequence[Gate],
+    ks: Sequence[int],
+    search: Sequence[TextBatch],
+    held_out: Sequence[TextBatch],
+    margin: float,
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Schedules of k by layer with the fewest experts whose loss stays within `margin`, beside one k for all layers.
+
+    Greedy: the layer in which one step down costs least on the first half goes down, while the loss there stays within
+    the margin. Exact: of all schedules, where there are at most `EXACT`. Every one is then measured on the other half.
+
+    Returns:
+        Rows of {"kind", "ks" by layer, "mean_k", "searched" (rise on the first half, a share of the loss), the paired
+        rise on the second half as `ratio` gives it, "share" and "share_half" of the loss, "kept": True where the whole
+        interval is within the margin, False where it is beyond, None where the text does not decide}; and why not.
+    """
+    fields = [gate_top_k(gate) for gate in gates]
+    own = [field.value for field in fields]
+    if len({(id(field.owner), field.attribute) for field in fields}) < len(fields):
+        return [], f"k by layer left out: {type(model).__name__} keeps one k for all layers"
+    levels = sorted({*(k for k in ks if k <= min(own)), *own})
+    if len(levels) < 2:
+        return [], None
+    losses: dict[tuple[int, ...], float] = {}
+
+    def loss(schedule: Sequence[int]) -> float:
+        key = tuple(schedule)
+        if key not in losses:
+            with _schedule(fields, key):
+                losses[key] = mean_of(measured(model, search))
+        return losses[key]
+
+    allowed = loss(own) * (1 + margin)
+    found: dict[str, tuple[int, ...]] = {f"k = {k}": (k,) * len(own) for k in levels}
+    found["greedy"] = _greedy(own, levels, loss, allowed)
+    if len(levels) ** len(own) <= EXACT:
+        within = [one for one in product(levels, repeat=len(own)) if loss(one) <= allowed]
+        found["exact"] = min(within, key=lambda one: (sum(one), loss(one)), default=tuple(own))
+    base = measured(model, held_out)
+    scale = mean_of(base)
+    rows = []
+    for kind, chosen in found.items():
+        with _schedule(fields, chosen):
+            rise = paired(measured(model, held_out), base, len(found))
+        searched, mean, half = loss(chosen) / loss(own) - 1, rise["mean"], rise["half"]
+        kept = None
+        if half is not None:
+            kept = True if mean + half <= margin * scale else False if mean - half > margin * scale else None
+        same = list(chosen) == own
+        names = {gate.layer: k for gate, k in zip(gates, chosen, strict=True)}
+        rows.append(
+            {"kind": kind, "ks": names, "mean_k": sum(chosen) / len(chosen), "searched": searched, **rise,
+             "share": mean / scale, "share_half": None if half is None else half / scale,
+             "kept": True if same else kept}
+        )  # fmt: skip
+    return rows, None
+
+
+def _greedy(own: Sequence[int], levels: Sequence[int], loss: Any, allowed: float) -> tuple[int, ...]:
+    """Each layer's rise is measured alone, once for each level; the steps go in the order of rise a saved expert."""
+    rise: Mapping[tuple[int, int], float] = {
+        (layer, k): loss([*own[:layer], k, *own[layer + 1 :]])
+        for layer in range(len(own))
+        for k in levels
+        if k <= own[layer]
+    }
+    now, stuck = list(own), set[int]()
+    while True:
+        steps = []
+        for layer, k in enumerate(now):
+            lower = [one for one in levels if one < k]
+            if lower and layer not in stuck:
+                steps.append(((rise[layer, lower[-1]] - rise[layer, k]) / (k - lower[-1]), layer, lower[-1]))
+        if not steps:
+            return tuple(now)
+        _, layer, k = min(steps)
+        tried = [*now[:layer], k, *now[layer + 1 :]]
+        if loss(tried) <= allowed:
+            now = tried
+        else:
+            stuck.add(layer)
