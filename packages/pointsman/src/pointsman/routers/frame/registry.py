@@ -319,6 +319,8 @@ def _check_effects(
     for option in sorted(changed & OWNERS.keys()):
         if not any(common[owner] for owner in OWNERS[option]):
             raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
+    if common["capacity_order"] in ("probs", "priority") and not router.score.tells_apart:
+        raise ValueError(f"{where}capacity_order={common['capacity_order']} needs scores that tell experts apart")
     if "balance_on" in changed and router.gives_softmax:
         raise ValueError(f"{where}balance_on=scores: the scores are softmax(logits) already; leave the option out")
     parts = [part for part in (router.score, router.normalize, select, mixer) if part is not None]

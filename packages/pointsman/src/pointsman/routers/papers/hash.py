@@ -100,6 +100,7 @@ class TableScorer(Scorer):
         self.register_buffer("stride", coprime[torch.randint(len(coprime), (vocab_size,), generator=draw)])
         self.register_buffer("ready", torch.tensor(kind == "random"))
         self.gate = gate
+        self.tells_apart = gate is not None
 
     def calibrate(self, counts: Sequence[int] | Tensor) -> None:
         """Fills the table of `kind=balanced`: ids by falling count, each to the expert with the least counted tokens.
