@@ -1,0 +1,40 @@
+"""Every legal pair of scores and choice through the contract, at one small size; what is no pair says why in a line.
+
+A function that scores for several names, and one that chooses for several, stand here once.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.routers.frame.registry import ROUTERS
+from pointsman.testing import CHECKS, Case
+from pointsman.testing import layer as layers
+from pointsman.testing import routing as checks
+
+SCORES = list({(one.build, *sorted(one.defaults.items())): name for name, one in reversed(ROUTERS.items())}.values())
+CHOICES = list({one.choose: name for name, one in reversed(ROUTERS.items())}.values())
+COMPILING = (checks.compiles, layers.compiles_in_training, layers.trains_the_same_parameters)
+
+
+def case(scores: str, choice: str) -> Case:
+    return Case(f"{scores}@{choice}", dim=8, num_experts=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("scores", SCORES)
+def test_a_pair_keeps_the_contract(scores: str, choice: str) -> None:
+    pair = case(scores, choice)
+    try:
+        pair.router()
+    except ValueError as refusal:
+        told = str(refusal)
+        assert "\n" not in told
+        assert "needs" in told
+        assert "gives" in told
+        assert scores != choice, "a router's own halves fit"
+        return
+    for check in CHECKS:
+        if check not in COMPILING:  # which mechanisms compile: `test_routers.COMPILED`
+            check(pair)
