@@ -44,6 +44,20 @@ def modes(case: Case) -> Iterator[tuple[str, Router]]:
         yield mode, case.router().train(mode == "training")
 
 
+@torch.no_grad()
+def modes_of_weights(case: Case) -> Iterator[tuple[str, list[Router]]]:
+    """In evaluation, then in training: the router, and it with random scoring weights.
+
+    Initial weights that are zero or even can hide what a flag speaks of.
+    """
+    for (mode, router), (_, other) in zip(modes(case), modes(case), strict=True):
+        torch.manual_seed(11)
+        for parameter in other.score.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter))
+        yield mode, [router, other]
+
+
 def values_of_k(router: Router) -> list[int]:
     """The values of k that can be set."""
     return [router.num_experts] if router.fixed_k else list(range(1, router.num_experts + 1))
@@ -176,22 +190,30 @@ def one_sequence(case: Case) -> None:
 @torch.no_grad()
 def causal_flag(case: Case) -> None:
     """`causal` and `training_causal` are true exactly if a change at token t changes no routing before t."""
-    for mode, router in modes(case):
-        before, changed = route(router, case.hidden()), False
-        causal = router.training_causal if router.training else router.causal
-        torch.manual_seed(0)
-        for t in range(1, case.length):
-            other = case.hidden()
-            other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
-            after = route(router, other)  # with equal draws
-            theirs = by_token(after)
-            for name, of_token in by_token(before).items():
-                left = of_token.view(case.batch, case.length, -1)[:, :t]
-                right = theirs[name].view(case.batch, case.length, -1)[:, :t]
-                same = torch.equal(left, right) if left.dtype == torch.int64 else torch.allclose(left, right, atol=1e-6)
-                told = f"declared causal in {mode}, but {name} before token {t} changed with token {t}"
-                expect(same or not causal, told)
-                changed = changed or not same
+    for mode, routers in modes_of_weights(case):
+        causal = routers[0].training_causal if routers[0].training else routers[0].causal
+        changed = False
+        for router in routers:
+            before = route(router, case.hidden())
+            torch.manual_seed(0)
+            for t in range(1, case.length):
+                other = case.hidden()
+                other[:, t:] = 3 * torch.randn(case.batch, case.length - t, case.dim)
+                after = route(router, other)  # with equal draws
+                theirs = by_token(after)
+                for name, of_token in by_token(before).items():
+                    left = of_token.view(case.batch, case.length, -1)[:, :t]
+                    right = theirs[name].view(case.batch, case.length, -1)[:, :t]
+                    same = (
+                        torch.equal(left, right)
+                        if left.dtype == torch.int64
+                        else torch.allclose(left, right, atol=1e-6)
+                    )
+                    told = f"declared causal in {mode}, but {name} before token {t} changed with token {t}"
+                    expect(same or not causal, told)
+                    changed = changed or not same
+            if changed:
+                break
         expect(changed or causal, f"declared not causal in {mode}, but no earlier token changed")
 
 
@@ -220,34 +242,39 @@ def segments(case: Case) -> None:
 @torch.no_grad()
 def batch_invariant_flag(case: Case) -> None:
     """`batch_invariant` and `training_batch_invariant` are true exactly if other sequences change nothing."""
-    for mode, router in modes(case):
-        invariant = router.training_batch_invariant if router.training else router.batch_invariant
-        hidden, other = case.hidden(), case.hidden()
-        torch.manual_seed(0)
-        other[1:] = 3 * torch.randn(case.batch - 1, case.length, case.dim)
-        left, right = route(router, hidden), route(router, other)
-        rows = slice(case.length)
-        changed = [
-            name
-            for name in ("experts", "weights", "probs")
-            if not torch.allclose(getattr(left, name)[rows], getattr(right, name)[rows], 1.3e-6, 1e-5)
-        ]
+    for mode, routers in modes_of_weights(case):
+        invariant = routers[0].training_batch_invariant if routers[0].training else routers[0].batch_invariant
+        hidden, rows, changed, scored = case.hidden(), slice(case.length), set[str](), False
+        for router, seed in ((router, seed) for router in routers for seed in range(4)):
+            generator = torch.Generator().manual_seed(seed)
+            other = 3 * torch.randn(hidden.shape, generator=generator)
+            other[0] = hidden[0]
+            left, right = route(router, hidden), route(router, other)
+            scored |= bool(left.logits.any())
+            changed |= {
+                name
+                for name in ("experts", "weights", "probs")
+                if not torch.allclose(getattr(left, name)[rows], getattr(right, name)[rows], 1.3e-6, 1e-5)
+            }
         if invariant:
-            expect(
-                not changed, f"declared batch invariant in {mode}, but another sequence changed {', '.join(changed)}"
-            )
-        elif bool(left.logits.any()):  # equal scores of all experts (THOR's): no mixing changes them
+            told = f"declared batch invariant in {mode}, but another sequence changed {', '.join(sorted(changed))}"
+            expect(not changed, told)
+        elif scored:  # equal scores of all experts (THOR's): no mixing changes them
             expect(bool(changed), f"declared not batch invariant in {mode}, but no other sequence changed anything")
 
 
 @torch.no_grad()
 def stochastic_flag(case: Case) -> None:
     """`stochastic` and `training_stochastic` are true exactly if two seeds give two routings."""
-    for mode, router in modes(case):
-        stochastic = router.training_stochastic if router.training else router.stochastic
-        hidden = 100 * case.hidden()  # probabilities far from uniform, where a draw may leave a choice alone
-        left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
-        same = all(torch.equal(getattr(left, name), getattr(right, name)) for name in ("experts", "weights", "probs"))
+    for mode, routers in modes_of_weights(case):
+        stochastic = routers[0].training_stochastic if routers[0].training else routers[0].stochastic
+        same = True
+        # far from uniform probabilities a draw may leave a choice alone; near to it, it shows
+        for hidden, router in ((scale * case.hidden(), router) for scale in (100, 1) for router in routers):
+            left, right = (route(router, hidden, seed=seed) for seed in (3, 4))
+            same &= all(
+                torch.equal(getattr(left, name), getattr(right, name)) for name in ("experts", "weights", "probs")
+            )
         told = "stochastic, but two seeds agree" if same else "not stochastic, but two seeds differ"
         expect(same != stochastic, f"declared in {mode} {told}")
 
