@@ -129,8 +129,9 @@ def test_no_option_is_without_effect(entry: Entry) -> None:
             try:
                 known[spec] = observed(spec)
             except ValueError as refusal:
-                assert "\n" not in str(refusal)
-                known[spec] = None
+                told, known[spec] = str(refusal), None
+                if "\n" in told:
+                    pytest.fail(f"{spec}: more than one line: {told}")
         return known[spec]
 
     silent = []
@@ -165,7 +166,8 @@ def test_no_mixer_is_without_effect(mixer: str) -> None:
         try:
             mixed = observed(f"{name}+{mixer}")
         except ValueError as refusal:
-            assert "mixer" in str(refusal) or "mix" in str(refusal), refusal
+            if "mix" not in str(refusal):
+                raise
             continue
         shared = bare.keys() & mixed.keys()
         mixed = {one: mixed[one] for one in shared if "probs" not in one and "carry" not in one}
