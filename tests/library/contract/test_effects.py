@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman import MoE, set_top_k, step_end
+from pointsman import MoE, build_routers, set_top_k, step_end
 from pointsman._values import written
 from pointsman.routers.frame.registry import COMMON, MIXERS, ROUTERS, Entry
 from pointsman.testing.case import VOCABULARY, context_for
@@ -51,13 +51,15 @@ def values_of(option: inspect.Parameter) -> list[Any]:
 def observed(spec: str) -> dict[str, Tensor]:
     """All that can be seen of a router: its state, and routings, losses, outputs and gradients over some steps."""
     torch.manual_seed(1)
-    layer = MoE(DIM, 4, EXPERTS, router=spec, vocab_size=VOCABULARY).double()
+    layer = MoE(DIM, 4, EXPERTS, router=spec, vocab_size=VOCABULARY, attach_losses=True).double()
     router = layer.router
     if getattr(router.score, "kind", "") == "clustered":
         router.score.cluster(torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(0)))
     if getattr(router.score, "needs_counts", False):
         router.score.calibrate(list(range(VOCABULARY)))
-    numbers = (router.lr_scale, router.objective_weight, router.top_k)
+    two = build_routers(spec, layers=2, dim=DIM, num_experts=EXPERTS, vocab_size=VOCABULARY)
+    shared = len({id(one) for router in two for one in router.modules()})
+    numbers = (router.lr_scale, router.objective_weight, router.top_k, shared)
     seen = {"numbers": torch.tensor([float(one) for one in numbers])}
     seen |= {f"initial {name}": value.clone() for name, value in router.state_dict().items()}
     with torch.no_grad():  # so that experts fill, and probabilities tell tokens apart
@@ -66,7 +68,7 @@ def observed(spec: str) -> dict[str, Tensor]:
                 parameter.mul_(20)
     mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     mask[0, 5:] = False
-    every = [1, 2, EXPERTS] if not router.fixed_k else [EXPERTS]
+    every = [1, 4, EXPERTS] if not router.fixed_k else [EXPERTS]
     draws = torch.Generator().manual_seed(2)
     for step in range(4):
         layer.train(step < 3)

@@ -128,7 +128,8 @@ def test_which_routers_are_causal_and_batch_invariant(spec: str) -> None:
     router = case(spec).router()
     assert router.causal == (not spec.startswith(NON_CAUSAL))
     assert router.training_causal == (not spec.startswith(NON_CAUSAL + NON_CAUSAL_TRAINING))
-    alone = not spec.endswith(("+shuffled", "capacity_scope=batch")) and "choice:group=batch" not in spec
+    of_others = spec == "forced" or "choice:group=batch" in spec
+    alone = not of_others and not spec.endswith(("+shuffled", "capacity_scope=batch"))
     assert router.batch_invariant == alone
 
 

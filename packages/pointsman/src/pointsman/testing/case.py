@@ -25,6 +25,7 @@ class Case:
         dim: width of the hidden states.
         num_experts: E.
         batch, length: sequences, and tokens in each.
+        must_show: whether what a router admits (a look ahead, a draw, a loss) must be seen at these sizes.
     """
 
     spec: str
@@ -32,6 +33,7 @@ class Case:
     num_experts: int = 4
     batch: int = 3
     length: int = 11
+    must_show: bool = True
 
     def router(self, **options: object) -> Router:
         """A router of this spec, with the same weights at every call."""

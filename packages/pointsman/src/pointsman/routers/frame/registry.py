@@ -312,7 +312,7 @@ def _check_effects(
     changed = {one for one, value in common.items() if value != COMMON.options[one].default}
     changed |= set() if mixer is None else {"mixer"}
     own_rule = select.overrides | ({"renormalize"} if select.renormalize != common["renormalize"] else set())
-    for option in sorted(own_rule & changed):
+    for option in sorted(own_rule & (changed | {f"{one}={common[one]}" for one in changed - {"mixer"}})):
         if option == "mixer":
             raise ValueError(f"{where}{name} does not read mixed scores; leave the mixer out")
         raise ValueError(f"{where}{name} has its own rule for {option}; leave the option out")

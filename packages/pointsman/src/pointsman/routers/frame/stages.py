@@ -252,7 +252,8 @@ class Selector(Stage):
     Attributes:
         ragged: whether a token may have fewer than k experts, also at k = E: k is then a cap.
         needs_moe: whether only `MoE` can apply what it returns (slots, means), not the experts of other libraries.
-        overrides: options of every router, and "mixer", that change nothing here: `build_router` refuses them.
+        overrides: options of every router (one value as "option=value"), and "mixer", that change nothing here:
+            `build_router` refuses them.
         renormalize: whether weights are divided by their sum; None: they have a rule of their own, and `build_router`
             refuses the option.
     """

@@ -33,6 +33,7 @@ class AboveThreshold(Selector):
     """
 
     ragged = True
+    overrides = frozenset({"capacity_order=rank"})  # an expert has a column of its own: tokens come in turn
     needs_step_end = True
     histogram: Tensor
     steps: Tensor

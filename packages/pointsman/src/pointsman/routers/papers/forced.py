@@ -17,6 +17,8 @@ from pointsman.routing import RoutingContext
 class InTurn(Selector):
     """Token n of the batch takes the experts (n k + j) mod E, j < k; weights are their probabilities."""
 
+    batch_invariant = False  # the place in the batch decides
+
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> tuple[Tensor, Tensor]:
         probs = scores.probs.flatten(0, 1)
         tokens, num_experts = probs.shape
