@@ -66,12 +66,13 @@ class Exchange:
         ranks, local = int(self.group.size()), self.local
         home = torch.where(experts >= 0, experts // local, ranks)
         goes = torch.zeros(len(hidden), ranks + 1, dtype=torch.bool, device=hidden.device).scatter_(1, home, True)
-        rank, token = goes[:, :ranks].t().nonzero(as_tuple=True)  # by rank, then by token
         counts = goes[:, :ranks].sum(0)
         expected = torch.empty_like(counts)
         all_to_all_single(expected, counts, group=self.group)
-        send, receive = counts.tolist(), expected.tolist()  # the one wait for a GPU
+        send, receive = torch.stack([counts, expected]).tolist()  # the one wait for a GPU
         self.sent = sum(send)
+        places = torch.nonzero_static(goes[:, :ranks].t(), size=self.sent)  # [sent, 2], by rank, then by token
+        rank, token = places.unbind(1)
         here = home.index_select(0, token) == rank[:, None]
         ids = torch.where(here, experts.index_select(0, token) - rank[:, None] * local, -1)
         shares = torch.where(here, weights.index_select(0, token), 0)
@@ -82,11 +83,44 @@ class Exchange:
             arrived: Tensor = all_to_all_single_autograd(rows.contiguous(), receive, send, self.group)
             return arrived
 
-        rows, weight = there(hidden.index_select(0, token).to(dtype or hidden.dtype)), there(shares)
+        taken_rows: Tensor = _Take.apply(hidden, token, send)  # type: ignore[no-untyped-call]
+        rows, weight = there(taken_rows.to(dtype or hidden.dtype)), there(shares)
         one = weight.new_zeros(1, 1).expand(len(taken), local)
         result = run(rows, Routing(taken, weight, one, one))
         back: Tensor = all_to_all_single_autograd(result.contiguous(), send, receive, self.group)
-        return back.new_zeros(len(hidden), back.shape[1]).index_add(0, token, back)
+        output: Tensor = _Sum.apply(back, token, send, len(hidden))  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Take(torch.autograd.Function):
+    """hidden[token], of tokens that are distinct in each of the parts of these sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, token: Tensor, sizes: list[int]) -> Tensor:
+        ctx.save_for_backward(token)
+        ctx.sizes, ctx.count = sizes, len(hidden)
+        return hidden.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(gradient, *ctx.saved_tensors, ctx.sizes, ctx.count), None, None  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    """[count, dim]: the rows of each token, added up part by part. In one call a GPU would add them in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, sizes: list[int], count: int) -> Tensor:
+        ctx.save_for_backward(token)
+        ctx.sizes = sizes
+        total = rows.new_zeros(count, rows.shape[1])
+        for part, of in zip(torch.split(rows, sizes), torch.split(token, sizes), strict=True):
+            total.index_add_(0, of, part)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Take.apply(gradient, *ctx.saved_tensors, ctx.sizes), None, None, None  # type: ignore[no-untyped-call]
 
 
 def local_part(tensor: Tensor | None) -> Tensor | None:
