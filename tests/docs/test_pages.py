@@ -6,6 +6,7 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pointsman.routers.frame import registry
 from pointsman_lab.cli.finetune import settings_of_comparison
 from pointsman_lab.cli.main import main
 from pointsman_lab.cli.runs import run_config
+from pointsman_lab.registry import _installed
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,6 +24,18 @@ NOT_RUN = ("pytest ",)
 
 def commands(block: str) -> list[str]:
     return [line for line in block.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+
+
+def install(project: dict[str, Any]) -> None:
+    """What pip leaves of a package's entry points, in this folder, which Python imports from."""
+    about = project["project"]
+    folder = Path(f"{about['name']}-{about['version']}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n")
+    lines = [f"[{group}]\n{name} = {at}\n" for group, of in about.get("entry-points", {}).items()
+             for name, at in of.items()]  # fmt: skip
+    (folder / "entry_points.txt").write_text("".join(lines))
+    _installed.cache_clear()
 
 
 @pytest.mark.slow
@@ -35,6 +49,8 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         for kind, title, block in FENCE.findall(page.read_text(encoding="utf-8")):
             if title:
                 Path(title).write_text(block, encoding="utf-8")
+                if title == "pyproject.toml" and "pointsman.tasks" in block:
+                    install(tomllib.loads(block))
             elif kind == "python":
                 exec(compile(block, f"{page.name}: {block.splitlines()[0]}", "exec"), names)
                 count += 1
@@ -48,7 +64,9 @@ def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         registry.ROUTERS.clear()
         registry.ROUTERS.update(before)
-        sys.modules.pop("my_router", None)
+        for name in ("my_router", "reversal"):
+            sys.modules.pop(name, None)
+        _installed.cache_clear()
     assert count > 2
 
 

@@ -16,6 +16,7 @@ from pointsman_lab.data.subwords import (
     learn_pieces,
     open_tokenizer,
     piece_model,
+    read_vocabulary,
     save_tokenizer,
 )
 
@@ -54,7 +55,7 @@ def test_pieces_are_lossless_and_those_of_sentencepiece(pieces: Subwords) -> Non
     processor.LoadFromSerializedProto(piece_model(TEXT.splitlines(keepends=True), 300))
     for line in TEXT.splitlines(keepends=True)[:20]:
         assert pieces.encode(line).tolist() == processor.encode(line, out_type=int)
-    again = Vocabulary.from_json(pieces.to_json())
+    again = read_vocabulary(pieces.to_json())
     assert again == pieces
     assert again.digest == pieces.digest
 
@@ -71,7 +72,7 @@ def test_a_folder_s_tokenizer_gives_its_ids_and_is_written_again(tmp_path: Path)
     assert opened.decode(opened.encode(OTHER)) == OTHER
     assert opened.end_id == theirs.eos_token_id
     copy.mkdir()
-    save_tokenizer(Vocabulary.from_json(opened.to_json()), copy)
+    save_tokenizer(read_vocabulary(opened.to_json()), copy)
     assert AutoTokenizer.from_pretrained(copy)(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
     bare = open_tokenizer(str(folder / "tokenizer.json"))
     assert bare is not None
@@ -86,7 +87,7 @@ def test_a_folder_s_tokenizer_gives_its_ids_and_is_written_again(tmp_path: Path)
 def test_a_vocabulary_names_no_file_but_a_tokenizer_s(files: object, pieces: Subwords) -> None:
     content = json.dumps({**json.loads(pieces.to_json()), "files": files})
     with pytest.raises(RunError, match="not a vocabulary: ") as caught:
-        Vocabulary.from_json(content)
+        read_vocabulary(content)
     assert "\n" not in str(caught.value)
     with pytest.raises(RunError):
         Subwords(pieces.definition, {"../x": ""})

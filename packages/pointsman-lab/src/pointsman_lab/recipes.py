@@ -46,7 +46,8 @@ def preset(
     if steps is not None:
         values["steps"] = steps
         for often in ("validate_every", "checkpoint_every"):
-            values[often] = min(values[often], -(-steps // 4))
+            if values.get(often):
+                values[often] = min(values[often], -(-steps // 4))
         if (kept := values.get("keep_checkpoints", 2)) > 2:  # all of them, evenly spaced
             values["checkpoint_every"] = -(-steps // (kept - 1))
         values["warmup_steps"] = min(values.get("warmup_steps", 0), steps // 10)

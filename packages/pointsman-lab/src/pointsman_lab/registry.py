@@ -100,6 +100,10 @@ class TaskEntry:
         """Recipe -> function of router and seed that returns a paper's settings (`RunConfig`)."""
         return {}
 
+    def epilog(self, command: str) -> str:
+        """What the help of a command says at its end of this task: examples, in lines of at most 80 columns."""
+        return ""
+
     def add_flags(self, command: str, flags: Any) -> None:
         """Adds this task's flags to a command's `cli.options.Parser`."""
 
@@ -117,6 +121,14 @@ class TaskEntry:
             RunError: models of this family start from no folder.
         """
         raise RunError(f"--from {folder}: models of the family {config.model.family!r} start from no folder")
+
+    def export(self, run: Any, top_k: int) -> Any:
+        """A run's model (`training.run.Run`) as a model of transformers with this k.
+
+        Raises:
+            RunError: transformers has no class for models of this family.
+        """
+        raise RunError(f"{run.path}: no class of transformers is a model of the family {run.config.model.family!r}")
 
     def published(self, run: Any, column: Any, top_k: int | None) -> float | None:
         """A run's figure at this k for a column of published tables (`report.published.Column`) with a `shift`."""

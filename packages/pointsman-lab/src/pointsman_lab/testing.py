@@ -159,7 +159,7 @@ def check_damaged(example: Example) -> None:
     for name, reads in example.damaged.items():
         try:
             reads()
-        except RunError as error:
+        except ValueError as error:
             told = str(error)
             assert name in told.splitlines()[0], f"the refusal of damaged data does not name {name}: {told}"
         else:

@@ -15,11 +15,12 @@ from pointsman_lab.cli.options import Parser, choose_device, refuse_runs, whole
 
 EPILOG = """examples:
   pointsman audit allenai/OLMoE-1B-7B-0924 --data wikitext-2 --top-k 1,2,4,8,16
-  pointsman audit ./my-mixtral --data en.txt,de.txt,code.py --out audits/my-mixtral
+  pointsman audit ./my-mixtral --data en.txt,de.txt,code.py --out audits/mine
   pointsman audit ./tuned --against ./before --data chats.jsonl
 
---data: a data set's name, a text file, or JSON lines with "text" or "messages" (a conversation); with several of them,
-divided by commas, every figure is given for each. report.html in the folder is the page.
+--data: a data set's name, a text file, or JSON lines with "text" or
+"messages" (a conversation); with several of them, divided by commas, every
+figure is given for each. report.html in the folder is the page.
 The figures and their conventions: docs/huggingface.md.
 """
 PIECE = 1 << 16

@@ -18,8 +18,8 @@ EPILOG = """examples:
   pointsman check all --out check
 
 TRAINER is {trainers}; all; or a step of your own,
-FILE.py:function, called as step(model, batches): one optimizer step on a list of
-micro-batches. Exit code 1: a line does not hold.
+FILE.py:function, called as step(model, batches): one optimizer step on a list
+of micro-batches. Exit code 1: a line does not hold.
 """
 MARKS = {True: "yes", False: "**no**", None: "-"}
 

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
 
 EPILOG = """examples:
-  pointsman compare --routers smoe,smoe-dropout,hyperrouter --data stdlib --preset tiny
-  pointsman compare --routers smoe,hyperrouter,frozen-scaled --data enwik8 --seeds 3 --out runs/mine
-  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 --out runs/mine      # adds a row
-  pointsman compare --task sst2,sst5 --task-steps 1000 --out runs/mine      # fine-tunes every row
-  pointsman compare --routers smoe,hyperrouter --data enwik8 --out runs/mine --processes 8    # each run on 8 processes
+  pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
+  pointsman compare --routers smoe,xmoe --data enwik8 --seeds 3 --out runs/mine
+  pointsman compare --routers xmoe+similarity --data enwik8 --seeds 3 \\
+    --out runs/mine                                       # adds a row
+  pointsman compare --task sst2,sst5 --out runs/mine      # fine-tunes every row
+  pointsman compare --routers smoe --data enwik8 --processes 8  # a run on 8
 
-After an interruption the same command continues. The table is also written as CSV, Markdown, LaTeX and as a page.
+After an interruption the same command continues. The table is also written as
+CSV, Markdown, LaTeX and as a page.
 """
 
 

@@ -12,8 +12,8 @@ from pointsman_lab.cli.options import Parser, choose_device, overrides
 EPILOG = """examples:
   pointsman diagnose runs/hyper
   pointsman diagnose runs/hyper --against runs/smoe
-  pointsman diagnose runs/hyper/checkpoints/step-2000 --against runs/hyper/checkpoints/step-1000
-  pointsman diagnose runs/compare-enwik8-tiny      # a comparison: every router, over its seeds
+  pointsman diagnose runs/a --against runs/a/checkpoints/step-1000
+  pointsman diagnose runs/compare-enwik8-tiny    # every router, over its seeds
 
 The figures and their conventions: docs/diagnostics.md.
 """

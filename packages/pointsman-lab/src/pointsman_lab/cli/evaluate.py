@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 EPILOG = """examples:
   pointsman evaluate runs/hyper --top-k 1,2,4,8
-  pointsman evaluate runs/hyper --data wikitext-2 --split valid --eval-tokens all
-  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05,0.1
-  pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char --attack-rate 0.05
-  pointsman evaluate runs/compare-enwik8-tiny --attack word      # every run of a comparison, and its tables
-  pointsman evaluate runs/compare-cifar10-10k-tiny-vit --robust c      # corrupted images
+  pointsman evaluate runs/hyper --data wikitext-2 --split valid
 """
 
 

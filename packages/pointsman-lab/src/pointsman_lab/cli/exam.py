@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from pointsman_lab.exam.exam import Plan
 
 EPILOG = """examples:
-  pointsman exam mine.py --quick                     # the routers that mine.py registers; 4 tasks, 2 seeds
-  pointsman exam mine.py --out runs/exam             # all tasks, 8 seeds
+  pointsman exam mine.py --quick          # its routers; 4 tasks, 2 seeds
+  pointsman exam mine.py --out runs/exam  # all tasks, 8 seeds
   pointsman exam xmoe,loss-free:rate=0.01 --tasks clusters,zipf
-  pointsman exam all --again                         # every registered router, nothing taken from the record
+  pointsman exam all --again              # every router, nothing is taken over
 
-Oracle, plain, dense, hash and thor are rows of every exam. Rows that the package's record knows are taken from it,
-unless --again trains them too. Score: (plain - row) / (plain - oracle). After an interruption the same command
-continues.
+Oracle, plain, dense, hash and thor are rows of every exam. Rows that the
+package's record knows are taken from it, unless --again trains them too.
+Score: (plain - row) / (plain - oracle). After an interruption the same
+command continues.
 """
 QUICK_SEEDS = 2
 

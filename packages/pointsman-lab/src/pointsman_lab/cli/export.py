@@ -11,11 +11,12 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman._values import printable
 from pointsman_lab.cli.options import Parser, check_device, refuse_runs, whole
+from pointsman_lab.registry import trains
 
 EPILOG = """examples:
   pointsman export runs/hyper --out hyper
-  pointsman export runs/hyper --out plain --materialize      # HyperRouter becomes a plain linear router
-  pointsman export runs/decoder --format hf --out model      # opened by transformers without pointsman
+  pointsman export runs/hyper --materialize --out plain  # plain linear routers
+  pointsman export runs/decoder --format hf --out model  # for transformers
 """
 
 
@@ -75,24 +76,16 @@ def huggingface(values: argparse.Namespace) -> int:
     """Writes a model of transformers with its tokenizer."""
     from pointsman._files import scratch_folder, within
     from pointsman.routers.frame.router import check_top_k
-    from pointsman_lab.models.decoder import Decoder
 
     out = values.out or within(values.run, "export")
     refuse_runs(out, unless=("generation_config.json", "tokenizer.json"))
     saved = load(values)
-    model = saved.model
-    if not isinstance(model, Decoder):
-        family = saved.config.model.family
-        raise RunError(
-            f"{values.run}: no class of transformers is a model of the family {family!r}: allowed is decoder"
-        )
+    top_k = saved.last_top_k if values.top_k is None else check_top_k(values.top_k, saved.config.model.num_experts)
+    theirs = trains(saved.config.model.family).export(saved, top_k)
     from transformers.utils import logging
 
     from pointsman_lab.data.subwords import save_tokenizer
-    from pointsman_lab.models.huggingface import to_transformers
 
-    top_k = saved.last_top_k if values.top_k is None else check_top_k(values.top_k, saved.config.model.num_experts)
-    theirs = to_transformers(model, top_k=top_k, length=saved.context)
     theirs.generation_config.eos_token_id = theirs.config.eos_token_id = saved.vocabulary.end_id
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

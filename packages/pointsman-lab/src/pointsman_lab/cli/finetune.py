@@ -1,4 +1,4 @@
-"""`pointsman finetune RUN`: fine-tunes a pre-trained run on a classification task."""
+"""`pointsman finetune RUN`: fine-tunes a pre-trained run on a task."""
 
 from __future__ import annotations
 
@@ -20,22 +20,12 @@ if TYPE_CHECKING:
     from pointsman_lab.report.forms import Forms
     from pointsman_lab.runs.record import RunRecord
 
-EPILOG = """examples:
-  pointsman finetune runs/hyper --task sst2
-  pointsman finetune runs/hyper --task sst2 --from-scratch      # the control: the same model, fresh weights
-  pointsman finetune runs/xmoe --task banking77 --freeze router,experts --balance 0,0.001,0.01,0.1 --seeds 5
-  pointsman finetune runs/hyper --task reviews.csv:text=body:label=stars --steps 500
-  pointsman finetune runs/vmoe --task cifar10-10k:size=64 --epochs 2      # images, at another size
-
-tasks: sst2, sst2-glue, sst5, imdb, banking77, or a CSV, TSV or JSONL file or folder with text and label columns.
-Defaults are HyperRouter's: all experts chosen (k = N), Adam at 1e-4, batch 16 (imdb 4), 3 epochs (banking77 15), length
-512. Encoders (tiny-mlm) learn XTREME's tasks: xnli, pawsx, pawsx-test, udpos, panx, tydiqa, xquad, mlqa, each also as
-NAME:languages=en+de, from English alone; all languages are scored. After an interruption the same command continues.
+EPILOG = """After an interruption the same command continues.
 """
 
 
 def parser() -> Parser:
-    flags = Parser("finetune", "Fine-tune a pre-trained run on a classification task.", EPILOG)
+    flags = Parser("finetune", "Fine-tune a pre-trained run on a task.", EPILOG)
     flags.add_argument("run", type=Path, metavar="RUN", help="the pre-trained run's directory")
     flags.add_argument("--task", metavar="NAME|PATH", help="the task, also as PATH:text=COLUMN:label=COLUMN")
     flags.add_argument("--steps", help="optimizer steps")
@@ -62,17 +52,15 @@ def add_task_settings(flags: Parser) -> None:
     flags.add_argument(
         "--task-top-k",
         metavar="K",
-        help="k while fine-tuning (default: N, dense; of XTREME's tasks as in pre-training)",
+        help="k while fine-tuning (default: the task's)",
     )
-    flags.add_argument("--task-preset", metavar="NAME", default="", help="finetune-xmoe: X-MoE's settings on XTREME")
+    flags.add_argument("--task-preset", metavar="NAME", default="", help="published settings of the task")
     flags.add_argument("--freeze", type=words, metavar="ROLES", help="parts that do not train: router,experts")
     flags.add_argument(
         "--balance", type=numbers(), metavar="A,A", help="weight of the balance loss; several: one run each"
     )
-    flags.add_argument("--pooling", metavar="HOW", help="last (default; of pairs first), first or mean hidden state")
-    flags.add_argument(
-        "--length", type=whole(2, "length"), metavar="N", help="tokens of a text (512; of XTREME's tasks 128 or 384)"
-    )
+    flags.add_argument("--pooling", metavar="HOW", help="last, first or mean hidden state (default: the task's)")
+    flags.add_argument("--length", type=whole(2, "length"), metavar="N", help="tokens of a text (default: the task's)")
     flags.add_argument("--from-scratch", action="store_true", help="fresh weights instead of the pre-trained ones")
 
 
@@ -149,7 +137,8 @@ def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
     if not values.task:
-        raise RunError("pointsman finetune: --task is missing: sst2, sst2-glue, sst5, imdb, banking77 or a file")
+        known = ", ".join(name for entry in entries() for name in entry.learns)
+        raise RunError(f"pointsman finetune: --task is missing: {known} or a file")
     if values.steps and values.epochs:
         raise RunError("pointsman finetune: --steps and --epochs exclude each other")
     device = choose_device(values.device)

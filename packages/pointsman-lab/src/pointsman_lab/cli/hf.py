@@ -12,8 +12,8 @@ from pointsman_lab.cli.options import Parser, choose_device, number_from, refuse
 
 ACTIONS = {
     "replace": "give every sparse layer a router of pointsman",
-    "materialize": "turn replaced routers into the class's own gates, for programs without pointsman",
-    "upcycle": "make a mixture of experts of a dense model, each expert a copy of its feed-forward layer",
+    "materialize": "turn replaced routers into the class's own gates",
+    "upcycle": "make a mixture of experts of a dense model's layers",
 }
 USAGE = """usage: pointsman hf ACTION MODEL --out DIR [options]
 
@@ -21,11 +21,12 @@ actions:
 {actions}
 
 examples:
-  pointsman hf replace allenai/OLMoE-1B-7B-0924 --router hyperrouter --out olmoe-hyper
+  pointsman hf replace ./olmoe --router hyperrouter --out olmoe-hyper
   pointsman hf materialize olmoe-hyper --out olmoe-plain
   pointsman hf upcycle Qwen/Qwen3-0.6B --experts 8 --top-k 2 --out qwen3-8x
 
-`pointsman hf ACTION --help` explains an action; docs/huggingface.md says what each keeps of the model.
+`pointsman hf ACTION --help` explains an action; docs/huggingface.md says what
+each keeps of the model.
 """
 
 

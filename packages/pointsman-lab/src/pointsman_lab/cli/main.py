@@ -20,7 +20,7 @@ COMMANDS = {
     "train": "train one model, from flags or from a paper's recipe",
     "exam": "examine routers on tasks whose best routing is known",
     "evaluate": "evaluate a run at every k",
-    "finetune": "fine-tune a run on a classification task",
+    "finetune": "fine-tune a run on a task",
     "diagnose": "routing diagnostics of a run or a model",
     "audit": "routing statistics and loss at every k of a Hugging Face MoE",
     "report": "write the page, the figures and the papers' tables of runs",
@@ -31,7 +31,7 @@ COMMANDS = {
     "verify": "say whether a folder is whole, and what in it would be refused",
     "check": "say what a trainer does to the router of a mixture of experts",
     "trace": "compare recorded routings; simulate serving one",
-    "hf": "change the routers of a Hugging Face model: replace, materialize, upcycle",
+    "hf": "change the routers of a Hugging Face model",
 }
 OVER_RANKS = ("train",)
 """The commands that torchrun may start on several ranks."""
@@ -54,7 +54,7 @@ options:
   -h, --help     this text; `pointsman COMMAND --help` explains a command
   --version      the version
 
-start here: pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
+start here: pointsman compare --routers smoe,hyperrouter --data stdlib
 """
 
 

@@ -7,12 +7,17 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import parse_json, read_ordinary
 from pointsman._grid import Grid
 from pointsman._values import most, upper
+from pointsman_lab.registry import entries
+
+WIDTH = 78
+"""Columns of a help text."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,8 +26,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
         super().__init__(
             prog=f"pointsman {command}",
-            description=description,
-            epilog=epilog,
+            description=fill(description, WIDTH),
+            epilog="".join([epilog, *(entry.epilog(command) for entry in entries())]),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -44,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         """--out, --device, --config, --import, --set.
 
         Args:
-            settings: what --set takes; "" = nothing.
+            settings: what --set takes; "": the command has no --set.
             folder: whether --out is a folder.
         """
         self.add_argument("--out", type=Path, metavar="DIR", help=out)
@@ -53,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         told = "import routers of your own; a run records it (may be repeated)"
         many: Any = {"action": "append", "default": []}
         self.add_argument("--import", dest="imports", metavar="MODULE|FILE.py", help=told, **many)
-        self.add_argument("--set", metavar="KEY=VALUE", help=settings or "this command has nothing to set", **many)
-        self.has_settings = bool(settings)
+        if settings:
+            self.add_argument("--set", metavar="KEY=VALUE", help=settings, **many)
         self.out_is_folder = folder
 
     def flags(self) -> list[str]:
@@ -80,8 +85,6 @@ class Parser(argparse.ArgumentParser):
             from pointsman.routers.frame.elsewhere import import_routers
 
             values.imports = [import_routers(name) for name in values.imports]
-        if getattr(values, "set", None) and not self.has_settings:
-            raise RunError(f"{self.prog}: --set {values.set[0]!r}: this command has nothing to set")
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
             raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
         return values

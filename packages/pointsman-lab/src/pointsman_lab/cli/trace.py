@@ -10,8 +10,8 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.cli.options import Parser, whole
 
 ACTIONS = {
-    "diff": "say where two traces of the same text differ, and which kind of fault explains it",
-    "place": "simulate experts over devices, and a cache of hot experts, on a recorded routing",
+    "diff": "say where two traces differ, and which kind of fault explains it",
+    "place": "simulate experts over devices, and a cache of hot experts",
 }
 USAGE = """usage: pointsman trace diff A B
        pointsman trace place A [--devices 8] [--spare 0] [--cache N]
@@ -19,8 +19,8 @@ USAGE = """usage: pointsman trace diff A B
 actions:
 {actions}
 
-A trace is a file of `record_routing(model).save(path)`; docs/traces.md has the format
-and the readers for vLLM, SGLang, Megatron-core and llama.cpp.
+A trace is a file of `record_routing(model).save(path)`; docs/traces.md has the
+format and the readers for vLLM, SGLang, Megatron-core and llama.cpp.
 """
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pointsman_lab.training.config import RunConfig
 
 EPILOG = """examples:
-  pointsman train --router hyperrouter --data enwik8 --preset tiny --out runs/hyper
+  pointsman train --router hyperrouter --data enwik8 --out runs/hyper
   pointsman train hyperrouter-enwik8-small --out runs/paper
   pointsman train --router hyperrouter --data enwik8 --out runs/hyper --resume
-  pointsman train --from models/olmoe --data notes.txt --preset tiny-decoder --router smoe+similarity
-  pointsman train --router hyperrouter --data enwik8 --out runs/hyper --processes 8 --parallel experts=8
+  pointsman train --from models/olmoe --data notes.txt --router smoe+similarity
+  pointsman train --data enwik8 --processes 8 --parallel experts=8
 """
 
 

@@ -19,10 +19,12 @@ from pointsman_lab.runs.paths import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, EXP
 
 EPILOG = """examples:
   pointsman verify runs/mine
-  pointsman verify downloads/somebodys-comparison && pointsman report downloads/somebodys-comparison
+  pointsman verify downloads/theirs && pointsman report downloads/theirs
 
-A line for each thing that a command would refuse, or that is missing. Exit code 0: none; 1: some; 2: no such folder,
-or nothing in it that pointsman reads. Checksums are compared and weights of runs are loaded; code is never read.
+A line for each thing that a command would refuse, or that is missing. Exit
+code 0: none; 1: some; 2: no such folder, or nothing in it that pointsman
+reads. Checksums are compared and weights of runs are loaded; code is never
+read.
 """
 MOST_ENTRIES = 1_000_000
 Check = tuple[Path, Callable[[], object]]

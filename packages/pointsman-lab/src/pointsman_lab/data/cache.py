@@ -25,6 +25,7 @@ from pointsman._errors import RunError
 from pointsman._files import open_new, parse_json, read_text, scratch_folder, sync_folder, write_synced
 from pointsman_lab.data.download import NO_SPACE
 from pointsman_lab.data.reading import BLOCK
+from pointsman_lab.data.subwords import read_vocabulary
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 FORMAT = 1
@@ -114,7 +115,7 @@ def _open(folder: Path) -> Tokens | None:
         if hashlib.sha256(payload.encode()).hexdigest() != digest:
             return None
         meta = parse_json(payload)
-        vocabulary = Vocabulary.from_json(meta["vocabulary"])
+        vocabulary = read_vocabulary(meta["vocabulary"])
         arrays: dict[str, IdArray] = {}
         for split, part in meta["parts"].items():
             arrays[split] = _map(folder / f"{split}.bin", part["tokens"], vocabulary.dtype)

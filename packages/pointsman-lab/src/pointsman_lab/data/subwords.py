@@ -112,6 +112,21 @@ class Subwords(Vocabulary):
         return json.dumps(values, ensure_ascii=True)
 
 
+def read_vocabulary(text: str) -> Vocabulary:
+    """What the `to_json` of a vocabulary wrote, of subwords or another level.
+
+    Raises:
+        RunError: the text is not a vocabulary.
+    """
+    try:
+        data = parse_json(text)
+        if data["level"] == "subword":
+            return Subwords(data["tokenizer"], data["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"not a vocabulary: {error}") from None
+    return Vocabulary.from_json(text)
+
+
 def open_tokenizer(name: str) -> Subwords | None:
     """The tokenizer of a setting; None of `pieces:V`, which the data define.
 

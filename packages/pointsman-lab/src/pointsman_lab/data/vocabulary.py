@@ -193,17 +193,13 @@ class Vocabulary:
 
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
-        """The vocabulary from the text of `to_json`; of subwords, a `Subwords`.
+        """The vocabulary from the text of `to_json` (`subwords.read_vocabulary` reads those of subwords, too).
 
         Raises:
             RunError: the text is not a vocabulary.
         """
         try:
             data = parse_json(text)
-            if data["level"] == "subword":
-                from pointsman_lab.data.subwords import Subwords  # one of these itself
-
-                return Subwords(data["tokenizer"], data["files"])
             return cls(data["level"], data["symbols"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"not a vocabulary: {error}") from None

@@ -10,10 +10,18 @@ from pointsman_lab.registry import TaskEntry
 FLAGS = ("--attack-rate", "--attack-seed", "--task")
 """Flags of `evaluate` without effect unless --attack is given."""
 
+EXAMPLES = """  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05
+  pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char
+  pointsman evaluate runs/compare --attack word      # every run, and tables
+"""
+
 
 class Attacks(TaskEntry):
     name = "attacks"
     records = ("attacks-*.json", "finetune/*/*/attacks-*.json")
+
+    def epilog(self, command: str) -> str:
+        return EXAMPLES if command == "evaluate" else ""
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command != "evaluate":

@@ -7,11 +7,21 @@ from typing import Any
 
 from pointsman_lab.registry import TaskEntry
 
+EPILOG = """
+XTREME's tasks, for encoders (tiny-mlm): xnli, pawsx, pawsx-test, udpos, panx,
+tydiqa, xquad, mlqa, each also as NAME:languages=en+de. They are learned from
+English alone, and all languages are scored; k is that of pre-training, the
+length 128 or 384. --task-preset finetune-xmoe: X-MoE's settings.
+"""
+
 
 class CrossLingualEntry(TaskEntry):
     name = "crosslingual"
     takes = ("encoder",)
     together = ("udpos", "panx", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
+
+    def epilog(self, command: str) -> str:
+        return EPILOG if command == "finetune" else ""
 
     @property
     def learns(self) -> Sequence[str]:

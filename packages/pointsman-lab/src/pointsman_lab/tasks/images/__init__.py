@@ -7,6 +7,10 @@ from typing import Any
 from pointsman_lab.registry import Setting, TaskEntry
 from pointsman_lab.tasks.images.presets import PRESETS
 
+EXAMPLES = {
+    "evaluate": "  pointsman evaluate runs/compare-cifar10 --robust c      # corrupted images\n",
+    "finetune": "\nImages:\n  pointsman finetune runs/vit --task cifar10-10k:size=64 --epochs 2\n",
+}
 SETTINGS = {"augment": Setting("", "what is done to training images: crop=4+flip")}
 
 
@@ -32,6 +36,9 @@ class Images(TaskEntry):
         from pointsman_lab.tasks.images.image_set import ClassNames
 
         return ClassNames.from_json(text)
+
+    def epilog(self, command: str) -> str:
+        return EXAMPLES.get(command, "")
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command == "evaluate":

@@ -36,14 +36,21 @@ class LanguageModelling(TaskEntry):
         return Task.open(config, progress, vocabulary)
 
     def vocabulary(self, text: str) -> Any:
-        from pointsman_lab.data.vocabulary import Vocabulary
+        from pointsman_lab.data.subwords import read_vocabulary
 
-        return Vocabulary.from_json(text)
+        return read_vocabulary(text)
 
     def start(self, config: Any, folder: str, router: str | None) -> Any:
         from pointsman_lab.tasks.language_modelling.start import start_config
 
         return start_config(config, folder, router)
+
+    def export(self, run: Any, top_k: int) -> Any:
+        if run.config.model.family != "decoder":
+            return super().export(run, top_k)
+        from pointsman_lab.models.huggingface import to_transformers
+
+        return to_transformers(run.model, top_k=top_k, length=run.context)
 
     def add_flags(self, command: str, flags: Any) -> None:
         if command == "train":
