@@ -25,10 +25,11 @@ def write_data(root: Path) -> Path:
         (root / name).mkdir()
     labels = ("contradiction", "entailment", "neutral")
     for language in ("en", "de"):
-        rows = [f"{sentence(draw)}\t{sentence(draw)}\t{labels[n % 3]}" for n in range(120)]
-        with gzip.open(root / f"xnli/dev-{language}.tsv.gz", "wt") as file:
-            file.write("\n".join(rows) + "\n")
-        for part, count in (("train", 80), ("dev", 12)):
+        for part, count in (("dev", 120), ("test", 40), *[("train", 80)][: language == "en"]):
+            rows = [f"{sentence(draw)}\t{sentence(draw)}\t{labels[n % 3]}" for n in range(count)]
+            with gzip.open(root / f"xnli/{part}-{language}.tsv.gz", "wt") as file:
+                file.write("\n".join(rows) + "\n")
+        for part, count in (("train", 80), ("test", 12), ("dev", 10)):
             lines = []
             for _ in range(count):
                 tags = draw.choice((["B-PER", "I-PER", "O"], ["O", "B-LOC", "O", "O"]))

@@ -145,7 +145,7 @@ def test_translations_are_resampled_together(tmp_path: Path, pieces: Pieces, run
             rows[::7] = [("NS", second) for _, second in rows[::7]]
         lines = [f"{first}\t{second}\t{n % 2}" for n, (first, second) in enumerate(rows)]
         (tmp_path / f"pawsx/dev-{language}.tsv").write_text("\n".join(lines) + "\n")
-    found = load_xtreme("pawsx", tmp_path)
+    found = load_xtreme("pawsx-dev", tmp_path)
     assert found.groups["en"] == groups_of(found.tests["en"])
     group = {item.row: name for item, name in zip(found.tests["en"], found.groups["en"], strict=True)}  # type: ignore[union-attr]
     assert found.groups["de"] == [group[item.row] for item in found.tests["de"]]  # type: ignore[union-attr]
@@ -156,13 +156,13 @@ def test_translations_are_resampled_together(tmp_path: Path, pieces: Pieces, run
         return str(row % 2) if row // 4 % 3 else "0"
 
     one, two = (
-        score("pawsx", language, items, [answer(item.row) for item in items], found.groups[language])  # type: ignore[union-attr]
+        score("pawsx-dev", language, items, [answer(item.row) for item in items], found.groups[language])  # type: ignore[union-attr]
         for language, items in found.tests.items()
     )
     assert np.corrcoef(one.drawn, two.drawn)[0, 1] > 0.8
     assert mean_error([one, two]) > 0.9 * one.error
     config = replace(RunDirectory(run).config(RunConfig), segment_length=48, eval_tokens=400)
-    parts = CrossLingual(found, Finetuning("pawsx"), pieces, None).parts(config, "test")
+    parts = CrossLingual(found, Finetuning("pawsx-dev"), pieces, None).parts(config, "test")
     english, german = ([item.row for item in parts[language].items] for language in ("en", "de"))
     assert 0 < len(english) < 30
     assert german == [row for row in english if row % 7]
@@ -284,10 +284,10 @@ def test_what_is_refused(data: Path, spec: str, words: str) -> None:
 def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "tydiqa").symlink_to(data / "tydiqa")
     (tmp_path / "mlqa").mkdir()
-    with pytest.raises(RunError, match=r"mlqa has no test part in any language"):
-        load_xtreme("mlqa", tmp_path)
+    with pytest.raises(RunError, match=r"mlqa-dev has no test part: .*mlqa .* has no file dev-context-LANG"):
+        load_xtreme("mlqa-dev", tmp_path)
     shutil.copytree(data / "panx", tmp_path / "panx")
-    (tmp_path / "panx/dev-sw.tsv").write_text("\n")
+    (tmp_path / "panx/test-sw.tsv").write_text("\n")
     with pytest.raises(RunError, match=r"test part in 'sw' is empty in .*panx"):
         load_xtreme("panx", tmp_path)
     assert list(load_xtreme("panx:languages=en", tmp_path).tests) == ["en"]

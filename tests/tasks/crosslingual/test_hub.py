@@ -38,7 +38,9 @@ def served(config: str, split: str) -> Any:
     """What the hub has of a configuration."""
     name = config.partition(".")[0]
     rows: list[dict[str, Any]]
-    if name == "XNLI":
+    if config == "default":
+        rows = [{"premise": "one\ttwo", "hypothesis": "three", "label": 1}]
+    elif name == "XNLI":
         rows = [pairs("neutral", language=language) for language in ("en", "de")]
     elif name == "PAWS-X":
         rows = [pairs("1")]
@@ -61,10 +63,11 @@ CONFIGS = (
 
 @pytest.fixture(autouse=True)
 def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(repository: str, config: str, split: str) -> Any:
-        assert repository == "google/xtreme"
-        assert config in CONFIGS
-        return served(config, split)
+    def load(repository: str, config: str | None, split: str) -> Any:
+        assert (repository, config) == ("nyu-mll/multi_nli", None) or (
+            repository == "google/xtreme" and config in CONFIGS
+        )
+        return served(config or "default", split)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda repository: list(CONFIGS))
@@ -73,19 +76,26 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "trained", "tested"),
     [
-        ("xnli", {"en", "de"}, {"en", "de"}),
-        ("pawsx", {"en", "de"}, {"en", "de"}),
+        ("xnli", {"en"}, {"en", "de"}),
+        ("xnli-dev", {"en", "de"}, {"en", "de"}),
+        ("pawsx", {"en"}, {"en", "de"}),
+        ("pawsx-dev", {"en", "de"}, {"en", "de"}),
         ("pawsx-test", {"en"}, {"en", "de"}),
         ("panx", {"en"}, {"en", "sw"}),
+        ("panx-dev", {"en"}, {"en", "sw"}),
         ("udpos", {"en"}, {"en", "af"}),
-        ("xquad", set(), {"en", "el"}),
-        ("mlqa", set(), {"en", "de"}),
+        ("xquad", {"en"}, {"en", "el"}),
+        ("xquad-tydiqa", {"en", "sw"}, {"en", "el"}),
+        ("mlqa", {"en"}, {"en", "de"}),
+        ("mlqa-dev", {"en", "sw"}, {"en", "de"}),
         ("tydiqa", {"en", "sw"}, {"en", "sw"}),
     ],
 )
 def test_every_task_is_read_back(name: str, trained: set[str], tested: set[str], tmp_path: Path) -> None:
-    fetch_task(name, tmp_path / XTREME[name].folder)
-    train, test = (load_task(name, tmp_path, part) for part in ("train", "test"))
+    folders = {XTREME[name].train.folder, XTREME[name].test.folder}
+    for folder in folders:
+        fetch_task(folder, tmp_path / folder)
+    train, test = (load_task(name, tmp_path, part).rows for part in ("train", "test"))
     assert (set(train), set(test)) == (trained, tested)
     found = [item for part in (train, test) for items in part.values() for item in items]
     for item in found:
@@ -97,7 +107,7 @@ def test_every_task_is_read_back(name: str, trained: set[str], tested: set[str],
             assert isinstance(item, Tagged)
             assert len(item.words) == len(item.tags) in (1, 2)
     assert found
-    assert [place.name for place in tmp_path.iterdir()] == [XTREME[name].folder]
+    assert {place.name for place in tmp_path.iterdir()} == folders
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +131,4 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RunError, match=r"panx is not under the data folder .* \(no network\?\): Cannot reach the hub"):
         fetch_task("panx", tmp_path / "panx")
     assert not list(tmp_path.iterdir())
-    assert set(hub._TASKS) == set(XTREME)
+    assert set(hub._TASKS) == {source.folder for task in XTREME.values() for source in (task.train, task.test)}

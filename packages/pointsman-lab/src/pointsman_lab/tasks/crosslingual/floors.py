@@ -38,7 +38,7 @@ def floors(name: str, train: Sequence[Item], items: Sequence[Item]) -> Mapping[s
     if isinstance(first, Tagged):
         rows = [item for item in train if isinstance(item, Tagged)]
         sentences = [item for item in items if isinstance(item, Tagged)]
-        if name == "panx":
+        if name.startswith("panx"):
             known = _gazetteer(rows)
             return {"gazetteer": [_looked_up(item.words, known) for item in sentences]}
         counts: dict[str, Counter[str]] = {}

@@ -54,33 +54,70 @@ class Question:
     answers: tuple[tuple[str, int], ...]
 
 
-def read_pairs(file: Path, labels: Sequence[str]) -> list[Pair]:
-    """Rows `sentence<TAB>sentence<TAB>label`, without a header (XTREME's XNLI and PAWS-X).
+_COLUMNS = {"premise": 0, "sentence1": 0, "hypo": 1, "hypothesis": 1, "sentence2": 1, "label": 2, "gold_label": 2,
+            "language": 3}  # fmt: skip
+"""Names in the publishers' headers -> sentence, sentence, label, language."""
+_LABELS = {"contradictory": "contradiction"}
 
-    Quotes are text, as XTREME's own reader takes them: PAWS-X keeps those that its script's CSV writer added.
+
+def read_pairs(file: Path, labels: Sequence[str] | None, language: str = "en") -> dict[str, list[Pair]]:
+    """language -> rows of XNLI, MultiNLI or PAWS-X.
+
+    Without a header: `sentence<TAB>sentence<TAB>label` (XTREME's files). Quotes are text, as XTREME's own reader takes
+    them: PAWS-X keeps those that its script's CSV writer added. With a header (the publishers' files) it names the
+    columns. Rows without a gold label ("-" of MultiNLI) are passed over.
+
+    Args:
+        labels: None: labels are not needed.
+        language: of a file that does not name languages.
 
     Raises:
         RunError: a row of another width, a label that is not one of `labels`, or no row.
     """
-    pairs: list[Pair] = []
+    found: dict[str, list[Pair]] = {}
+    places: dict[int, int] = {}
     for number, line in read_lines(file):
         row = line.split("\t")
+        if number == 1:
+            places = {_COLUMNS[name]: at for at, name in enumerate(row) if name in _COLUMNS}
+            if {0, 1, 2} <= places.keys():
+                continue
+            places = {}
+        if places and len(row) > max(places.values()):
+            own = row[places[3]] if 3 in places else language
+            row = [row[places[0]], row[places[1]], _LABELS.get(row[places[2]], row[places[2]])]
+            if row[2] == "-":
+                continue
+        elif places:
+            raise RunError(f"{file}: line {number} has {len(row)} columns; more than {max(places.values())} expected")
+        else:
+            own = language
+        if labels is None and len(row) == 2:
+            row = [*row, ""]
         if len(row) == 2:
-            raise RunError(f"{file}: line {number} has no label: an unlabelled part cannot be evaluated")
+            raise RunError(
+                f"{file}: line {number} has no label: an unlabelled part cannot be evaluated; XTREME's download takes "
+                "the labels of its tests out, the publishers' files have them"
+            )
         if len(row) != 3:
             raise RunError(f"{file}: line {number} has {len(row)} columns; sentence, sentence, label are expected")
-        if row[2] not in labels:
+        if labels is not None and row[2] not in labels:
             raise RunError(f"{file}: line {number}: unknown label {row[2]!r}: {did_you_mean(row[2], labels)}")
-        pairs.append(Pair(row[0], row[1], row[2], len(pairs)))
-    _check_some(pairs, file, "row")
-    return pairs
+        rows = found.setdefault(own, [])
+        rows.append(Pair(row[0], row[1], row[2], len(rows)))
+    _check_some(list(found), file, "row")
+    return found
 
 
-def read_tagged(file: Path, tags: Sequence[str]) -> list[Tagged]:
+def read_tagged(file: Path, tags: Sequence[str] | None, language: str = "") -> list[Tagged]:
     """Sentences of `word<TAB>tag` lines with an empty line after each (WikiAnn), or of CoNLL-U (`.conllu`).
 
     A prefix `LANG:` of WikiAnn's raw release is taken off. CoNLL-U: FORM and UPOS; multi-word tokens, empty nodes and
     comments are passed over.
+
+    Args:
+        tags: None: tags are not needed.
+        language: LANG.
 
     Raises:
         RunError: a line of another form, or a tag that is not one of `tags`.
@@ -98,15 +135,22 @@ def read_tagged(file: Path, tags: Sequence[str]) -> list[Tagged]:
         if conllu and line.startswith("#"):
             continue
         row = line.split("\t")
+        if tags is None and len(row) == 1:
+            row = [*row, "_"]
+        if len(row) == 1 and not conllu:
+            raise RunError(
+                f"{file}: line {number} has 1 columns; 2 are expected: XTREME's download takes the tags of its tests "
+                "out, the publishers' files have them"
+            )
         if len(row) != (10 if conllu else 2):
             raise RunError(f"{file}: line {number} has {len(row)} columns; {10 if conllu else 2} are expected")
         if conllu and not row[0].isdecimal():
             continue
         word, tag = (row[1], row[3]) if conllu else row
         prefix, colon, rest = word.partition(":")
-        if not conllu and colon and rest and file.name.partition(".")[0].endswith(f"-{prefix}"):
+        if not conllu and colon and rest and prefix == language:
             word = rest
-        if tag not in tags:
+        if tags is not None and tag not in tags:
             raise RunError(f"{file}: line {number}: unknown tag {tag!r}: {did_you_mean(tag, tags)}")
         words.append(word)
         found.append(tag)
@@ -115,8 +159,11 @@ def read_tagged(file: Path, tags: Sequence[str]) -> list[Tagged]:
     return sentences
 
 
-def read_questions(file: Path) -> list[Question]:
-    """Questions in SQuAD's form (XQuAD, MLQA, TyDiQA-GoldP).
+def read_questions(file: Path, *, answered: bool = True) -> list[Question]:
+    """Questions in SQuAD's form (SQuAD, XQuAD, MLQA, TyDiQA-GoldP).
+
+    Args:
+        answered: False: answers are not needed, and not read.
 
     Raises:
         RunError: other JSON, or no question; an answer that is empty, or does not stand where its offset says: named
@@ -129,7 +176,7 @@ def read_questions(file: Path) -> list[Question]:
     try:
         data = parse_json(raw.decode("utf-8-sig"))
         questions = [
-            _question(file, paragraph["context"], item)
+            _question(file, paragraph["context"], item, answered)
             for article in data["data"]
             for paragraph in article["paragraphs"]
             for item in paragraph["qas"]
@@ -154,18 +201,22 @@ def _reason(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _question(file: Path, context: str, item: Mapping[str, Any]) -> Question:
+def _question(file: Path, context: str, item: Mapping[str, Any], answered: bool) -> Question:
     name = item["id"]
     try:
         question = str(item["question"])
-        answers = tuple((str(answer["text"]), int(answer["answer_start"])) for answer in item["answers"])
+        given = item["answers"] if answered else ()
+        answers = tuple((str(answer["text"]), int(answer["answer_start"])) for answer in given)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunError(f"{file}: question {name!r} is not in SQuAD's form ({_reason(error)})") from None
     for text, start in answers:
         if not text:
-            raise RunError(f"{file}: question {name!r} has an empty answer: it cannot be evaluated")
+            raise RunError(
+                f"{file}: question {name!r} has an empty answer: it cannot be evaluated (XTREME's download "
+                "blanks the answers of its tests, the publishers' files have them)"
+            )
         if start < 0 or context[start : start + len(text)] != text:
             raise RunError(f"{file}: the answer of question {name!r} does not stand at character {start}")
-    if not answers:
+    if answered and not answers:
         raise RunError(f"{file}: question {name!r} has no answer")
     return Question(str(name), context, question, answers)

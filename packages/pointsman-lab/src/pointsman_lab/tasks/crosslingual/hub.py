@@ -5,35 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pointsman._errors import RunError
 from pointsman._files import scratch_folder, write_synced
 from pointsman_lab.data.download import hub_rows, on_hub
+from pointsman_lab.tasks.crosslingual.xtreme import CODES, ENGLISH, XNLI_LABELS
 
-REPOSITORY = "google/xtreme"
-CODES = MappingProxyType(
-    {
-        "afrikans": "af", "arabic": "ar", "basque": "eu", "bengali": "bn", "bulgarian": "bg", "chinese": "zh",
-        "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr", "german": "de",
-        "greek": "el", "hebrew": "he", "hindi": "hi", "hungarian": "hu", "indonesian": "id", "italian": "it",
-        "japanese": "ja", "kazakh": "kk", "korean": "ko", "marathi": "mr", "persian": "fa", "portuguese": "pt",
-        "russian": "ru", "spanish": "es", "swahili": "sw", "tagalog": "tl", "tamil": "ta", "telugu": "te",
-        "thai": "th", "turkish": "tr", "urdu": "ur", "vietnamese": "vi", "yoruba": "yo",
-    }
-)  # fmt: skip
-"""The hub's names of languages in lower case."""
-
+REPOSITORY, MULTINLI = "google/xtreme", "nyu-mll/multi_nli"
 Files = Iterator[tuple[str, str]]
 """Names and contents."""
 
 
 def fetch_task(name: str, folder: Path) -> None:
-    """Writes a task's files into `folder`, all of them or none.
+    """Writes the published parts of a folder of tasks into `folder`, all of them or none.
 
     Args:
-        name: one of `xtreme.XTREME`.
+        name: the folder's (`xtreme.Source.folder`).
         folder: not there yet.
 
     Raises:
@@ -77,19 +65,31 @@ def _table(rows: Iterable[Iterable[str]]) -> str:
     return "".join("\t".join(map(_plain, row)) + "\n" for row in rows)
 
 
-def _xnli(name: str) -> Files:
+def _pairs(rows: Iterable[Mapping[str, Any]], label: str) -> dict[str, list[tuple[str, str, str]]]:
+    """language -> rows."""
     found: dict[str, list[tuple[str, str, str]]] = {}
-    for row in _rows(name, "XNLI", "validation"):
-        found.setdefault(row["language"], []).append((row["sentence1"], row["sentence2"], row["gold_label"]))
-    for language, pairs in found.items():
-        yield f"dev-{language}.tsv", _table(pairs)
+    for row in rows:
+        pair = (row["sentence1"], row["sentence2"], row[label])
+        found.setdefault(row.get("language", ENGLISH), []).append(pair)
+    return found
+
+
+def _xnli(name: str) -> Files:
+    """MultiNLI's training set, XNLI's development and test sets."""
+    order = ("entailment", "neutral", "contradiction")
+    rows = hub_rows(name, MULTINLI, None, "train")
+    assert set(order) == set(XNLI_LABELS), "the hub's numbers of classes"
+    yield "train-en.tsv", _table((row["premise"], row["hypothesis"], order[row["label"]]) for row in rows)
+    for split, part in (("validation", "dev"), ("test", "test")):
+        for language, pairs in _pairs(_rows(name, "XNLI", split), "gold_label").items():
+            yield f"{part}-{language}.tsv", _table(pairs)
 
 
 def _pawsx(name: str) -> Files:
     for language, config in _languages(name, "PAWS-X.").items():
-        for split, part in (("validation", "dev"), ("test", "test")):
-            pairs = ((row["sentence1"], row["sentence2"], row["label"]) for row in _rows(name, config, split))
-            yield f"{part}-{language}.tsv", _table(pairs)
+        for split, part in (("train", "train"), ("validation", "dev"), ("test", "test")):
+            if part != "train" or language == ENGLISH:
+                yield f"{part}-{language}.tsv", _table(_pairs(_rows(name, config, split), "label")[ENGLISH])
 
 
 def _tagged(name: str, config: str, split: str, words: str, tags: str) -> str:
@@ -104,9 +104,10 @@ def _tagged(name: str, config: str, split: str, words: str, tags: str) -> str:
 
 def _panx(name: str) -> Files:
     for language, config in _languages(name, "PAN-X.").items():
-        if language == "en":
+        if language == ENGLISH:
             yield "train-en.tsv", _tagged(name, config, "train", "tokens", "ner_tags")
-        yield f"dev-{language}.tsv", _tagged(name, config, "validation", "tokens", "ner_tags")
+        for split, part in (("validation", "dev"), ("test", "test")):
+            yield f"{part}-{language}.tsv", _tagged(name, config, split, "tokens", "ner_tags")
 
 
 def _udpos(name: str) -> Files:
@@ -129,6 +130,10 @@ def _squad(rows: Iterable[Mapping[str, Any]]) -> str:
     return json.dumps({"data": data}, ensure_ascii=False)
 
 
+def _squad11(name: str) -> Files:
+    yield "train-v1.1.json", _squad(_rows(name, "SQuAD", "train"))
+
+
 def _xquad(name: str) -> Files:
     for language, config in _languages(name, "XQuAD.").items():
         yield f"xquad.{language}.json", _squad(_rows(name, config, "validation"))
@@ -138,7 +143,8 @@ def _mlqa(name: str) -> Files:
     for pair, config in _languages(name, "MLQA.").items():
         context, _, question = pair.partition(".")
         if context == question:
-            yield f"dev-context-{context}-question-{question}.json", _squad(_rows(name, config, "validation"))
+            for split, part in (("validation", "dev"), ("test", "test")):
+                yield f"{part}-context-{context}-question-{question}.json", _squad(_rows(name, config, split))
 
 
 def _tydiqa(name: str) -> Files:
@@ -152,6 +158,6 @@ def _tydiqa(name: str) -> Files:
 
 
 _TASKS: Mapping[str, Callable[[str], Files]] = {
-    "xnli": _xnli, "pawsx": _pawsx, "pawsx-test": _pawsx, "panx": _panx, "udpos": _udpos, "xquad": _xquad,
-    "mlqa": _mlqa, "tydiqa": _tydiqa,
+    "xnli": _xnli, "pawsx": _pawsx, "panx": _panx, "ud": _udpos, "squad": _squad11, "xquad": _xquad, "mlqa": _mlqa,
+    "tydiqa": _tydiqa,
 }  # fmt: skip

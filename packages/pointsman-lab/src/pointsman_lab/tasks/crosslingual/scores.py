@@ -72,7 +72,7 @@ def _times(group: str) -> Counts:
 
 def metric_of(kind: str, name: str) -> str:
     """The name of a task's first figure."""
-    return "f1" if kind == "questions" or name == "panx" else "accuracy"
+    return "f1" if kind == "questions" or name.startswith("panx") else "accuracy"
 
 
 def score(
@@ -84,6 +84,8 @@ def score(
     seen: frozenset[tuple[str, ...]] = frozenset(),
 ) -> Score:
     """The figures of one language.
+
+    By what the task's name begins with:
 
     - xnli, pawsx: accuracy.
     - udpos: accuracy over words; `f1_xtreme`, XTREME's figure, beside it.
@@ -100,14 +102,14 @@ def score(
     others: dict[str, float] = {}
     if isinstance(first, Question):
         squad, local = (_answers(items, predictions, rules) for rules in (None, language))  # type: ignore[arg-type]
-        shown, other, beside = (local, squad, "f1_squad") if name == "mlqa" else (squad, local, "f1_language")
+        shown, other, beside = (local, squad, "f1_squad") if name.startswith("mlqa") else (squad, local, "f1_language")
         counts = np.array([(one.f1, 1.0) for one in shown])
         others = {"exact": float(np.mean([one.exact for one in shown])),
                   beside: float(np.mean([one.f1 for one in other]))}  # fmt: skip
     elif isinstance(first, Tagged):
         truth = [item.tags for item in items]  # type: ignore[union-attr]
         words = np.array([_words(one, given) for one, given in zip(truth, predictions, strict=True)])
-        if name == "panx":
+        if name.startswith("panx"):
             counts = np.array([_entities(one, given) for one, given in zip(truth, predictions, strict=True)])
             new = [item.words not in seen for item in items]  # type: ignore[union-attr]
             others = {"accuracy": ratio(words), "f1_new": ratio(counts[new])}

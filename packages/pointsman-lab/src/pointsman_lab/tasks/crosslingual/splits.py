@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from pointsman._errors import RunError, did_you_mean
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
 from pointsman_lab.tasks.crosslingual.hub import fetch_task
 from pointsman_lab.tasks.crosslingual.xtreme import (
+    ENGLISH,
     XTREME,
     Item,
     components,
@@ -19,10 +20,6 @@ from pointsman_lab.tasks.crosslingual.xtreme import (
     load_task,
     task_folder,
 )
-
-ENGLISH = "en"
-TRAINED_ON = {"xquad": "tydiqa", "mlqa": "tydiqa"}
-"""Tasks without a training part of their own: SQuAD is not at hand."""
 
 VALIDATION = 20  # one English training row in so many, by a hash of its text, is held out
 
@@ -73,20 +70,21 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     if data_dir is None:
         raise RunError(f"the task {name} needs the data folder: set POINTSMAN_DATA")
     task = XTREME[name]
-    trained_on = TRAINED_ON.get(name, name)
-    for one in (trained_on, name):
-        if task_folder(one, data_dir) is None:
-            fetch_task(one, data_dir / XTREME[one].folder)
-    rows = load_task(trained_on, data_dir, "train").get(ENGLISH, [])
-    tests = load_task(name, data_dir, "test")
-    if not any(tests.values()):
-        raise RunError(f"the task {name}: {task_folder(name, data_dir)} has no test part in any language")
+    for source in (task.train, task.test):
+        if task_folder(source.folder, data_dir) is None:
+            fetch_task(source.folder, data_dir / source.folder)
+    trained = load_task(name, data_dir, "train", languages=[ENGLISH])
+    rows = trained.rows.get(ENGLISH, [])
+    reported = load_task(name, data_dir, "test")
+    tests = reported.rows
     chosen = wanted.split("+") if wanted else sorted(tests, key=lambda language: (language != ENGLISH, language))
     for language in chosen:
         if language not in tests:
             raise RunError(f"task {spec!r}: no test part in {language!r}: {did_you_mean(language, tests)}")
         if not tests[language]:
-            raise RunError(f"the task {name}: the test part in {language!r} is empty in {task_folder(name, data_dir)}")
+            raise RunError(
+                f"the task {name}: the test part in {language!r} is empty in {task_folder(task.test.folder, data_dir)}"
+            )
     held = [hashed(f"valid {group}") % VALIDATION == 0 for group in groups_of(rows)]
     splits = {
         "train": [row for row, out in zip(rows, held, strict=True) if not out],
@@ -94,13 +92,13 @@ def load_xtreme(spec: str, data_dir: Path | None) -> XtremeData:
     }
     if not splits["train"] or not splits["valid"]:
         raise RunError(f"the task {name}: too few English rows to train on ({len(rows)}) in {data_dir}")
-    sizes = ", ".join(f"{language} {len(tests[language]):,}" for language in chosen)
     groups = parallel_groups(tests)
+    shown = replace(reported, rows={language: tests[language] for language in chosen})
     return XtremeData(
         name, task.kind, task.labels, splits, {language: tests[language] for language in chosen},
         {language: groups[language] for language in chosen},
-        f"{name}: {task.protocol}; English: train {len(splits['train']):,}, valid {len(splits['valid']):,}; "
-        f"test: {sizes}",
+        f"{name}: {f'{task.how}; ' if task.how else ''}trained on {trained.described(data_dir)}, of which "
+        f"{len(splits['valid']):,} for validation; reported: {shown.described(data_dir)}",
     )  # fmt: skip
 
 

@@ -1,34 +1,82 @@
-"""Tasks of XTREME (Hu et al. 2020) on the files at hand, with honest splits: nothing that is reported is trained on.
+"""Tasks of XTREME (Hu et al. 2020): which files each is trained on and reported on.
 
-Fine-tuning sees English only; every language is evaluated with the same weights. Where only development sets carry
-labels, they are split by a hash of the English text, the same rows in every language.
+Fine-tuning sees English only; every language is evaluated with the same weights. The tasks named as XTREME names them
+have its published splits. Those with `-dev` in their names need no more than development sets; these are split by a
+hash of the English text, the same rows in every language, so that nothing that is reported is trained on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman_lab.data.reading import find_file
-from pointsman_lab.tasks.crosslingual.formats import (
-    Pair,
-    Question,
-    Tagged,
-    read_pairs,
-    read_questions,
-    read_tagged,
-)
+from pointsman._files import open_named
+from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged, read_pairs, read_questions, read_tagged
 
 Item = Pair | Tagged | Question
+Rows = dict[str, list[Item]]
+"""Language -> items."""
+
 XNLI_LABELS = ("contradiction", "entailment", "neutral")
 PAWSX_LABELS = ("0", "1")
 PANX_TAGS = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC")
 UPOS = ("ADJ", "ADP", "ADV", "AUX", "CCONJ", "DET", "INTJ", "NOUN", "NUM", "PART", "PRON", "PROPN", "PUNCT", "SCONJ",
         "SYM", "VERB", "X")  # fmt: skip
+ENGLISH = "en"
+CODES = MappingProxyType(
+    {
+        "afrikans": "af", "arabic": "ar", "basque": "eu", "bengali": "bn", "bulgarian": "bg", "chinese": "zh",
+        "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr", "german": "de",
+        "greek": "el", "hebrew": "he", "hindi": "hi", "hungarian": "hu", "indonesian": "id", "italian": "it",
+        "japanese": "ja", "kazakh": "kk", "korean": "ko", "marathi": "mr", "persian": "fa", "portuguese": "pt",
+        "russian": "ru", "spanish": "es", "swahili": "sw", "tagalog": "tl", "tamil": "ta", "telugu": "te",
+        "thai": "th", "turkish": "tr", "urdu": "ur", "vietnamese": "vi", "yoruba": "yo",
+    }
+)  # fmt: skip
+"""Names of languages in lower case, in files of TyDiQA and on the hub."""
+
+
+def _same(rows: Rows, part: str) -> Rows:
+    return rows
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a part.
+
+    Attributes:
+        folder: under the data folder.
+        names: the ends of the files' paths, in any folder below, plain or .gz: LANG is a language, * a part of a name.
+            The first of these names that a file has counts: the publishers' files come before those of XTREME's
+            download, whose tests have no labels.
+        keep: (rows, part "train" or "test") -> the rows of the part, of a file that holds both.
+    """
+
+    folder: str
+    names: tuple[str, ...]
+    keep: Callable[[Rows, str], Rows] = _same
+
+    def files(self, data_dir: Path) -> dict[str, list[Path]]:
+        """language -> its files ("" where the file has several languages); empty where there are none."""
+        folder = task_folder(self.folder, data_dir)
+        present = [] if folder is None else sorted(file for file in folder.rglob("*") if file.is_file())
+        for name in self.names:
+            pattern = re.escape(name).replace(r"\*", "[^/]*").replace("LANG", "(?P<language>[A-Za-z]+)", 1)
+            wanted = re.compile(f"(?:.*/)?{pattern.replace('LANG', '(?P=language)')}(?:[.]gz)?")
+            found: dict[str, list[Path]] = {}
+            for file in present:
+                if match := wanted.fullmatch(file.relative_to(folder or data_dir).as_posix()):
+                    language = match.groupdict().get("language", "").lower()
+                    found.setdefault(CODES.get(language, language), []).append(file)
+            if found:
+                return found
+        return {}
 
 
 @dataclass(frozen=True)
@@ -37,19 +85,39 @@ class XtremeTask:
 
     Attributes:
         kind: "pairs", "tags" or "questions".
-        folder: under the data folder.
         labels: classes or tags; none for questions.
         summary: one line for lists.
-        protocol: what is trained on, what is reported.
-        read: (folder, part "train" or "test") -> language -> items.
+        train, test: where its parts lie.
+        how: what the protocol line says of the split, besides the files; "" of published splits.
     """
 
     kind: str
-    folder: str
     labels: tuple[str, ...]
     summary: str
-    protocol: str
-    read: Callable[[Path, str], dict[str, list[Item]]]
+    train: Source
+    test: Source
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was read: language -> items, and the files."""
+
+    rows: Rows
+    files: tuple[Path, ...]
+
+    def described(self, data_dir: Path) -> str:
+        """Names of files, rows of each language, a checksum of all files."""
+        names = [file.relative_to(data_dir).as_posix() for file in self.files]
+        start = os.path.commonprefix(names)  # noqa: RUF071  characters, not folders
+        end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]  # noqa: RUF071
+        named = f"{start}{{{','.join(name[len(start) : len(name) - len(end)] for name in names)}}}{end}"
+        sums = hashlib.sha256()
+        for file in self.files:
+            with open_named(file) as opened:
+                sums.update(hashlib.sha256(opened.read()).digest())
+        sizes = ", ".join(f"{language} {len(rows):,}" for language, rows in self.rows.items())
+        return f"{named if len(names) > 1 else names[0]} ({sizes}; sha256 {sums.hexdigest()[:12]})"
 
 
 def hashed(text: str) -> int:
@@ -57,57 +125,34 @@ def hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def languages(folder: Path, prefix: str) -> dict[str, Path]:
-    """language -> file, of all files `PREFIX-LANG.*` in the folder."""
+def _by_premise(rows: Rows, part: str) -> Rows:
+    """One English premise in three is tested, with its translations."""
+    tested = [hashed(next(texts(pair))) % 3 == 0 for pair in _english(rows)]
+    return {language: _part(own, tested, part) for language, own in rows.items()}
+
+
+def _by_component(rows: Rows, part: str) -> Rows:
+    """One connected component of shared sentences in three is tested; rows without a text are left out."""
+    pairs = [(pair.first, pair.second) for pair in _english(rows) if isinstance(pair, Pair)]
+    tested = [hashed(group) % 3 == 0 for group in components(pairs)]
     return {
-        file.name.removeprefix(f"{prefix}-").partition(".")[0]: file
-        for file in sorted(folder.glob(f"{prefix}-*"))
-        if file.is_file()
+        language: [pair for pair in _part(own, tested, part) if "NS" not in texts(pair)]
+        for language, own in rows.items()
     }
 
 
-def _aligned(folder: Path, labels: Sequence[str]) -> dict[str, list[Pair]]:
-    """The development sets, whose rows are translations of each other."""
-    pairs = {language: read_pairs(file, labels) for language, file in languages(folder, "dev").items()}
-    if "en" not in pairs:
-        raise RunError(f"{folder} has no dev-en.tsv: English decides about the split")
-    for language, rows in pairs.items():
-        if len(rows) != len(pairs["en"]):
-            raise RunError(f"{folder}: dev-{language} has {len(rows)} rows, and dev-en {len(pairs['en'])}")
-    return pairs
+def _english(rows: Rows) -> list[Item]:
+    """The rows that decide about the split of rows that are translations of each other."""
+    if ENGLISH not in rows:
+        raise RunError("the development set has no English part, which decides about the split")
+    for language, own in rows.items():
+        if len(own) != len(rows[ENGLISH]):
+            raise RunError(f"the development set has {len(own)} rows in {language!r}, and {len(rows[ENGLISH])} in 'en'")
+    return rows[ENGLISH]
 
 
-def _xnli(folder: Path, part: str) -> dict[str, list[Item]]:
-    pairs = _aligned(folder, XNLI_LABELS)
-    tested = [hashed(pair.first) % 3 == 0 for pair in pairs["en"]]
-    return {
-        language: [pair for pair, test in zip(rows, tested, strict=True) if test == (part == "test")]
-        for language, rows in pairs.items()
-    }
-
-
-def _pawsx(folder: Path, part: str) -> dict[str, list[Item]]:
-    pairs = _aligned(folder, PAWSX_LABELS)
-    groups = components([(pair.first, pair.second) for pair in pairs["en"]])
-    tested = [hashed(group) % 3 == 0 for group in groups]
-    return {
-        language: [
-            pair
-            for pair, test in zip(rows, tested, strict=True)
-            if test == (part == "test") and "NS" not in (pair.first, pair.second)
-        ]
-        for language, rows in pairs.items()
-    }
-
-
-def _pawsx_test(folder: Path, part: str) -> dict[str, list[Item]]:
-    if part == "train":
-        return {"en": list(_aligned(folder, PAWSX_LABELS)["en"])}
-    pairs = {language: read_pairs(file, PAWSX_LABELS) for language, file in languages(folder, "test").items()}
-    aligned = len({len(rows) for rows in pairs.values()}) == 1
-    return {
-        language: [pair if aligned else replace(pair, row=None) for pair in rows] for language, rows in pairs.items()
-    }
+def _part(rows: Sequence[Item], tested: Sequence[bool], part: str) -> list[Item]:
+    return [row for row, test in zip(rows, tested, strict=True) if test == (part == "test")]
 
 
 def components(pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -127,100 +172,131 @@ def components(pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [root(first) for first, _ in pairs]
 
 
-def _panx(folder: Path, part: str) -> dict[str, list[Item]]:
-    prefix = "train" if part == "train" else "dev"
-    return {language: list(read_tagged(file, PANX_TAGS)) for language, file in languages(folder, prefix).items()}
-
-
-_TREEBANKS = MappingProxyType({"en": "en_ewt", "fr": "fr_sequoia", "de": "de_pud"})
-
-
-def _udpos(folder: Path, part: str) -> dict[str, list[Item]]:
-    """Three treebanks as published, or `train-LANG.tsv` and `test-LANG.tsv` as XTREME's script writes them."""
-    files = languages(folder, part)
-    for language, bank in _TREEBANKS.items():
-        if file := find_file(folder, f"{bank}-ud-{part}.conllu"):
-            files[language] = file
-    return {language: list(read_tagged(file, (*UPOS, "_"))) for language, file in files.items()}
-
-
-def _xquad(folder: Path, part: str) -> dict[str, list[Item]]:
-    if part == "train":
-        return {}
-    files = sorted(folder.glob("xquad.*.json*"))
-    return {file.name.split(".")[1]: list(read_questions(file)) for file in files}
-
-
-def _mlqa(folder: Path, part: str) -> dict[str, list[Item]]:
-    if part == "train":
-        return {}
-    files = sorted(folder.rglob("dev-context-*-question-*.json*"))
-    return {
-        file.name.split("-")[2]: list(read_questions(file))
-        for file in files
-        if file.name.split("-")[2] == file.name.split("-")[4].partition(".")[0]
-    }
-
-
-def _tydiqa(folder: Path, part: str) -> dict[str, list[Item]]:
-    name = "train" if part == "train" else "dev"
-    files = sorted(folder.rglob(f"tydiqa.goldp.*.{name}.json*"))
-    return {file.name.split(".")[2]: list(read_questions(file)) for file in files}
-
+_XNLI_TEST = Source("xnli", ("xnli.test.tsv", "test-LANG.tsv"))
+_XNLI_DEV = Source("xnli", ("xnli.dev.tsv", "dev-LANG.tsv"), _by_premise)
+_PAWSX_DEV = ("LANG/dev_2k.tsv", "dev-LANG.tsv")
+_PAWSX_TEST = Source("pawsx", ("LANG/test_2k.tsv", "test-LANG.tsv"))
+_PAWSX_SPLIT = Source("pawsx", _PAWSX_DEV, _by_component)
+_PANX_TRAIN = Source("panx", ("LANG-train", "LANG/train", "train-LANG.tsv"))
+_TYDIQA_TRAIN = Source("tydiqa", ("tydiqa.goldp.LANG.train.json", "tydiqa-goldp-v1.1-train.json"))
+_SQUAD = Source("squad", ("train-v1.1.json",))
+_XQUAD = Source("xquad", ("xquad.LANG.json",))
 
 XTREME: Mapping[str, XtremeTask] = MappingProxyType(
     {
         "xnli": XtremeTask(
-            "pairs", "xnli", XNLI_LABELS, "does the premise entail the hypothesis? 15 languages",
-            "XNLI-dev, split by the premise: 562 premises train (English), 268 test", _xnli,
+            "pairs", XNLI_LABELS, "does the premise entail the hypothesis? 15 languages",
+            Source("xnli", ("multinli.train.en.tsv", "multinli_1.0_train.txt", "train-en.tsv")), _XNLI_TEST,
+        ),
+        "xnli-dev": XtremeTask(
+            "pairs", XNLI_LABELS, "xnli, from the development sets alone", _XNLI_DEV, _XNLI_DEV,
+            "development sets split by the English premise",
         ),
         "pawsx": XtremeTask(
-            "pairs", "pawsx", PAWSX_LABELS, "do both sentences say the same? 7 languages",
-            "PAWS-X dev, split by connected components of shared sentences", _pawsx,
+            "pairs", PAWSX_LABELS, "do both sentences say the same? 7 languages",
+            Source("pawsx", ("en/train.tsv", "train-en.tsv")), _PAWSX_TEST,
+        ),
+        "pawsx-dev": XtremeTask(
+            "pairs", PAWSX_LABELS, "pawsx, from the development sets alone", _PAWSX_SPLIT, _PAWSX_SPLIT,
+            "development sets split by connected components of shared sentences",
         ),
         "pawsx-test": XtremeTask(
-            "pairs", "pawsx", PAWSX_LABELS, "pawsx on the published test sets",
-            "English dev; published tests", _pawsx_test,
+            "pairs", PAWSX_LABELS, "pawsx, trained on the English development set",
+            Source("pawsx", ("en/dev_2k.tsv", "dev-en.tsv")), _PAWSX_TEST,
         ),
         "udpos": XtremeTask(
-            "tags", "ud", UPOS, "parts of speech: English-EWT, French-Sequoia, German-PUD",
-            "published splits; English train", _udpos,
+            "tags", UPOS, "parts of speech of Universal Dependencies, 33 languages",
+            Source("ud", ("LANG_*-ud-train.conllu", "train-LANG.tsv")),
+            Source("ud", ("LANG_*-ud-test.conllu", "test-LANG.tsv")),
         ),
         "panx": XtremeTask(
-            "tags", "panx", PANX_TAGS, "named entities of WikiAnn, 12 languages", "English train; dev reported", _panx
+            "tags", PANX_TAGS, "named entities of WikiAnn, 40 languages", _PANX_TRAIN,
+            Source("panx", ("LANG-test", "LANG/test", "test-LANG.tsv")),
+        ),
+        "panx-dev": XtremeTask(
+            "tags", PANX_TAGS, "panx, reported on the development sets", _PANX_TRAIN,
+            Source("panx", ("LANG-dev", "LANG/dev", "dev-LANG.tsv")), "development sets reported",
         ),
         "tydiqa": XtremeTask(
-            "questions", "tydiqa", (), "questions on a passage, 9 languages", "published: English train, dev", _tydiqa
+            "questions", (), "questions on a passage, 9 languages", _TYDIQA_TRAIN,
+            Source("tydiqa", ("tydiqa-goldp-dev-LANG.json", "tydiqa.goldp.LANG.dev.json")),
         ),
-        "xquad": XtremeTask(
-            "questions", "xquad", (), "questions on a passage, 12 languages", "trained on TyDiQA's English", _xquad
-        ),
+        "xquad": XtremeTask("questions", (), "questions on a passage, 11 languages", _SQUAD, _XQUAD),
+        "xquad-tydiqa": XtremeTask(
+            "questions", (), "xquad, trained on TyDiQA's English", _TYDIQA_TRAIN, _XQUAD),
         "mlqa": XtremeTask(
-            "questions", "mlqa", (), "questions on a passage, 7 languages",
-            "MLQA dev by MLQA's rules, trained on TyDiQA's English", _mlqa,
+            "questions", (), "questions on a passage, 7 languages", _SQUAD,
+            Source("mlqa", ("test-context-LANG-question-LANG.json",)),
         ),
+        "mlqa-dev": XtremeTask(
+            "questions", (), "mlqa's development sets, trained on TyDiQA's English", _TYDIQA_TRAIN,
+            Source("mlqa", ("dev-context-LANG-question-LANG.json",))),
     }
 )  # fmt: skip
 
 
-def load_task(name: str, data_dir: Path, part: str) -> dict[str, list[Item]]:
-    """language -> items of the part "train" or "test".
+def load_task(
+    name: str, data_dir: Path, part: str, *, languages: Sequence[str] | None = None, labelled: bool = True
+) -> Part:
+    """The part "train" or "test" of a task.
+
+    Args:
+        languages: those to read; None: all.
+        labelled: False: for the text alone, labels and answers need not be there.
 
     Raises:
         RunError: an unknown task, or files that are missing or damaged.
     """
     if name not in XTREME:
         raise RunError(f"unknown task {name!r}: {did_you_mean(name, XTREME)}")
-    folder = task_folder(name, data_dir)
-    if folder is None:
-        place = data_dir / XTREME[name].folder
-        raise RunError(f"the task {name} needs the folder {place} (POINTSMAN_DATA names the data folder)")
-    return XTREME[name].read(folder, part)
+    task = XTREME[name]
+    source = task.train if part == "train" else task.test
+    files = source.files(data_dir)
+    if not files:
+        other = next((each for each in XTREME if each.startswith(f"{name}-") and available(each, data_dir)), None)
+        raise RunError(
+            f"the task {name} has no {part} part: {data_dir / source.folder} (POINTSMAN_DATA names the data folder) "
+            f"has no file {' or '.join(source.names)}" + (f"; {other} needs only what lies there" if other else "")
+        )
+    rows: Rows = {}
+    read: list[Path] = []
+    for language, own in files.items():
+        if languages is None or language in ("", *languages) or source.keep is not _same:
+            for file in own:
+                read.append(file)
+                for key, items in _read(task, file, language, labelled).items():
+                    rows.setdefault(key, []).extend(items)
+    if task.kind == "pairs" and len({len(items) for items in rows.values()}) > 1 and source.keep is _same:
+        rows = {
+            key: [replace(item, row=None) for item in items if isinstance(item, Pair)] for key, items in rows.items()
+        }
+    rows = source.keep(rows, part)
+    return Part(rows if languages is None else {key: rows[key] for key in languages if key in rows}, tuple(read))
 
 
-def task_folder(name: str, data_dir: Path) -> Path | None:
-    """Where a task's files lie, if they do."""
-    places = (data_dir / XTREME[name].folder, data_dir / name)  # the second is XTREME's name of it
+def _read(task: XtremeTask, file: Path, language: str, labelled: bool) -> Rows:
+    labels = task.labels if labelled else None
+    found: Rows = {}
+    if task.kind == "pairs":
+        found.update(read_pairs(file, labels, language or ENGLISH))  # type: ignore[arg-type]
+    elif task.kind == "tags":
+        found[language] = list(read_tagged(file, (*labels, "_") if labels else None, language))
+    else:
+        several = file.name.startswith("tydiqa-goldp-v1.1-train")  # an id begins with the name of its language
+        for item in read_questions(file, answered=labelled):
+            own = CODES.get(item.id.partition("-")[0], "") if several else language or ENGLISH
+            found.setdefault(own, []).append(item)
+    return found
+
+
+def available(name: str, data_dir: Path) -> bool:
+    """Whether both parts of a task lie in the data folder."""
+    return bool(XTREME[name].train.files(data_dir) and XTREME[name].test.files(data_dir))
+
+
+def task_folder(folder: str, data_dir: Path) -> Path | None:
+    """Where the files of a folder of tasks lie, if they do; XTREME names that of udpos after the task."""
+    places = (data_dir / folder, data_dir / ("udpos" if folder == "ud" else folder))
     return next((place for place in places if place.is_dir()), None)
 
 

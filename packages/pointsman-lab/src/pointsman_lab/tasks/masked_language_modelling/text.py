@@ -3,7 +3,8 @@
 - `multilingual:PATH`: a folder with `LANG.txt[.gz]`, one sentence a line, an empty line after a document; or with
   `LANG/train.txt[.gz]` and `LANG/valid.txt[.gz]`.
 - `xtreme-text`: the training parts of the tasks in the data folder. A sentence that equals a sentence of any reported
-  part (after NFKC) is left out, so that no reported text is in the pre-training text.
+  part, or differs from one by case, punctuation or spaces only, is left out, so that no reported text is in the
+  pre-training text.
 
 What was read, cut into pieces and packed into blocks is kept in the user's cache.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import unicodedata
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,10 @@ from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.pieces import MultilingualText, Pieces, learn_pieces
 from pointsman_lab.data.reading import find_file, read_lines
-from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, texts
+from pointsman_lab.tasks.crosslingual.xtreme import XTREME, load_task, task_folder, texts
 from pointsman_lab.tasks.masked_language_modelling.blocks import PackedText, pack_text
 
-FORMAT = 3
+FORMAT = 4
 
 
 def read_text(spec: str, data_dir: Path | None = None) -> MultilingualText:
@@ -108,20 +111,35 @@ def normal(sentence: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", sentence).split())
 
 
+def near(sentence: str) -> str:
+    """What two sentences share that differ by case, punctuation or spaces only; the sentence where nothing is left."""
+    return normal(sentence).casefold().translate(_punctuation()) or normal(sentence)
+
+
+@cache
+def _punctuation() -> dict[int, None]:
+    return {code: None for code in range(sys.maxunicode) if unicodedata.category(chr(code))[0] in "PZ"}
+
+
 def reported_sentences(data_dir: Path) -> set[str]:
     """Every sentence of every part that some task or translation reports, in its `normal` form."""
     found: set[str] = set()
     for name, task in XTREME.items():
-        if (data_dir / task.folder).is_dir():
-            for items in load_task(name, data_dir, "test").values():
+        if task.test.files(data_dir):
+            for items in load_task(name, data_dir, "test", labelled=False).rows.values():
                 found.update(normal(text) for item in items for text in texts(item))
     for file in sorted((data_dir / "multi30k").glob("*")):
         if not file.name.startswith("train."):
             found.update(normal(line) for _, line in read_lines(file))
-    for file in sorted((data_dir / "ud").glob("*.conllu*")):
+    for file in _treebanks(data_dir):
         if "-train." not in file.name:  # the raw text, too: `texts` has its words with a space between
             found.update(normal(text) for text in _treebank(file))
     return found
+
+
+def _treebanks(data_dir: Path) -> list[Path]:
+    folder = task_folder("ud", data_dir)
+    return [] if folder is None else sorted(folder.rglob("*.conllu*"))
 
 
 def _treebank(file: Path) -> Iterable[str]:
@@ -130,38 +148,42 @@ def _treebank(file: Path) -> Iterable[str]:
 
 def _xtreme_text(data_dir: Path) -> MultilingualText:
     reported = reported_sentences(data_dir)
+    alike = {near(sentence) for sentence in reported}
     found: dict[str, list[str]] = {}
-    dropped = 0
+    dropped: dict[str, list[int]] = {}
 
     def add(language: str, sentences: Iterable[str], *, documents: bool = False) -> None:
-        nonlocal dropped
-        own = found.setdefault(language, [])
+        own, left = found.setdefault(language, []), dropped.setdefault(language, [0, 0])
         for sentence in sentences:
             text = normal(sentence)
-            if text in reported:
-                dropped += 1
+            if near(text) in alike:
+                left[text not in reported] += 1
             elif text:
                 own.append(text)
                 if documents:
                     own.append("")
         own.append("")
 
-    first: dict[str, str] = {}
+    seen: set[Path] = set()  # a file's text once
     for name, task in XTREME.items():
-        first.setdefault(task.folder, name)  # a folder's text once
-    for folder, name in first.items():
-        if (data_dir / folder).is_dir() and folder != "ud":
-            for language, items in load_task(name, data_dir, "train").items():
+        files = {file for own in task.train.files(data_dir).values() for file in own}
+        if files and not files <= seen and name != "udpos":
+            for language, items in load_task(name, data_dir, "train", labelled=False).rows.items():
                 once = dict.fromkeys(text for item in items for text in texts(item))
-                add(language, once, documents=XTREME[name].kind == "questions")
-    for language, stem in (("en", "en_ewt"), ("fr", "fr_sequoia")):
-        if file := find_file(data_dir / "ud", f"{stem}-ud-train.conllu"):
-            add(language, _treebank(file))
+                add(language, once, documents=task.kind == "questions")
+        seen |= files
+    for file in _treebanks(data_dir):
+        if "-train." in file.name:
+            add(file.name.partition("_")[0], _treebank(file))
     for file in sorted((data_dir / "multi30k").glob("train.*")):
         add(file.name.split(".")[1], (line for _, line in read_lines(file)))
     if not found:
         raise RunError(f"{data_dir} holds none of the tasks that xtreme-text is made from: {', '.join(XTREME)}")
-    note = f"training parts of the tasks; {dropped:,} sentences that some task reports were left out"
+    counts = ", ".join(f"{language} {same:,} and {other:,}" for language, (same, other) in sorted(dropped.items()))
+    note = (
+        "training parts of the tasks, without sentences that equal one that some task reports, and those that differ "
+        f"from one by case, punctuation or spaces only: {counts}"
+    )
     return MultilingualText("xtreme-text", {language: tuple(found[language]) for language in sorted(found)}, {}, note)
 
 
@@ -217,8 +239,9 @@ def _files(spec: str, data_dir: Path | None) -> Iterator[tuple[str, int, int]]:
     body = spec.partition(":languages=")[0]
     if body == "xtreme-text":
         assert data_dir is not None, "check_spec"
-        folders = sorted({task.folder for task in XTREME.values()} | {"multi30k"})
-        files = [file for name in folders for file in sorted((data_dir / name).glob("*"))]
+        folders = {source.folder for task in XTREME.values() for source in (task.train, task.test)} | {"multi30k"}
+        places = (task_folder(name, data_dir) for name in sorted(folders))
+        files = [file for place in places if place for file in sorted(place.rglob("*")) if file.is_file()]
     else:
         files = sorted(Path(body.partition(":")[2]).expanduser().rglob("*.txt*"))
     for file in files:
