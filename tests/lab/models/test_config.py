@@ -42,8 +42,6 @@ def test_wrong_moe_layers_are_one_clear_line(text):
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"activation": "rely"}, "did you mean 'relu'"),
         ({"experts": "bas"}, "experts='bas'"),
-        ({"adaptive_cutoffs": (5, 3)}, "adaptive_cutoffs"),
-        ({"adaptive_cutoffs": (300,)}, "adaptive_cutoffs"),
         ({"router": "hyperroutr"}, "did you mean 'hyperrouter'"),
         ({"router": "smoe|dense"}, "'dense' stands alone"),
         ({"router": "smoe|soft:slots=2"}, "'soft:slots=2' always uses all experts, it cannot be cycled"),

@@ -14,8 +14,6 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 40, "num_layers": 3, "dim": 32, "num_heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_dim": 40,
     "expert_hidden_dim": 24, "num_experts": 8, "init_std": 0.2,
 }  # fmt: skip
-YARN = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_length": 32}
-LLAMA = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_length": 16}
 
 
 def build(**changes: Any) -> Decoder:
@@ -30,11 +28,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "softmax": ("Mixtral", {"router": "smoe:bias=false"}, "smoe:bias=false"),
     "frozen": ("Mixtral", {"router": "smoe-dropout"}, "smoe:bias=false"),
     "generated": ("Mixtral", {"router": "hyperrouter:bias=false:hyper_dim=8"}, "smoe:bias=false"),
-    "norm of all heads": ("Olmoe", {"router": "smoe:bias=false:renormalize=false", "qk_norm": "all", **LLAMA},
+    "norm of all heads": ("Olmoe", {"router": "smoe:bias=false:renormalize=false", "qk_norm": "all"},
                           "smoe:bias=false:renormalize=false"),
     "dense layers": ("Qwen3Moe", {"router": "smoe:bias=false", "qk_norm": "head", "moe_layers": "every:2",
                                   "tied": False}, "smoe:bias=false"),
-    "shared, scaled": ("Qwen2Moe", {"router": "smoe:bias=false:scale=2", "shared_experts": 2, **YARN},
+    "shared": ("Qwen2Moe", {"router": "smoe:bias=false:scale=2", "shared_experts": 2},
                        "smoe:bias=false"),
     "shared, with a gate": ("Qwen2Moe", {"router": "smoe:bias=false", "shared_experts": 1, "shared_gate": True},
                             "smoe:bias=false"),

@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from pointsman import AttentionTrace, MoE, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.routers.frame.stages import Mixer
 from pointsman_lab.models import Memory, TransformerXL, TransformerXLConfig
-from pointsman_lab.models.vocabulary import AdaptiveEmbedding
 
 VOCABULARY = 31
 
@@ -434,48 +432,6 @@ def test_a_few_steps_learn():
     assert loss < 0.3
 
 
-# --- adaptive softmax ----------------------------------------------------------------------------------------------
-
-
-def test_adaptive_softmax_equals_torch():
-    ours = AdaptiveEmbedding(40, 32, (10, 25)).double()
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter)
-    torchs = nn.AdaptiveLogSoftmaxWithLoss(32, 40, [10, 25], div_value=4.0, head_bias=True).double()
-    with torch.no_grad():
-        torchs.head.weight.copy_(torch.cat([ours.weight, ours.cluster_weight]))
-        torchs.head.bias.copy_(torch.cat([ours.bias, ours.cluster_bias]))
-        for rank, tail in enumerate(torchs.tail):
-            tail[0].weight.copy_(ours.projections[rank].T)
-            tail[1].weight.copy_(ours.tail_weights[rank])
-            nn.init.zeros_(ours.tail_biases[rank])
-    hidden, targets = torch.randn(60, 32, dtype=torch.float64), torch.randint(40, (60,))
-    torch.testing.assert_close(ours.loss(hidden, targets), -torchs(hidden, targets).output)
-    torch.testing.assert_close(ours.logits(hidden), torchs.log_prob(hidden))
-    nn.init.normal_(ours.tail_biases[0])
-    expected = F.nll_loss(ours.logits(hidden), targets, reduction="none")
-    torch.testing.assert_close(ours.loss(hidden, targets), expected)
-
-
-def test_adaptive_embedding_looks_up_and_projects():
-    ours = AdaptiveEmbedding(40, 32, (10, 25))
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter)
-    tokens = torch.arange(40).view(4, 10)
-    full = torch.cat([ours.weight, *(w @ p.T for w, p in zip(ours.tail_weights, ours.projections, strict=True))])
-    torch.testing.assert_close(ours.embed(tokens), full.view(4, 10, 32) * 32**0.5)
-
-
-def test_a_model_with_adaptive_softmax_trains_all_of_it():
-    model = build(adaptive_cutoffs=(8, 20))
-    tokens = torch.arange(VOCABULARY)[None]
-    output = model(tokens[:, :-1], tokens[:, 1:])
-    output.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.embedding.parameters())
-    logits = model(tokens[:, :-1]).logits
-    torch.testing.assert_close(output.loss, F.cross_entropy(logits.flatten(0, 1), tokens[0, 1:]))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
 def test_compiles_to_one_graph() -> None:
@@ -492,11 +448,6 @@ def test_compiles_to_one_graph() -> None:
         for eager, traced in zip(*results, strict=True):
             torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)
         memory = output.memory
-
-
-def test_an_adaptive_embedding_refuses_unknown_tokens():
-    with pytest.raises(IndexError):
-        build(adaptive_cutoffs=(8, 20))(torch.tensor([[1, VOCABULARY]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

@@ -17,7 +17,10 @@ Settings = Callable[..., RunConfig]
 
 def test_json_and_back(settings: Settings) -> None:
     config = settings(
-        "hyperrouter:hyper_dim=8", eval_tokens=None, betas=(0.9, 0.98), **{"model.adaptive_cutoffs": (8, 16)}
+        "hyperrouter:hyper_dim=8",
+        eval_tokens=None,
+        betas=(0.9, 0.98),
+        **{"model.attention_only": (1,), "model.moe_layers": "0"},
     )
     assert RunConfig.from_json(config.to_json()) == config
     values = json.loads(config.to_json())

@@ -490,8 +490,6 @@ def test_what_waits_is_found(settings: Settings) -> None:
     order = torch.tensor([1, 0])
     with NoWaiting():
         assert len(values[order]) == 2
-    with pytest.raises(WaitingError):
-        pass_without_waiting(settings(**{"model.adaptive_cutoffs": (4, 8)}), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -499,7 +497,6 @@ def test_what_waits_is_found(settings: Settings) -> None:
     [
         ({}, "only a CUDA device"),
         ({"model.attention_dropout": 0.1}, "model.attention_dropout"),
-        ({"model.adaptive_cutoffs": (4, 8)}, "model.adaptive_cutoffs"),
         ({"model.experts": "base"}, "model.experts=base"),
         ({"model.checkpoint_activations": True}, "model.checkpoint_activations"),
         ({"deterministic": True}, "deterministic=true"),

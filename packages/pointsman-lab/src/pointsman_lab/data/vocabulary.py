@@ -5,7 +5,7 @@
   not occur in the corpus becomes a space if it is white space, else `?`, so that lengths do not change.
 - **char**: id 0 is `<unk>`, then the characters of the training split by code point.
 - **word**: split at white space, case-sensitive, `<eos>` for each newline, `<unk>` for a word that does not occur in
-  the training split; ids in order of decreasing frequency (as an adaptive softmax needs), then alphabetically.
+  the training split; ids in order of decreasing frequency, then alphabetically.
 """
 
 from __future__ import annotations

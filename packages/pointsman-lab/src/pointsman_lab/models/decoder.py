@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -30,7 +30,7 @@ from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.norm import rms_norm
-from pointsman_lab.models.rotary import Rotary, Scaling, Turns
+from pointsman_lab.models.rotary import Turns, angles
 from pointsman_lab.models.stack import Sublayer
 
 FEW_LOGITS = 2**22
@@ -45,8 +45,7 @@ class DecoderConfig(ModelConfig):
         vocab_size: number of tokens.
         kv_heads: heads of keys and values, a divisor of `num_heads`; None = `num_heads`.
         qk_norm: RMSNorm of queries and keys over each "head" (Qwen3), over "all" heads (OLMoE), or "none".
-        rope_theta, rope_scaling, rope_factor, rope_length, rope_slow, rope_fast, rope_amplitude, rope_whole: rotary
-            positions, as of `Rotary`.
+        rope_theta: base of the frequencies theta^(-2 i / D) of rotary positions.
         context_length: the longest text that it is meant for; None = what the run trains and evaluates with.
         gated: W_out (act(W_gate x) * (W_in x)), SwiGLU with "silu"; otherwise W_out act(W_in x). No biases.
         tied: output and embedding share one matrix.
@@ -62,13 +61,6 @@ class DecoderConfig(ModelConfig):
     kv_heads: int | None = None
     qk_norm: Literal["none", "head", "all"] = "none"
     rope_theta: float = 10_000.0
-    rope_scaling: Scaling = "none"
-    rope_factor: float = 1.0
-    rope_length: int = 8192
-    rope_slow: float = 1.0
-    rope_fast: float | None = None
-    rope_amplitude: float | None = None
-    rope_whole: bool = True
     context_length: int | None = None
     gated: bool = True
     tied: bool = True
@@ -87,17 +79,13 @@ class DecoderConfig(ModelConfig):
                 check_whole(name, getattr(self, name))
         if self.kv_heads is not None and self.num_heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of num_heads={self.num_heads}")
-        if not 0 < self.norm_eps < math.inf:
-            raise ValueError(f"norm_eps={self.norm_eps!r}: allowed are numbers above 0")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are numbers above 0")
         if self.qk_norm not in (allowed := ("none", "head", "all")):
             raise ValueError(f"qk_norm={self.qk_norm!r}: {did_you_mean(str(self.qk_norm), allowed)}")
-        assert self.rotary  # checks its settings
-
-    @cached_property
-    def rotary(self) -> Rotary:
-        """The settings of the rotary positions."""
-        names = ("theta", "scaling", "factor", "length", "slow", "fast", "amplitude", "whole")
-        return Rotary(self.head_dim, **{name: getattr(self, f"rope_{name}") for name in names})
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: allowed are even numbers (rotary positions turn pairs)")
 
 
 class RootMeanSquareNorm(nn.RMSNorm):
@@ -223,11 +211,13 @@ class Decoder(LanguageModel[DecoderConfig]):
         return self.final_norm(hidden), kept
 
     def _rotation(self, keys: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What `Rotary.table` gives of these keys."""
+        """What `angles` gives of these keys."""
         turns = self._turns
         if turns is None or len(turns[0]) < keys or turns[0].device != like.device or turns[0].dtype != like.dtype:
             with torch.inference_mode(False):
-                turns = self._turns = self.config.rotary.table(1 << (keys - 1).bit_length(), like)
+                turns = self._turns = angles(
+                    self.config.head_dim, self.config.rope_theta, 1 << (keys - 1).bit_length(), like
+                )
         return turns[0][:keys], turns[1][:keys]
 
 

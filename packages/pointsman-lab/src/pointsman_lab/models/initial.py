@@ -53,7 +53,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 
 
 def _starts_at_zero(module: nn.Module, name: str, own: str) -> bool:
-    bias = own.startswith("b_") or own in ("bias", "cluster_bias") or name.endswith("tail_biases")
+    bias = own.startswith("b_") or own == "bias"
     return bias or (own == "w_out" and getattr(module, "starts_at_zero", False))
 
 

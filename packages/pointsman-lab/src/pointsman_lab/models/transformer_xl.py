@@ -6,6 +6,7 @@ long, so that a text taken in segments, or a token at a time, gives what one lon
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
+from pointsman.ops.cross_entropy import linear_cross_entropy
+from pointsman.ops.linear import linear
 from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.stack import Sublayer
-from pointsman_lab.models.vocabulary import AdaptiveEmbedding, TiedEmbedding
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,6 @@ class TransformerXLConfig(ModelConfig):
     Attributes:
         vocab_size: number of tokens.
         pre_norm: norm before each sublayer, and one after the last layer; otherwise after each sublayer.
-        adaptive_cutoffs: token numbers at which the clusters of an adaptive embedding and softmax begin; () = one
-            full softmax.
         allow_non_causal: take routers that look at later tokens; mixers then see the whole segment (`+attention` what
             the attention saw, which stays causal). For experiments: such a model sees what it is to predict.
         allow_non_causal_training: take routers that look at later tokens in training only (BASE, Sinkhorn).
@@ -41,7 +41,6 @@ class TransformerXLConfig(ModelConfig):
 
     vocab_size: int
     pre_norm: bool = False
-    adaptive_cutoffs: tuple[int, ...] = ()
     allow_non_causal: bool = False
     allow_non_causal_training: bool = False
 
@@ -50,12 +49,6 @@ class TransformerXLConfig(ModelConfig):
         check_whole("vocab_size", self.vocab_size)
         if self.dim % 2:
             raise ValueError(f"dim={self.dim}: allowed are even numbers (half sines, half cosines)")
-        object.__setattr__(self, "adaptive_cutoffs", tuple(self.adaptive_cutoffs))
-        cutoffs = self.adaptive_cutoffs
-        if list(cutoffs) != sorted(set(cutoffs)) or (cutoffs and not 0 < cutoffs[0] <= cutoffs[-1] < self.vocab_size):
-            raise ValueError(
-                f"adaptive_cutoffs={cutoffs!r}: allowed are rising token numbers between 0 and {self.vocab_size}"
-            )
 
     def build(self) -> TransformerXL:
         return TransformerXL(self)
@@ -73,12 +66,8 @@ class TransformerXL(LanguageModel[TransformerXLConfig]):
         super().__init__(config)
         self._positions: Tensor | None = None
         dim = config.dim
-        self.embedding: TiedEmbedding | AdaptiveEmbedding
         with seeded(config.seed, "model"):  # modules draw as they are built; the caller's generator stays as it was
-            if config.adaptive_cutoffs:
-                self.embedding = AdaptiveEmbedding(config.vocab_size, dim, config.adaptive_cutoffs)
-            else:
-                self.embedding = TiedEmbedding(config.vocab_size, dim)
+            self.embedding = TiedEmbedding(config.vocab_size, dim)
             self.position_encoding = PositionBiases(config.num_heads, config.head_dim)
 
             def layer(inner: Sublayer) -> TransformerLayer:
@@ -149,3 +138,27 @@ class PositionBiases(nn.Module):
         super().__init__()
         self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+
+
+class TiedEmbedding(nn.Module):
+    """One matrix E for input and output: sqrt(dim) E[token] going in, softmax(E h + b) coming out."""
+
+    role = "embedding"
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.scale = math.sqrt(dim)
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, dim]."""
+        return F.embedding(tokens, self.weight) * self.scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., V]."""
+        return linear(hidden, self.weight, self.bias)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Nats for each token: hidden [tokens, dim], targets [tokens] -> [tokens]."""
+        return linear_cross_entropy(hidden, self.weight, self.bias, targets)

@@ -44,6 +44,12 @@ EARLIER = {
 }  # fmt: skip
 """Settings of tasks that the first version wrote into every config.json."""
 
+GONE: Mapping[str, Any] = {
+    "adaptive_cutoffs": [], "rope_scaling": "none", "rope_factor": 1.0, "rope_length": 8192, "rope_slow": 1.0,
+    "rope_fast": None, "rope_amplitude": None, "rope_whole": True,
+}  # fmt: skip
+"""Settings of models that earlier versions wrote -> the value that means nothing."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -264,7 +270,7 @@ class RunConfig:
         own = {name: value for name, value in own.items() if name not in EARLIER - known.keys()}
         kept = typed_fields(cls, own, f"{where}: ", leave=("model", "own"))
         import_recorded(str(model.get("router", "smoe")), kept.get("imports", ()))
-        values = {key: value for key, value in model.items() if key != "family"}
+        values = {key: value for key, value in model.items() if key != "family" and GONE.get(key, ...) != value}
         typed = typed_fields(kind, values, f"{where}: model.")
         try:
             return cls(model=kind(**typed), own=of_task, **kept)

@@ -185,7 +185,6 @@ def cuda_recorder(
         (changing, f"the router {changing} does another thing from some step on"),
         (not fixed_shapes, "batches differ in length"),
         (model.attention_dropout, "model.attention_dropout draws its masks from a number on the host"),
-        (getattr(model, "adaptive_cutoffs", ()), "model.adaptive_cutoffs has shapes that depend on the tokens"),
         (model.experts == "base", "model.experts=base has shapes that depend on the routing"),
         ("balance_scope=step" in model.router, "balance_scope=step counts on from micro-batch to micro-batch"),
         (model.checkpoint_activations, "model.checkpoint_activations asks for the state of the random numbers"),

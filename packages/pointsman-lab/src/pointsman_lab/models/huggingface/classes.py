@@ -133,24 +133,8 @@ def common_settings(config: DecoderConfig, top_k: int, length: int) -> dict[str,
         "num_experts_per_tok": top_k,
         "initializer_range": config.init_std,
         "max_position_embeddings": length,
-        "rope_parameters": rope_parameters(config),
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0},
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-
-
-def rope_parameters(config: DecoderConfig) -> dict[str, Any]:
-    """As transformers has them."""
-    rotary = config.rotary
-    found: dict[str, Any] = {"rope_theta": rotary.theta, "partial_rotary_factor": 1.0}
-    if rotary.scaling == "none":
-        return {"rope_type": "default", **found}
-    found |= {"rope_type": rotary.scaling, "factor": rotary.factor}
-    if rotary.scaling == "linear":
-        return found
-    found["original_max_position_embeddings"] = rotary.length
-    if rotary.scaling == "llama3":
-        return {**found, "low_freq_factor": rotary.slow, "high_freq_factor": rotary.fast_turns}
-    return {**found, "beta_slow": rotary.slow, "beta_fast": rotary.fast_turns, "attention_factor": rotary.gain,
-            "truncate": rotary.whole}  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
@@ -128,31 +127,6 @@ def _refuse(config: Any, where: str) -> None:
 def _rope(config: Any, where: str) -> dict[str, Any]:
     """`rope_parameters` as settings of a decoder."""
     given = dict(config.rope_parameters or {})
-    kind = given.get("rope_type", "default")
-    found: dict[str, Any] = {"rope_theta": float(given.get("rope_theta", 10_000.0))}
-    if kind == "default":
-        return found
-    if kind not in ("linear", "llama3", "yarn"):
-        raise RunError(f"{where}: it has rotary positions of type {kind!r}: allowed are default, linear, llama3, yarn")
-    length = given.get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = given.get("factor") or config.max_position_embeddings / length
-    found |= {"rope_scaling": kind, "rope_factor": float(factor)}
-    if kind == "linear":
-        return found
-    found["rope_length"] = int(length)
-    if kind == "llama3":
-        return {**found, "rope_slow": float(given["low_freq_factor"]), "rope_fast": float(given["high_freq_factor"])}
-    amplitude = given.get("attention_factor")
-    if amplitude is None and given.get("mscale") and given.get("mscale_all_dim"):
-        amplitude = _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
-    return {
-        **found,
-        "rope_slow": float(given.get("beta_slow") or 1),
-        "rope_fast": float(given.get("beta_fast") or 32),
-        "rope_amplitude": None if amplitude is None else float(amplitude),
-        "rope_whole": bool(given.get("truncate", True)),
-    }
-
-
-def _mscale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+    if (kind := given.get("rope_type", "default")) != "default":
+        raise RunError(f"{where}: it has rotary positions of type {kind!r}: allowed is default")
+    return {"rope_theta": float(given.get("rope_theta", 10_000.0))}

@@ -3,8 +3,8 @@
 - `tiny`, `tiny-decoder`, `tiny-glam` (four layers, every second sparse): chosen here for two CPU cores
   (docs/training.md says how). `tiny-decoder` has experts of about as many weights as `tiny`.
 - `olmoe-1b-7b`, `qwen3-30b-a3b`: the published shapes; `deepseek-like`: DeepSeek-V3 with grouped-query attention in the
-  place of its latent attention. For costs and plans, or for `train --from`: their training settings are placeholders of
-  ours, not the published ones.
+  place of its latent attention, without its positions for longer texts. For costs and plans, or for `train --from`:
+  their training settings are placeholders of ours, not the published ones.
 - `small`, `medium`, `large`: HyperRouter's text (Sections 4.1 and 4.2, Appendix C, Table A1): input length 512, batch
   22, Adam at 2.5e-4, 400,000 steps (`large`: 100,000), k from 2 to N. What the text leaves open (memory 512, cosine
   to 0, clipping at 0.25, evaluation with segments of 128 and memory 896) is as in its released code.
@@ -78,8 +78,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "model": {
             "num_layers": 61, "dim": 7168, "num_heads": 128, "kv_heads": 8, "head_dim": 128, "hidden_dim": 18432,
             "expert_hidden_dim": 2048, "num_experts": 256, "top_k": 8, "shared_experts": 1, "moe_layers": "last:58",
-            "tied": False, "norm_eps": 1e-6, "rope_scaling": "yarn", "rope_factor": 40.0, "rope_length": 4096,
-            "context_length": 163840,
+            "tied": False, "norm_eps": 1e-6, "context_length": 4096,
         },
     },
     "small": {**_HYPERROUTER, "model": {"num_layers": 4}},

@@ -16,7 +16,6 @@ A recipe takes the router, because a table's row is a router: "dense", "dense-dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from pointsman_lab.recipes import preset
@@ -25,109 +24,47 @@ from pointsman_lab.training.config import RunConfig
 Recipe = Callable[..., RunConfig]
 
 _DATA = {"enwik8": "enwik8:newlines=drop", "wikitext103": "wikitext-103"}
+_CODE: dict[str, dict[str, Any]] = {"large": {"model.num_layers": 18, "batch_size": 44, "steps": 50_000}}
 
-
-def _text(corpus: str, size: str, router: str, seed: int) -> RunConfig:
-    config = preset(size, router=router, data=_DATA[corpus], seed=seed)
-    return replace(config, preset=f"hyperrouter-{corpus}-{size}")
-
-
-def _code(corpus: str, size: str, router: str, seed: int, changes: dict[str, Any]) -> RunConfig:
-    config = _text(corpus, size, router, seed)
-    changes = {"train_top_k": "N/2:N", "model.moe_layers": "0,1,2,3", **changes}
-    if router in ("smoe", "dense"):  # their scripts give no --dropout; those of the other rows give 0.1
-        changes["model.dropout"] = 0.0
-    return config.with_overrides({**changes, "preset": f"hyperrouter-{corpus}-{size}-code"})
-
-
-def hyperrouter_enwik8_small(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 1, enwik8; Table A1, first row: 4 layers, 400,000 steps of 22 x 512 bytes, Adam at 2.5e-4, k from 2 to 16.
-
-    All rows with dropout 0.1, as Section C.1 says.
-    """
-    return _text("enwik8", "small", router, seed)
-
-
-def hyperrouter_wikitext103_small(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 1, WikiText-103; Table A1, second row: as on enwik8, on words."""
-    return _text("wikitext103", "small", router, seed)
-
-
-def hyperrouter_enwik8_medium(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 2, medium: 8 layers, all sparse, 400,000 steps."""
-    return _text("enwik8", "medium", router, seed)
-
-
-def hyperrouter_enwik8_large(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 2, large: 12 layers, all sparse, 100,000 steps."""
-    return _text("enwik8", "large", router, seed)
-
-
-def hyperrouter_wikitext103_medium(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table A1, medium on WikiText-103 (Section C.2 names it; no table shows it): 8 layers, 400,000 steps."""
-    return _text("wikitext103", "medium", router, seed)
-
-
-def hyperrouter_wikitext103_large(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """The large model on WikiText-103 (no table shows it): 12 layers, 100,000 steps."""
-    return _text("wikitext103", "large", router, seed)
-
-
-def hyperrouter_enwik8_small_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 1, enwik8, as the scripts run it: k from 8 to 16.
-
-    Confound: the scripts of SMoE and Dense, later deleted, give no dropout (0.0), those of SMoE-Dropout, HyperRouter
-    and Dense+Dropout 0.1. Whether they made the tables is unproven. `hyper_size` in the scripts is a dead flag.
-    """
-    return _code("enwik8", "small", router, seed, {})
-
-
-def hyperrouter_wikitext103_small_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 1, WikiText-103, as the scripts run it: k from 8 to 16; dropout as in `hyperrouter_enwik8_small_code`.
-
-    Dense+Dropout alone trains with batches of 66 for 134,000 steps, at the same learning rate.
-    """
-    changes = {"batch_size": 66, "steps": 134_000} if router == "dense-dropout" else {}
-    return _code("wikitext103", "small", router, seed, changes)
-
-
-def hyperrouter_enwik8_medium_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 2, medium, as the script runs it: 8 layers of which only the first four are sparse, k from 8 to 16.
-
-    The others are dense with inner width 512.
-    """
-    return _code("enwik8", "medium", router, seed, {})
-
-
-def hyperrouter_enwik8_large_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """Table 2, large, as the script runs it: 18 layers, the first four sparse, 50,000 steps of 44 x 512, k 8 to 16."""
-    return _code("enwik8", "large", router, seed, {"model.num_layers": 18, "batch_size": 44, "steps": 50_000})
-
-
-def hyperrouter_wikitext103_medium_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """The medium model on WikiText-103 with the scripts' settings: 8 layers, the first four sparse, k from 8 to 16."""
-    return _code("wikitext103", "medium", router, seed, {})
-
-
-def hyperrouter_wikitext103_large_code(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
-    """The large model on WikiText-103 with the settings of the enwik8 script: 18 layers, 50,000 steps of 44 x 512."""
-    return _code("wikitext103", "large", router, seed, {"model.num_layers": 18, "batch_size": 44, "steps": 50_000})
-
-
-RECIPES: dict[str, Recipe] = {
-    function.__name__.replace("_", "-"): function
-    for function in (
-        hyperrouter_enwik8_small,
-        hyperrouter_enwik8_medium,
-        hyperrouter_enwik8_large,
-        hyperrouter_wikitext103_small,
-        hyperrouter_wikitext103_medium,
-        hyperrouter_wikitext103_large,
-        hyperrouter_enwik8_small_code,
-        hyperrouter_enwik8_medium_code,
-        hyperrouter_enwik8_large_code,
-        hyperrouter_wikitext103_small_code,
-        hyperrouter_wikitext103_medium_code,
-        hyperrouter_wikitext103_large_code,
-    )
+_ABOUT = {
+    "enwik8-small": "Table 1, enwik8; Table A1, first row: 4 layers, 400,000 steps, k from 2 to 16. All rows with "
+    "dropout 0.1, as Section C.1 says.",
+    "enwik8-medium": "Table 2, medium: 8 layers, all sparse, 400,000 steps.",
+    "enwik8-large": "Table 2, large: 12 layers, all sparse, 100,000 steps.",
+    "wikitext103-small": "Table 1, WikiText-103; Table A1, second row: as on enwik8, on words.",
+    "wikitext103-medium": "Table A1, medium on WikiText-103 (Section C.2 names it; no table shows it): 8 layers.",
+    "wikitext103-large": "The large model on WikiText-103 (no table shows it): 12 layers, 100,000 steps.",
+    "enwik8-small-code": "Table 1, enwik8, as the scripts run it: k from 8 to 16. Confound: the scripts of SMoE and "
+    "Dense, later deleted, give no dropout (0.0), those of SMoE-Dropout, HyperRouter and Dense+Dropout 0.1. Whether "
+    "they made the tables is unproven. `hyper_size` in the scripts is a dead flag.",
+    "enwik8-medium-code": "Table 2, medium, as the script runs it: 8 layers of which only the first four are sparse "
+    "(the others dense with inner width 512), k from 8 to 16.",
+    "enwik8-large-code": "Table 2, large, as the script runs it: 18 layers, the first four sparse, 50,000 steps of 44 "
+    "x 512, k from 8 to 16.",
+    "wikitext103-small-code": "Table 1, WikiText-103, as the scripts run it: k from 8 to 16, dropout as on enwik8. "
+    "Dense+Dropout alone trains with batches of 66 for 134,000 steps, at the same learning rate.",
+    "wikitext103-medium-code": "The medium model on WikiText-103 with the scripts' settings.",
+    "wikitext103-large-code": "The large model on WikiText-103 with the settings of the enwik8 script.",
 }
+"""CORPUS-SIZE of the text, and CORPUS-SIZE-code of the scripts -> what it is."""
+
+
+def _recipe(name: str) -> Recipe:
+    corpus, size, *code = name.split("-")
+
+    def recipe(router: str = "hyperrouter", seed: int = 1111) -> RunConfig:
+        config = preset(size, router=router, data=_DATA[corpus], seed=seed)
+        changes: dict[str, Any] = {}
+        if code:
+            changes = {"train_top_k": "N/2:N", "model.moe_layers": "0,1,2,3", **_CODE.get(size, {})}
+            if router in ("smoe", "dense"):  # their scripts give no --dropout; those of the other rows give 0.1
+                changes["model.dropout"] = 0.0
+            if name == "wikitext103-small-code" and router == "dense-dropout":
+                changes |= {"batch_size": 66, "steps": 134_000}
+        return config.with_overrides({**changes, "preset": f"hyperrouter-{name}"})
+
+    recipe.__doc__ = _ABOUT[name]
+    return recipe
+
+
+RECIPES: dict[str, Recipe] = {f"hyperrouter-{name}": _recipe(name) for name in _ABOUT}
