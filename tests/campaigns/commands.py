@@ -67,6 +67,7 @@ TEMPLATES: dict[str, list[str]] = {
     "finetune": ["run", "--task", "task.tsv", "--steps", "1", "--length", "8", "--out", "f"],
     "diagnose": ["run", "--eval-tokens", "32"],
     "audit": ["hf", "--data", "text.txt", "--eval-tokens", "32"],
+    "compress": ["hf", "--data", "text.txt", "--eval-tokens", "64", "--length", "16", "--random", "1", "--out", "half"],
     "report": ["run", "--map", "none"],
     "routers": ["smoe"],
     "export": ["run", "--out", "e"],

@@ -40,6 +40,40 @@ def test_audit(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["layers"]["model.layers.0.mlp"]["fluctuation"]["top1"] == 0
 
 
+def test_domains_and_a_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, word in (("en.txt", "w1 w2 w3 "), ("de.txt", "w30 w31 w32 ")):
+        (tmp_path / name).write_text(word * 60)
+    data = ",".join(str(tmp_path / name) for name in ("en.txt", "de.txt"))
+    words = [str(saved), "--data", data, "--length", "16", "--eval-tokens", "200", "--device", "cpu"]
+    assert main(["audit", *words, "--top-k", "2", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert found["domains"] == {"en.txt": 100, "de.txt": 100}
+    assert "Domains apart" in (tmp_path / "out" / "report.html").read_text("utf-8")
+    assert "report.html" in capsys.readouterr().err
+    assert main(["audit", *words, "--data", f"{tmp_path / 'en.txt'},{tmp_path / 'en.txt'}"]) == 2
+    assert "two parts have the same name" in capsys.readouterr().err
+
+
+def test_compress(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 " * 40)
+    words = ["compress", str(saved), "--data", str(tmp_path / "text.txt"), "--length", "16", "--device", "cpu"]
+    assert main([*words, "--experts", "0.5", "--out", str(tmp_path / "half")]) == 0
+    assert "4 of 8 experts a layer, reap" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").config.num_experts == 4
+    assert json.loads((tmp_path / "half" / "compression.json").read_text())["method"] == "reap"
+    for more, says in [
+        (["--experts", "0"], "a share between 0 and 1"),
+        (["--experts", "8"], "allowed are 2 to 7"),
+        (["--method", "hcsmoe"], "did you mean 'hc-smoe'"),
+        (["--out", str(saved)], "this is the model to read"),
+    ]:
+        assert main([*words, "--out", str(tmp_path / "none"), *more]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "none").exists()
+
+
 def test_the_model_to_compare_with_needs_no_tokenizer(saved: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(saved, bare, ignore=shutil.ignore_patterns("token*"))

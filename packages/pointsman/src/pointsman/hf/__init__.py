@@ -8,6 +8,7 @@ except ImportError as error:  # pragma: no cover
 from pointsman.hf import experts as _experts
 from pointsman.hf.audit import AuditResult, audit
 from pointsman.hf.balance import balance
+from pointsman.hf.compress import Compression, compress
 from pointsman.hf.steps import RoutingLog, StepEnd
 from pointsman.hf.surgery import attention as _attention
 from pointsman.hf.surgery import replace as _replace
@@ -22,10 +23,12 @@ _replace.install()
 
 __all__ = [
     "AuditResult",
+    "Compression",
     "RoutingLog",
     "StepEnd",
     "audit",
     "balance",
+    "compress",
     "materialize",
     "replace_routers",
     "upcycle",

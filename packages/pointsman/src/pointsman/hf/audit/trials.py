@@ -30,7 +30,15 @@ Rows = Sequence[tuple[float, int]]
 
 def halves(batches: Sequence[TextBatch]) -> tuple[list[TextBatch], list[TextBatch]]:
     """Every second row of the text, and the others."""
-    return [[TextBatch(one.ids[h::2], one.kinds[h::2]) for one in batches if len(one.ids) > h] for h in (0, 1)]  # type: ignore[return-value]
+    found: tuple[list[TextBatch], list[TextBatch]] = ([], [])
+    start = 0
+    for one in batches:
+        for half, into in enumerate(found):
+            first = (half - start) % 2
+            if len(one.ids) > first:
+                into.append(TextBatch(one.ids[first::2], one.kinds[first::2]))
+        start += len(one.ids)
+    return found
 
 
 def measured(model: nn.Module, batches: Sequence[TextBatch]) -> Rows:

@@ -1,0 +1,81 @@
+"""`pointsman compress MODEL`: fewer experts, by pruning or merging, verified on held-out text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman_lab.cli.audit import domains_of, read_texts
+from pointsman_lab.cli.hf import check_out
+from pointsman_lab.cli.options import Parser, choose_device, whole
+
+EPILOG = """examples:
+  pointsman compress allenai/OLMoE-1B-7B-0924 --experts 0.5 --method reap --data en.txt,code.py --out olmoe-half
+  pointsman compress my-mixtral --experts 6 --method m-smoe --heal 200 --out my-mixtral-6
+
+The folder holds a model that transformers alone loads, compression.json and compression.md. Every second row of the
+text calibrates, the others verify. docs/huggingface.md names the methods.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("compress", "Prune or merge the experts of a Hugging Face MoE.", EPILOG)
+    flags.add_argument("model", metavar="MODEL", help="a folder with a saved model, or a name on the hub")
+    flags.add_argument(
+        "--experts", type=kept, default=0.5, metavar="N", help="the share to keep, or their number (0.5)"
+    )
+    flags.add_argument("--method", default="reap", help="reap, frequency, norm, mean, hc-smoe, m-smoe, search, random")
+    flags.add_argument("--data", default="stdlib", metavar="NAME|PATH,…", help="one domain or several (stdlib)")
+    flags.add_argument("--heal", type=whole(0), default=0, metavar="N", help="steps of distillation afterwards (0)")
+    flags.add_argument("--random", type=whole(1), default=3, metavar="N", help="random prunings beside it (3)")
+    flags.add_argument("--eval-tokens", default=50_000, help="tokens to read (default: 50000)")
+    flags.add_argument("--length", type=whole(2, "length"), default=512, metavar="N", help="tokens a row (512)")
+    flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
+    flags.add_argument("--dtype")
+    flags.common("the folder to write", settings="")
+    return flags
+
+
+def kept(text: str) -> float:
+    """A share below 1, or a whole number of experts."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1 and not (value >= 1 and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are a share between 0 and 1, and a number of experts")
+    return value
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    if values.out is None:
+        raise RunError("pointsman compress: --out is missing: the folder for the smaller model")
+    check_out(values.out, values.model)
+    device = choose_device(values.device)
+    texts = {name: read_texts(data) for name, data in domains_of(values.data).items()}
+    from pointsman.hf import compress
+    from pointsman.hf.cutting import METHODS
+    from pointsman.hf.loading import load_model, load_tokenizer
+
+    if values.method not in METHODS:
+        raise RunError(f"pointsman compress: --method {values.method!r}: {did_you_mean(values.method, METHODS)}")
+    from pointsman._files import write_whole
+
+    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
+    found = compress(
+        model, tokenizer, texts, experts=values.experts, method=values.method, length=values.length,
+        max_tokens=None if values.eval_tokens == "all" else values.eval_tokens, batch_size=values.batch_size,
+        random=values.random, heal=values.heal, note=lambda told: print(f"pointsman: {told}", file=sys.stderr),
+    )  # fmt: skip
+    print(found.markdown())
+    found.model.save_pretrained(values.out)
+    tokenizer.save_pretrained(values.out)
+    write_whole(Path(values.out) / "compression.json", json.dumps(found.to_dict(), allow_nan=False) + "\n")
+    write_whole(Path(values.out) / "compression.md", found.markdown())
+    print(values.out)
+    return 0

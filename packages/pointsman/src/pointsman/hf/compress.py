@@ -1,0 +1,243 @@
+"""compress: a Hugging Face MoE with fewer experts, verified on held-out text beside random prunings of the same size.
+
+The result is the class's own model with a smaller number of experts in its configuration: transformers alone loads it.
+Every layer keeps the same number, since a configuration holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pointsman._errors import did_you_mean
+from pointsman._grid import Grid
+from pointsman._values import check_whole
+from pointsman.control import set_top_k
+from pointsman.diagnostics import Diagnostics
+from pointsman.diagnostics.observe import evaluating
+from pointsman.hf.audit.blocks import mapped
+from pointsman.hf.audit.result import INTERVALS, plus_minus
+from pointsman.hf.audit.run import finite
+from pointsman.hf.audit.serving import serving
+from pointsman.hf.audit.trials import Rows, halves, mean_of, measured, paired
+from pointsman.hf.cutting import METHODS, Keep, cut, distil, groups_of, plan
+from pointsman.hf.expert_sums import why_unreadable
+from pointsman.hf.gates import Gate, find_gates, survey
+from pointsman.hf.listen import GateListener
+from pointsman.hf.text import TEXT, Conversation, TextBatch, text_batches
+from pointsman.hf.top_k import gate_top_k
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The result of `compress`. Losses are nats a text token; "half" is half of a 95 % interval over blocks of text.
+
+    Attributes:
+        model: the smaller model; it shares with the original what it keeps besides gates and experts.
+        method, experts: the method, and the number of experts that every layer keeps. kept: layer -> groups (`Keep`).
+        quality: by k: {"top_k", "original", "compressed", "difference": {"mean", "half"}}, on held-out text.
+        domains: domain -> "difference" to the original, and to the mean of the random prunings ("random").
+        random: {"losses", "difference"}: random prunings of the same size, and this one minus their mean.
+        routing: layer -> {"stays": share of the original's choices whose expert is kept, "effective", "dead"}.
+        serving: `AuditResult`'s, before and after.
+    """
+
+    model: Any
+    method: str
+    experts: int
+    before: int
+    kept: Keep
+    quality: Sequence[Mapping[str, Any]]
+    domains: Mapping[str, Any]
+    random: Mapping[str, Any]
+    routing: Mapping[str, Any]
+    serving: Mapping[str, Any]
+    protocol: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, without the model."""
+        found: dict[str, Any] = finite({name: value for name, value in vars(self).items() if name != "model"})
+        return found
+
+    def markdown(self) -> str:
+        """A summary."""
+        rows = [
+            [str(row["top_k"]), f"{row['original']:.4f}", f"{row['compressed']:.4f}", _spread(row["difference"])]
+            for row in self.quality
+        ]
+        names = ["all", *self.domains] if len(self.domains) > 1 else ["all"]
+        parts = [{"difference": self.quality[-1]["difference"], "random": self.random["difference"]}]
+        parts += list(self.domains.values())
+        of = [
+            [name, _spread(one["difference"]), _spread(one["random"])] for name, one in zip(names, parts, strict=False)
+        ]
+        before, after = (self.serving[name]["memory"]["bfloat16"] / 2**20 for name in ("before", "after"))
+        stays = sum(one["stays"] for one in self.routing.values()) / len(self.routing)
+        lines = [
+            f"# {self.protocol['model']}: {self.experts} of {self.before} experts a layer, {self.method}", "",
+            f"Weights in bf16: {before:,.1f} to {after:,.1f} MiB. "
+            f"{stays:.1%} of the original's choices keep their expert.",
+            "", Grid(["k", "original", "compressed", "difference"], rows, code=False).markdown(), "",
+            Grid(["text", "against the original", "against random pruning"], of, code=False).markdown(), "",
+            f"Held-out text, {self.protocol['held_out']:,} tokens; {len(self.random['losses'])} random prunings. "
+            + INTERVALS,
+        ]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+
+def _spread(one: Mapping[str, Any]) -> str:
+    return plus_minus(one["mean"], one["half"], sign=True)
+
+
+def compress(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Iterable[str | Conversation] | Mapping[str, Iterable[str | Conversation]],
+    *,
+    experts: float = 0.5,
+    method: str = "reap",
+    max_tokens: int | None = 50_000,
+    length: int = 512,
+    batch_size: int = 8,
+    random: int = 3,
+    heal: int = 0,
+    seed: int = 0,
+    note: Callable[[str], None] | None = None,
+) -> Compression:
+    """Prunes or merges the experts of a mixture of experts. The model is not changed.
+
+    Every second row of the text calibrates, the others verify: loss by domain, the curve over k, the routing, all
+    paired with the original and with random prunings. Experts with outputs far above the others' are kept (`SUPER`).
+
+    Args:
+        texts: as `audit` takes them.
+        experts: the share of experts to keep, or, from 1, their number.
+        method: one of `METHODS`.
+        random: the number of random prunings beside it.
+        heal: steps of distillation from the original, of gates and experts, on the calibrating text.
+        note: told what is done.
+
+    Raises:
+        ValueError: an unknown method, a number out of range, or a class whose experts cannot be cut, by name.
+    """
+    if method not in METHODS:
+        raise ValueError(f"compress: method {method!r}: {did_you_mean(method, METHODS)}")
+    check_whole("compress: random", random)
+    check_whole("compress: heal", heal, 0)
+    gates, kept = _cuttable(model, experts, method)
+    tell = note or (lambda _: None)
+    batches, domain_of = _read(tokenizer, texts, length, batch_size, max_tokens)
+    calibrate, held_out = halves(batches)
+    names = domain_of[1::2]
+    with evaluating(model):
+        tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
+        groups, counts = plan(model, gates, calibrate, kept, method, seed)
+        smaller = cut(model, gates, groups, counts)
+        if heal:
+            tell(f"distils for {heal} steps")
+            distil(model, smaller, calibrate, heal)
+        tell(f"verifies on {sum(int(one.mask.sum()) for one in held_out):,} held-out tokens")
+        own = gate_top_k(gates[0]).value
+        quality: list[dict[str, Any]] = []
+        rows: Rows = ()
+        base: Rows = ()
+        for k in sorted({*(2**power for power in range(own.bit_length()) if 2**power < own), own}):
+            with set_top_k(model, k), set_top_k(smaller, k):
+                base, rows = measured(model, held_out), measured(smaller, held_out)
+            quality.append({"top_k": k, "original": mean_of(base), "compressed": mean_of(rows),
+                            "difference": paired(rows, base)})  # fmt: skip
+        if not rows or not sum(tokens for _, tokens in rows):
+            raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
+        drawn = []
+        for number in range(random):
+            other = cut(model, gates, *plan(model, gates, [], kept, "random", seed + 1 + number))
+            drawn.append(measured(other, held_out))
+        chance = [(sum(one[0] for one in each) / random, each[0][1]) for each in zip(*drawn, strict=True)]
+        domains = {}
+        for name in dict.fromkeys(names):
+            of_all, of_rows, of_chance = (_of(name, names, one) for one in (base, rows, chance))
+            domains[name] = {"difference": paired(of_rows, of_all), "random": paired(of_rows, of_chance)}
+        loads = [_loads(one, held_out) for one in (model, smaller)]
+    routing = {}
+    for gate in gates:
+        share, after = (of[gate.layer]["load"] for of in loads)
+        stays = sum(share["share"][one] for group in groups[gate.layer] for one in group)
+        routing[gate.layer] = {"stays": stays, "effective": after["effective"], "dead": after["dead"]}
+    costs = {
+        name: serving(one, find_gates(one), {own: {layer: of["load"]["share"] for layer, of in load.items()}})
+        for name, one, load in zip(("before", "after"), (model, smaller), loads, strict=True)
+    }
+    protocol = {
+        "model": type(model).__name__, "length": length, "batch_size": batch_size, "max_tokens": max_tokens,
+        "heal": heal, "seed": seed, "held_out": sum(tokens for _, tokens in rows),
+    }  # fmt: skip
+    against = {"losses": [mean_of(each) for each in drawn], "difference": paired(rows, chance)}
+    before = gates[0].num_experts
+    return Compression(smaller, method, kept, before, groups, quality, domains, against, routing, costs, protocol)
+
+
+def _cuttable(model: nn.Module, experts: float, method: str) -> tuple[list[Gate], int]:
+    """The gates, and the number of experts to keep.
+
+    Raises:
+        ValueError: the model's class has no experts that can be cut, or the number is out of range.
+    """
+    gates, reasons = survey(model)
+    kind = type(model).__name__
+    if reasons or not gates:
+        raise ValueError(f"compress: {kind}: {(reasons or ['no gate next to experts'])[0]}")
+    for gate in gates:
+        reason = why_unreadable(gate)
+        if gate.layout is not None or gate.form.table or hasattr(gate.module, "pointsman"):
+            reason = f"its gate {type(gate.module).__name__} is not a plain one"
+        elif groups_of(gate) > 1 and method in ("hc-smoe", "m-smoe"):
+            reason = f"{groups_of(gate)} groups of experts limit the choice; a merge across them has no place"
+        if reason:
+            raise ValueError(f"compress: {kind}, layer {gate.layer!r}: {reason}")
+    number = gates[0].num_experts
+    kept = round(number * experts) if experts < 1 else int(experts)
+    least = max(gate_top_k(gate).value for gate in gates)
+    if any(gate.num_experts != number for gate in gates) or not least <= kept < number:
+        raise ValueError(f"compress: experts={experts:g} keeps {kept} of {number}: allowed are {least} to {number - 1}")
+    groups = max(map(groups_of, gates))
+    if kept % groups:
+        raise ValueError(f"compress: experts={experts:g} keeps {kept}: allowed are multiples of {groups}, its groups")
+    return gates, kept
+
+
+def _read(
+    tokenizer: Any, texts: Any, length: int, batch_size: int, max_tokens: int | None
+) -> tuple[list[TextBatch], list[str]]:
+    """All batches, and the domain of every row."""
+    parts = mapped(texts)
+    share = None if max_tokens is None else max(1, max_tokens // max(1, len(parts)))
+    batches, names = list[TextBatch](), list[str]()
+    for name, of in parts.items():
+        for batch in text_batches(tokenizer, of, length=length, batch_size=batch_size, max_tokens=share):
+            batches.append(batch)
+            names += [name] * len(batch.ids)
+    if len(names) < 2:
+        raise ValueError("compress: the text has fewer than two rows: one calibrates, one verifies")
+    return batches, names
+
+
+def _of(name: str, names: Sequence[str], rows: Rows) -> Rows:
+    return [row for row, its in zip(rows, names, strict=True) if its == name]
+
+
+def _loads(model: nn.Module, batches: Sequence[TextBatch]) -> dict[str, Any]:
+    """Layer -> the load of the text's tokens."""
+    found, mask = Diagnostics("load"), torch.zeros(0)
+
+    def observe(layer: str, routing: Any, context: object, hidden: Tensor) -> None:
+        found.update(layer, routing, mask.to(hidden.device))
+
+    with GateListener(model, "compress").listen(observe):
+        for batch in batches:
+            mask = (batch.kinds == TEXT).reshape(-1)
+            measured(model, [batch])
+    return found.result()

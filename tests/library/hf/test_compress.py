@@ -1,0 +1,138 @@
+"""Smaller models against the original with experts switched off, and what each method finds where it was planted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pointsman import hf
+from pointsman.hf.cutting import METHODS, cut, distil, plan
+from pointsman.hf.gates import find_gates
+from pointsman.hf.text import text_batches
+from tests.library.hf import zoo
+from tests.library.hf.test_audit import texts, tokenizer
+from tests.library.hf.test_replace import spread
+
+IDS = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def batches(count: int = 12) -> list[Any]:
+    return list(text_batches(tokenizer(), texts(count), length=16, batch_size=4, max_tokens=None))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_a_cut_model_is_the_original_whose_other_experts_cannot_be_chosen(name: str) -> None:
+    model = spread(zoo.tiny_model(name))
+    gates = find_gates(model)
+    kept = [0, 2, 5, 7]  # of deepseek_v3's two groups two each
+    smaller = cut(model, gates, {gate.layer: [[one] for one in kept] for gate in gates})
+    with torch.no_grad():
+        for gate in gates:
+            bias = gate.module.bias if name == "gpt_oss" else gate.module.e_score_correction_bias
+            bias[[one for one in range(8) if one not in kept]] = -1e9
+    assert torch.allclose(logits(smaller), logits(model), atol=1e-5)
+
+
+def test_the_folder_loads_in_transformers_and_the_original_stays(five: str, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model(five))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = hf.compress(model, tokenizer(), {"a": texts(8), "b": texts(8, seed=1)}, length=16, batch_size=3, heal=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    found.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(logits(loaded), logits(found.model), atol=1e-6)
+    assert all(gate.num_experts == 4 for gate in find_gates(loaded))
+    assert sum(p.numel() for p in loaded.parameters()) < sum(p.numel() for p in model.parameters())
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert set(told["domains"]) == {"a", "b"}
+    assert len(told["random"]["losses"]) == 3
+    assert [row["top_k"] for row in told["quality"]] == [1, 2]
+    assert "| a |" in found.markdown()
+
+
+@pytest.mark.parametrize("method", ["reap", "norm", "mean"])
+def test_experts_that_give_out_nothing_are_pruned(method: str) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    with torch.no_grad():
+        for gate in find_gates(model):
+            gate.experts.down_proj[[1, 4, 6]] = 0.0
+    found = hf.compress(model, tokenizer(), texts(12), experts=5, method=method, length=16, random=1)
+    assert all(groups == [[0], [2], [3], [5], [7]] for groups in found.kept.values())
+
+
+def test_frequency_keeps_the_frequent_and_a_super_expert_stays() -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    gates = find_gates(model)
+    groups, counts = plan(model, gates, batches(), 4, "frequency")
+    assert counts is not None
+    for layer, count in counts.items():
+        assert {group[0] for group in groups[layer]} == set(count.topk(4).indices.tolist())
+    least = int(counts[gates[0].layer].argmin())
+    with torch.no_grad():
+        gates[0].experts.down_proj[least].mul_(1e4)
+    groups, _ = plan(model, gates, batches(), 4, "frequency")
+    assert [least] in groups[gates[0].layer]
+
+
+@pytest.mark.parametrize("method", ["hc-smoe", "m-smoe"])
+def test_equal_experts_are_merged_without_loss(method: str) -> None:
+    model = spread(zoo.tiny_model("mixtral"))
+    gates = find_gates(model)
+    with torch.no_grad():
+        for gate in gates:
+            for one in (0, 2, 4, 6):  # experts one and one + 1 are the same, and so are the directions of their rows
+                for tensor in (gate.experts.gate_up_proj, gate.experts.down_proj, gate.module.weight):
+                    tensor[one + 1] = tensor[one]
+            gate.module.weight[[1, 3, 5, 7]] *= 0.3  # the same direction, chosen less often
+    groups, counts = plan(model, gates, batches(), 4, method)
+    for layer in groups:
+        assert sorted(sorted(group) for group in groups[layer]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    smaller = cut(model, gates, groups, counts)
+    for gate, other in zip(gates, find_gates(smaller), strict=True):
+        heads = [group[0] for group in groups[gate.layer]]
+        assert torch.allclose(other.experts.down_proj, gate.experts.down_proj[heads], atol=1e-6)
+
+
+def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pointsman.hf.audit.trials import mean_of, measured
+
+    model = spread(zoo.tiny_model("mixtral"))
+    with torch.no_grad():
+        for gate in find_gates(model):
+            gate.experts.down_proj.mul_(300)
+    monkeypatch.setattr("pointsman.hf.cutting.SWAPS", 12)
+    gates, text = find_gates(model), batches(6)
+    start, found = (cut(model, gates, plan(model, gates, text, 4, method)[0]) for method in ("reap", "search"))
+    assert mean_of(measured(found, text)) <= mean_of(measured(start, text))
+    far = float((logits(start) - logits(model)).square().mean())
+    distil(model, start, text, 40)
+    assert float((logits(start) - logits(model)).square().mean()) < far
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("mixtral", {"method": "reep"}, "did you mean 'reap'"),
+        ("mixtral", {"experts": 1}, "allowed are 2 to 7"),
+        ("mixtral", {"experts": 8}, "allowed are 2 to 7"),
+        ("deepseek_v3", {"experts": 5}, "multiples of 2"),
+        ("deepseek_v3", {"method": "m-smoe"}, "2 groups of experts"),
+        ("llama4", {}, "Llama4Router is not a plain one"),
+        ("dbrx", {}, "DbrxRouter is not a plain one"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        hf.compress(zoo.tiny_model(name), tokenizer(), texts(4), **{"length": 16, **change})
+    assert set(METHODS) >= {"reap", "frequency", "norm", "mean", "hc-smoe", "m-smoe", "search"}
