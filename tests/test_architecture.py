@@ -199,6 +199,7 @@ CHANGED_ELSEWHERE = {
     "tasks.language_modelling.start": "the settings of a Hugging Face model, without its code",
     "cli.export": "a scratch folder, whose files take the places of an earlier export's",
     "cli.hf": "a Hugging Face model into --out, which holds no run",
+    "cli.compress": "the same",
     "hf.audit.result": "a name of its own in --out",
     "hf.loading": "a Hugging Face model that the user names, without its code",
     "parallel.launch": "a scratch folder, and the ranks of this run",
