@@ -10,6 +10,7 @@ import pytest
 from pointsman import build_router, list_routers
 from pointsman.routers.frame import elsewhere, registry
 from pointsman_lab.cli.main import main
+from pointsman_lab.training import imports
 from tests.campaigns.observer import observed
 from tests.lab.report.fixtures import write_run
 
@@ -156,13 +157,13 @@ def test_a_run_finds_its_router_again(file: Path, tmp_path: Path, capsys: pytest
 
 def test_a_run_of_somebody_else_imports_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="never imported here; if you trust it"):
-        elsewhere.import_recorded("mine", [str(file)])
+        imports.import_recorded("mine", [str(file)])
     with pytest.raises(ValueError, match="unknown router 'mine'"):
-        elsewhere.import_recorded("mine", [])
+        imports.import_recorded("mine", [])
     assert not any(name.startswith("pointsman_import_") for name in sys.modules)
-    elsewhere.import_recorded("smoe", [str(file)])
-    elsewhere.import_routers(str(file))
-    elsewhere.import_recorded("smoe|mine", ["my_nowhere"])
+    imports.import_recorded("smoe", [str(file)])
+    imports.import_named(str(file))
+    imports.import_recorded("smoe|mine", ["my_nowhere"])
 
 
 def test_the_code_that_a_run_names_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,10 @@ import torch
 
 from pointsman._errors import RunError, Stopped
 from pointsman.routers.frame import entries
-from pointsman.routers.frame.elsewhere import import_routers
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.training.compare import Plan, compare, default_jobs
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all
 
 
@@ -108,7 +108,7 @@ def test_any_number_of_jobs_gives_the_same_bits(
         "def mine(layer):\n    'As smoe.'\n    return linear_scores(layer)\n"
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    name = import_routers(str(file))
+    name = import_named(str(file))
     request.addfinalizer(lambda: entries.ROUTERS.pop("of-a-file"))
     plan = Plan(settings(steps=4, imports=(name,)), ("smoe", "of-a-file"), (0, 1))
     results: dict[int, Mapping[str, bytes]] = {}

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pointsman import MoE, Router, build_router, list_routers, materialize, replay_routing
-from pointsman.routers.frame.registry import ROUTERS, canonical, parse_spec
+from pointsman.routers.frame.canonical import canonical
+from pointsman.routers.frame.registry import ROUTERS, parse_spec
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, route, router_for
 
 

@@ -38,7 +38,7 @@ def transcription(router: Router, hidden: Tensor, mask: Tensor, k: int, rule: st
         if gumbel is not None:
             noisy = p.detach().log() + gumbel[token]
             best = [best[0], *[i for i in ranked(noisy, EXPERTS) if i != best[0]][: k - 1]]
-        g = [p[i] / (sum(p[j] for j in best) + 1e-9) for i in best]
+        g = [p[i] / (sum(p[j] for j in best)) for i in best]
         kept = [0]
         for j in range(1, k):
             chance = {"random": k, "threshold": 5.0}.get(rule, 0) * g[j].item()

@@ -66,7 +66,7 @@ def test_transcription(slots: int) -> None:
 def test_worked_example() -> None:
     fit = torch.tensor([[[[1.0], [0.0]], [[0.0], [2.0]]]], dtype=torch.float64)
     scores = fit.logsumexp(-1)
-    selection = SoftSlots()(Scores(scores, scores.softmax(-1), scores, {"fit": fit}), 2, RoutingContext())
+    selection = SoftSlots(2)(Scores(scores, scores.softmax(-1), scores, {"fit": fit}), 2, RoutingContext())
     dispatch = torch.tensor([[0.731059, 0.119203], [0.268941, 0.880797]], dtype=torch.float64)
     combine = torch.tensor([[0.731059, 0.268941], [0.119203, 0.880797]], dtype=torch.float64)
     torch.testing.assert_close(selection.combine.dispatch[0, ..., 0], dispatch, rtol=0, atol=1e-6)

@@ -67,15 +67,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_of(values: argparse.Namespace) -> Plan:
     """What the flags ask for."""
-    from pointsman.routers.frame.elsewhere import import_routers
     from pointsman.routers.frame.registry import list_mixers, list_routers
     from pointsman_lab.exam.exam import ALWAYS, Plan
     from pointsman_lab.exam.registry import QUICK, tasks
+    from pointsman_lab.training.imports import import_named
 
     imports = list(values.imports)
     if values.routers.endswith(".py"):
         before = set(list_routers())
-        imports.append(import_routers(values.routers))
+        imports.append(import_named(values.routers))
         rows = [name for name in list_routers() if name not in before]
         if not rows:
             mixers = ", ".join(f"smoe+{name}" for name in list_mixers())

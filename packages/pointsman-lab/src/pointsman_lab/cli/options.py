@@ -82,9 +82,9 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(**self._from_file(values.config))
             values = self.parse_args(list(words))
         if getattr(values, "imports", None):
-            from pointsman.routers.frame.elsewhere import import_routers
+            from pointsman_lab.training.imports import import_named
 
-            values.imports = [import_routers(name) for name in values.imports]
+            values.imports = [import_named(name) for name in values.imports]
         if getattr(values, "out", None) is not None and self.out_is_folder and values.out.is_file():
             raise RunError(f"{self.prog}: --out {values.out}: this is a file; allowed is a folder, new or not")
         return values

@@ -43,7 +43,7 @@ def use_recorded_imports(values: argparse.Namespace, routers: Sequence[str]) -> 
     """
     names = [] if values.out is None else recorded_imports(values.out)
     if names:
-        from pointsman.routers.frame.elsewhere import import_recorded
+        from pointsman_lab.training.imports import import_recorded
 
         for router in routers:
             import_recorded(router, [*values.imports, *names])

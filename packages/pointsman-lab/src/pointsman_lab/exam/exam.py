@@ -13,12 +13,12 @@ from typing import Any
 
 from pointsman._errors import RunError, Stopped
 from pointsman._files import alone, parse_json, read_json, write_whole
-from pointsman.routers.frame.elsewhere import import_routers
 from pointsman.routers.frame.registry import parse_spec
 from pointsman_lab.exam.cell import VERSION, count, fill, is_whole, read_cell
 from pointsman_lab.exam.registry import TASKS
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.runs.compact import rounded
+from pointsman_lab.training.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all
 
 PLAN, RECORD = "exam.json", "record.jsonl"
@@ -146,7 +146,7 @@ def examine(
 def worker(out: Path, seeds: int, imports: Sequence[str]) -> Work:
     """What does a cell in a process of its own."""
     for name in imports:
-        import_routers(name)
+        import_named(name)
 
     def work(place: tuple[str, str], progress: Progress, stop: Stop | None) -> None:
         task, row = place

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from pointsman.layer import MoE
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routers.frame.router import Router
-from pointsman.routers.papers.depths import SomeTokens
-from pointsman.routers.papers.soft import SlotScorer
 from pointsman_lab.models.attention import Attention
 from pointsman_lab.models.blocks import FeedForward, RelativeAttention
 from pointsman_lab.models.config import ModelConfig, build_model
@@ -155,13 +153,8 @@ def inference_flops(model: nn.Module, top_k: int, protocol: Protocol | None = No
             experts = module.experts
             weights = [tensor for tensor in experts.parameters() if tensor.dim() == 3]
             each = sum(tensor.numel() for tensor in weights) // experts.num_experts
-            score = module.router.score
-            if isinstance(score, SlotScorer):  # dispatch and combine besides the scores; experts work on slots
-                total += protocol.batch * score.phi.shape[:2].numel() * each + 2 * tokens * score.phi.numel()
-            else:
-                select = module.router.select
-                share = select.share if isinstance(select, SomeTokens) else 1.0
-                total += int(tokens * share * top_k * each)
+            rows, besides = module.router.select.cost(protocol.batch, tokens, top_k, module.router.dim)
+            total += int(rows * each) + besides
             total += tokens * router_products(module.router)
             shared = () if module.shared is None else module.shared.parameters()
             total += tokens * sum(tensor.numel() for tensor in shared if tensor.dim() == 2)

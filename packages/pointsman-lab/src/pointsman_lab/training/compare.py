@@ -25,7 +25,6 @@ from pointsman.parallel.launch import available_cores
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.start import one_after_another
 from pointsman.ranks import ALONE, Ranks
-from pointsman.routers.frame.elsewhere import import_routers
 from pointsman.routers.frame.registry import split_specs
 from pointsman_lab.models.config import build_model
 from pointsman_lab.progress import Progress, Quiet, Stop
@@ -36,6 +35,7 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig, flat, without_effect
 from pointsman_lab.training.failures import Interrupted
+from pointsman_lab.training.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
@@ -212,7 +212,7 @@ def _trainer(
     """Trains and evaluates (settings, directory), or continues it; a worker, without `task`, reads the data itself."""
     if task is None:
         for name in base.imports:
-            import_routers(name)
+            import_named(name)
         task = pretraining_task(base)
 
     def work(run: tuple[RunConfig, Path], progress: Progress, stop: Stop | None) -> None:

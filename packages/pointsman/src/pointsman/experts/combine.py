@@ -58,6 +58,13 @@ class PerPair(Combine):
         return replace(self, flat=None, others=None if self.others is None else function(self.others))
 
 
+def on_inputs(combine: Combine) -> Combine:
+    """The same, but a weight multiplies its expert's input."""
+    if isinstance(combine, Virtual):
+        return replace(combine, inner=on_inputs(combine.inner))
+    return replace(combine if isinstance(combine, PerPair) else PerPair(combine.flat), on_input=True)
+
+
 @dataclass(frozen=True)
 class Slots(Combine):
     """y = C E(D^T x), for each sequence: each expert sees P weighted means of its tokens (Soft MoE, arXiv 2308.00951).

@@ -1,26 +1,19 @@
 """Routers of other packages: entry points of the group `pointsman.routers`, and modules or files that a user names.
 
 In either case the import of a module registers its routers (`register_router`, `register_mixer`).
-
-A run records the names of the modules and files that its user gave. Whoever opens the run would execute them, so they
-are imported again only if the same user has named the same module, or the file with the same content, before. What a
-user has named is kept in the user's cache folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from pointsman._files import read_ordinary, read_text, user_cache_folder, write_whole
-from pointsman.routers.frame.registry import list_mixers, list_routers, split_specs
+from pointsman.routers.frame.registry import list_mixers, list_routers
 
 GROUP = "pointsman.routers"
 
@@ -75,45 +68,7 @@ def import_routers(name: str) -> str:
         raise ValueError(f"{where}: it fails with {_told(error)}") from None
     if before == len(list_routers()) + len(list_mixers()):
         raise ValueError(f"{where}: it registers no router; it needs a function under @register_router(…)")
-    _remember(name)
     return name if path is None else str(path)
-
-
-def import_recorded(router: str, names: Sequence[str]) -> None:
-    """Makes the router setting of a saved run known: imports what the run records, where this user has named it before.
-
-    Args:
-        router: one spec, or several joined by "|".
-        names: what `import_routers` returned when the run was made.
-
-    Raises:
-        ValueError: the router is unknown, and the run's module was never named here, or its file is gone or changed.
-    """
-    try:
-        split_specs(router)
-        return
-    except ValueError:
-        if not names:
-            raise
-    refused = import_remembered(names)
-    try:
-        split_specs(router)
-    except ValueError as error:
-        if refused:
-            raise ValueError(
-                f"router {router!r}: the run takes it from {refused[0]!r}, which is missing, has changed or was "
-                f"never imported here; if you trust it, repeat the command with --import {refused[0]}"
-            ) from None
-        raise error from None
-
-
-def import_remembered(names: Sequence[str]) -> list[str]:
-    """Imports the modules and files that this user has named before; returns the others."""
-    refused = [name for name in names if not _is_remembered(name)]
-    for name in names:
-        if name not in refused:
-            import_routers(name)
-    return refused
 
 
 def _import_file(module: str, path: Path) -> None:
@@ -133,26 +88,3 @@ def _import_file(module: str, path: Path) -> None:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
-
-
-def _mark(name: str) -> Path:
-    """The file that stands for a module or a Python file; it holds what `_digest` was when the user named it."""
-    absolute = str(Path(name).absolute()) if name.endswith(".py") else name
-    return user_cache_folder() / "imports" / hashlib.sha256(os.fsencode(absolute)).hexdigest()
-
-
-def _digest(name: str) -> str:
-    return hashlib.sha256(read_ordinary(Path(name))).hexdigest() if name.endswith(".py") else "module"
-
-
-def _is_remembered(name: str) -> bool:
-    """Whether the user has named it before. A file that was never named is not even read."""
-    try:
-        return read_text(_mark(name)) == _digest(name)
-    except (OSError, ValueError):
-        return False
-
-
-def _remember(name: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # without it the flag is needed each time
-        write_whole(_mark(name), _digest(name))

@@ -229,17 +229,10 @@ def _place(build: Callable[..., Any]) -> tuple[str, str]:
 
 
 def register_router(
-    name: str,
-    *,
-    paper: str,
-    scores: Callable[..., Stages] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    needs: str = "positive",
-    balance: float = 0.0,
-    renormalize: bool | Callable[[LayerSpec], bool] = True,
-    starts_at: Callable[[LayerSpec], int] | None = None,
-    fixed_k: bool = False,
-) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:
+    name: str, *, paper: str, scores: Callable[..., Stages] | None = None, defaults: Mapping[str, Any] | None = None,
+    needs: str = "positive", balance: float = 0.0, renormalize: bool | Callable[[LayerSpec], bool] = True,
+    starts_at: Callable[[LayerSpec], int] | None = None, fixed_k: bool = False,
+) -> Callable[[Callable[..., Stages]], Callable[..., Stages]]:  # fmt: skip
     """Registers a router under `name`: a function `(layer, *, options) -> Stages`, which gives the scores.
 
     With `scores` the function is the choice, `(layer, stages, *, options) -> Stages`: it gets the stages of whatever

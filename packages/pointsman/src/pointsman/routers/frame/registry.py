@@ -32,7 +32,7 @@ from pointsman.routers.frame.entries import (
     list_routers,
     register_mixer,
     register_router,
-)
+)  # fmt: skip
 from pointsman.routers.frame.router import Router, check_top_k
 from pointsman.routers.frame.stages import NEEDS, Mixer, Selector, Stages, TopK
 
@@ -70,21 +70,21 @@ def parse_spec(spec: str) -> ParsedSpec:
     parts = spec.strip().split("+")
     if len(parts) > 2:
         raise ValueError(f"router spec {spec!r}: at most one mixer, as in 'smoe+similarity'")
-    halves = parts[0].split("@")
-    if len(halves) > 2:
+    pair = parts[0].split("@")
+    if len(pair) > 2:
         raise ValueError(f"router spec {spec!r}: at most one choice, as in 'xmoe@loss-free'")
-    name, options = _parse_part(halves[0], spec)
+    name, options = parsed_part(pair[0], spec)
     mixer: str | None = None
     mixer_options: dict[str, str] = {}
     if name in MIXERS:
-        if len(parts) == 2 or len(halves) == 2:
+        if len(parts) == 2 or len(pair) == 2:
             raise ValueError(f"router spec {spec!r}: {name!r} is a mixer; put it behind '+'")
         name, options, mixer, mixer_options = "smoe", {}, name, options
     elif len(parts) == 2:
-        mixer, mixer_options = _parse_part(parts[1], spec)
+        mixer, mixer_options = parsed_part(parts[1], spec)
         if mixer not in MIXERS:
             raise ValueError(f"router spec {spec!r}: unknown mixer {mixer!r}: {did_you_mean(mixer, MIXERS)}")
-    choice, choice_options = _parse_part(halves[1], spec) if len(halves) == 2 else (None, {})
+    choice, choice_options = parsed_part(pair[1], spec) if len(pair) == 2 else (None, {})
     if name in BASELINES:
         if options or mixer or choice:
             raise ValueError(f"router spec {spec!r}: {name!r} has no router and takes no options")
@@ -93,9 +93,9 @@ def parse_spec(spec: str) -> ParsedSpec:
         if one is not None and one not in ROUTERS:
             raise ValueError(f"unknown router {one!r}: {did_you_mean(one, ROUTERS | MIXERS | BASELINES)}")
     parsed = ParsedSpec(name, options, mixer, mixer_options, choice, choice_options)
-    _halves(parsed, spec)
+    halves(parsed, spec)
     if mixer is not None:
-        _convert(mixer_options, MIXERS[mixer].options, MIXERS[mixer], spec)
+        converted(mixer_options, MIXERS[mixer].options, MIXERS[mixer], spec)
     return parsed
 
 
@@ -109,7 +109,7 @@ def split_specs(spec: str | Sequence[str]) -> list[str]:
     return specs
 
 
-def _parse_part(text: str, spec: str) -> tuple[str, dict[str, str]]:
+def parsed_part(text: str, spec: str) -> tuple[str, dict[str, str]]:
     name, *pieces = text.strip().split(":")
     options: dict[str, str] = {}
     for piece in pieces:
@@ -122,13 +122,13 @@ def _parse_part(text: str, spec: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def _halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """All options of the scores, of the choice and of every router, defaults among them, in their types."""
     scores, choice = ROUTERS[parsed.router], ROUTERS[parsed.chooses]
     after, given, chosen = {**COMMON.options, **choice.of_choice}, parsed.options, parsed.choice_options
     if parsed.choice is None:
         after = {**after, **scores.of_scores}
-        own = both = _convert(given, after | scores.of_choice, scores, spec)
+        own = both = converted(given, after | scores.of_choice, scores, spec)
         # where both halves have an option of the same name, one that this name settles is the choice's
         own = {name: one for name, one in both.items() if name not in scores.of_choice or name not in scores.defaults}
     else:
@@ -139,15 +139,15 @@ def _halves(parsed: ParsedSpec, spec: str) -> tuple[dict[str, Any], dict[str, An
             for name in names:
                 if name not in mine and name in theirs:
                     raise ValueError(f"router spec {spec!r}: {name!r} is an option of the {half}: write it {place} '@'")
-        own, both = _convert(given, scores.of_scores, scores, spec), _convert(chosen, after, choice, spec)
+        own, both = converted(given, scores.of_scores, scores, spec), converted(chosen, after, choice, spec)
     return (
         {name: own.get(name, one.default) for name, one in scores.of_scores.items()},
         {name: both.get(name, one.default) for name, one in choice.of_choice.items()},
-        {name: both.get(name, _default(choice, name)) for name in COMMON.options},
+        {name: both.get(name, default_of(choice, name)) for name in COMMON.options},
     )
 
 
-def _convert(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry, spec: str) -> dict[str, Any]:
+def converted(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry, spec: str) -> dict[str, Any]:
     """Options checked against the schema and the ranges of `entry`, strings turned into their types."""
     ranges = {**COMMON.allowed, **entry.allowed}
     values: dict[str, Any] = {}
@@ -160,70 +160,18 @@ def _convert(options: Mapping[str, Any], schema: Mapping[str, Any], entry: Entry
     return values
 
 
-def canonical(spec: str) -> str:
-    """The plainest spec of the same router: equal compositions have the same one (`smoe@smoe` is `smoe`).
-
-    Options at their defaults are left out. `A@B` is `B` where B alone has the scores of A, and `A` where A alone has
-    the choice of B.
-    """
-    parsed = parse_spec(spec)
-    if parsed.router in BASELINES:
-        return parsed.router
-    of_scores, of_choice, common = _halves(parsed, spec)
-    choice, build = ROUTERS[parsed.chooses], ROUTERS[parsed.router].build
-    changed = {name: value for name, value in of_choice.items() if value != choice.of_choice[name].default}
-    changed |= {name: value for name, value in common.items() if value != _default(choice, name)}
-    virtual = {"nulls", "kind"} & changed.keys()
-    alike = [one for one in ROUTERS.values() if _rules(one) == _rules(choice) and (_chosen(one) == _chosen(choice))]
-    names = {one.name for one in alike if not virtual or one.choose}
-    bare = [one for one in ROUTERS.values() if one.build is build and one.name in names]
-    first = min(bare or [one for one in ROUTERS.values() if one.build is build], key=_plainness)
-    second = None if bare else min((ROUTERS[name] for name in names), key=_plainness)
-    differing = {name: value for name, value in of_scores.items() if value != first.of_scores[name].default}
-    text = _part(first.name, differing if second else {**differing, **changed})
-    text += f"@{_part(second.name, changed)}" if second else ""
-    if parsed.mixer is None:
-        return text
-    defaults = MIXERS[parsed.mixer].of_scores
-    mixed = _convert(parsed.mixer_options, defaults, MIXERS[parsed.mixer], spec)
-    return f"{text}+{_part(parsed.mixer, {name: one for name, one in mixed.items() if one != defaults[name].default})}"
-
-
-def _default(entry: Entry, name: str) -> Any:
+def default_of(entry: Entry, name: str) -> Any:
     return entry.balance if name == "balance" else COMMON.options[name].default
 
 
-def _rules(entry: Entry) -> tuple[Any, ...]:
-    """What an entry settles besides its functions, as far as two can be told apart by it."""
-    layers = [LayerSpec(8, 4, k) for k in (1, 2)]
-    first = [entry.starts_at and entry.starts_at(layer) for layer in layers]
-    return entry.balance, [entry.renormalize(layer) for layer in layers], first, entry.fixed_k
-
-
-def _chosen(entry: Entry) -> Any:
-    """The function of the choice; that of `smoe` without virtual experts is plain top-k."""
-    return None if entry.choose is ROUTERS["smoe"].choose else entry.choose
-
-
-def _plainness(entry: Entry) -> tuple[bool, int]:
-    return entry.name != "smoe", list(ROUTERS).index(entry.name)
-
-
-def _part(name: str, values: Mapping[str, Any]) -> str:
+def part(name: str, values: Mapping[str, Any]) -> str:
     return name + "".join(f":{key}={written(value)}" for key, value in values.items())
 
 
 def build_router(
-    spec: str,
-    *,
-    dim: int,
-    num_experts: int,
-    top_k: int = 2,
-    shared: dict[str, nn.Module] | None = None,
-    vocab_size: int | None = None,
-    place: int = 0,
-    **options: Any,
-) -> Router:
+    spec: str, *, dim: int, num_experts: int, top_k: int = 2, shared: dict[str, nn.Module] | None = None,
+    vocab_size: int | None = None, place: int = 0, **options: Any,
+) -> Router:  # fmt: skip
     """Builds the router that `spec` names.
 
     Args:
@@ -251,7 +199,7 @@ def build_router(
     parsed = _with_options(parsed, options)
     written_spec = format_spec(parsed) if options else spec.strip()
     where = f"router spec {written_spec!r}: "
-    of_scores, of_choice, common = _halves(parsed, written_spec)
+    of_scores, of_choice, common = halves(parsed, written_spec)
     entry = ROUTERS[parsed.chooses]
     layer = LayerSpec(dim, num_experts, check_top_k(top_k, num_experts), {} if shared is None else shared, vocab_size)
     layer.place, layer.scores, layer.choice = place, parsed.router, entry.name
@@ -263,7 +211,7 @@ def build_router(
     mixer: Mixer | None = None
     if parsed.mixer is not None:
         found = MIXERS[parsed.mixer]
-        mixer = found.build(layer, **_convert(parsed.mixer_options, found.options, found, written_spec))
+        mixer = found.build(layer, **converted(parsed.mixer_options, found.options, found, written_spec))
     _check_effects(common, stages, select, mixer, where, entry.name)
     if entry.fixed_k or entry.starts_at is not None:
         top_k = num_experts if entry.starts_at is None else entry.starts_at(layer)
@@ -330,9 +278,9 @@ def _check_effects(
 
 def format_spec(parsed: ParsedSpec) -> str:
     """The spec that is taken apart so."""
-    text = _part(parsed.router, parsed.options)
-    text += f"@{_part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
-    return f"{text}+{_part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else text
+    text = part(parsed.router, parsed.options)
+    text += f"@{part(parsed.choice, parsed.choice_options)}" if parsed.choice else ""
+    return f"{text}+{part(parsed.mixer, parsed.mixer_options)}" if parsed.mixer else text
 
 
 def _with_options(parsed: ParsedSpec, options: Mapping[str, Any]) -> ParsedSpec:
@@ -343,14 +291,9 @@ def _with_options(parsed: ParsedSpec, options: Mapping[str, Any]) -> ParsedSpec:
 
 
 def build_routers(
-    spec: str | Sequence[str],
-    *,
-    layers: int,
-    dim: int,
-    num_experts: int,
-    top_k: int = 2,
+    spec: str | Sequence[str], *, layers: int, dim: int, num_experts: int, top_k: int = 2,
     vocab_size: int | None = None,
-) -> list[Router]:
+) -> list[Router]:  # fmt: skip
     """One router for each of `layers` sparse layers; several specs (`a|b` or a list) are cycled.
 
     Routers of one call share what their options say is shared (`hyperrouter:share=true`: one hypernetwork).
@@ -360,15 +303,5 @@ def build_routers(
     """
     specs = split_specs(spec)
     shared: dict[str, nn.Module] = {}
-    return [
-        build_router(
-            specs[layer % len(specs)],
-            dim=dim,
-            num_experts=num_experts,
-            top_k=top_k,
-            shared=shared,
-            vocab_size=vocab_size,
-            place=layer,
-        )
-        for layer in range(layers)
-    ]
+    common: dict[str, Any] = {"dim": dim, "num_experts": num_experts, "top_k": top_k, "vocab_size": vocab_size}
+    return [build_router(specs[at % len(specs)], shared=shared, place=at, **common) for at in range(layers)]

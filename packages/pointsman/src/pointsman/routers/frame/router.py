@@ -78,9 +78,8 @@ class Router(nn.Module):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
         self.ragged = select.ragged or bool(layer.virtual)
-        self.needs_moe = (
-            select.needs_moe or self.weigh == "input" or stages.score.may_need_responses or bool(layer.virtual)
-        )
+        own = self.weigh == "input" or bool(layer.virtual)
+        self.needs_moe = own or select.needs_moe or stages.score.may_need_responses
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)
         self.changes_with_step = any(part.changes_with_step for part in parts)
@@ -122,22 +121,10 @@ class Router(nn.Module):
         losses: dict[str, Tensor] = {}
         if self.steps or self.balance or self.z_loss or self.losses:
             given = LossInput(
-                logits=logits,
-                unmixed=unmixed,
-                probs=probs,
-                choice=scores.choice.flatten(0, 1),
-                experts=selection.experts,
-                weights=selection.weights,
-                extra=scores.extra,
-                mask=mask,
-                batch=hidden.shape[0],
-                length=hidden.shape[1],
-                context=context,
-                k=self.top_k,
-                num_experts=self.num_experts,
-                replayed=self.replayed is not None,
-                ranks=self.ranks,
-            )
+                logits, unmixed, probs, scores.choice.flatten(0, 1), selection.experts, selection.weights,
+                scores.extra, mask, hidden.shape[0], hidden.shape[1], context, self.top_k, self.num_experts,
+                self.replayed is not None, self.ranks,
+            )  # fmt: skip
             for step in self.steps:
                 selection = step(selection, given)
             asked = selection if selection.asked is None else selection.asked
@@ -184,11 +171,9 @@ class Router(nn.Module):
 
     def _replay(self, scores: Scores) -> Selection:
         assert self.replayed is not None
-        tokens = scores.logits.shape[:2].numel()
-        if len(self.replayed) != tokens:
-            raise ValueError(
-                f"{self.spec}: the replayed routing is of {len(self.replayed)} tokens, the input of {tokens}"
-            )
+        asked, tokens = len(self.replayed), scores.logits.shape[:2].numel()
+        if asked != tokens:
+            raise ValueError(f"{self.spec}: the replayed routing is of {asked} tokens, the input of {tokens}")
         return self.select.replay(scores, self.replayed.to(scores.logits.device))
 
     def _losses(self, given: LossInput, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -276,9 +261,8 @@ class Router(nn.Module):
 
     def _check(self, hidden: Tensor, context: RoutingContext) -> None:
         if hidden.dim() != 3 or hidden.shape[-1] != self.dim:
-            raise ValueError(
-                f"{self.spec}: hidden must be [B, T, {self.dim}] or [tokens, {self.dim}], got {list(hidden.shape)}"
-            )
+            allowed = f"[B, T, {self.dim}] or [tokens, {self.dim}]"
+            raise ValueError(f"{self.spec}: hidden must be {allowed}, got {list(hidden.shape)}")
         if context.padding_mask is not None:
             check_padding_mask(context.padding_mask, hidden.shape[:2], f"{self.spec}: ")
         for need in self.needs:

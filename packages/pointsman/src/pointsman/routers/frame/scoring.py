@@ -1,6 +1,9 @@
-"""Router scores; on a GPU score, gate and selection are one kernel (`route`)."""
+"""Router scores: linear, and of scorers inside others; on a GPU score, gate and selection are one kernel (`route`)."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pointsman.kernels import router as kernel
-from pointsman.ops.linear import HALF, transformed
-from pointsman.routers.frame.stage_values import Scores, Selection
+from pointsman.ops.linear import HALF, transformed, upcast
+from pointsman.routers.frame.stage_values import Scored, Scores, Selection
 from pointsman.routers.frame.stages import Normalizer, Scorer, Selector, TopK
 from pointsman.routing import RoutingContext
 
@@ -49,3 +52,40 @@ def route(
     shape = (*hidden.shape[:2], -1)
     logits = logits.view(shape)
     return Scores(logits, probs.view(shape), logits), Selection(experts, weights)
+
+
+def inside(gate: Scorer, hidden: Tensor, context: RoutingContext) -> Scored:
+    """What a scorer gives that another one holds: in at least float32."""
+    return Scored.of(gate(hidden if gate.accepts_half else upcast(hidden), context))
+
+
+def extended(scorer: Scorer, extension: Any) -> Any:
+    """The scorer, in place, with the methods of `extension` before those of its own class.
+
+    So a choice adds noise, responses or thresholds to whatever scores it is given; the names of the scorer's parameters
+    stay as they are.
+    """
+    for flag in ("needs_step_end", "training_stochastic"):  # where the scorer has its own of that name
+        setattr(scorer, flag, getattr(scorer, flag) or getattr(extension, flag))
+    own: Any = type(scorer)
+    scorer.__class__ = _both(extension, own)
+    return scorer
+
+
+@cache
+def _both(extension: Any, own: Any) -> type[Scorer]:
+    def reduced(self: Scorer, protocol: int) -> tuple[Any, ...]:
+        return _blank, (extension, own), self.__dict__  # pickle cannot look the class up by its name
+
+    members = {
+        "__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduced,
+        "accepts_half": extension.accepts_half and own.accepts_half, "needs": extension.needs | own.needs,
+    }  # fmt: skip
+    if "plain_linear" not in extension.__dict__:  # the logits alone are not all that the choice needs
+        members["plain_linear"] = Scorer.plain_linear
+    return type(f"{extension.__name__}{own.__name__}", (extension, own), members)
+
+
+def _blank(extension: Any, own: Any) -> Scorer:
+    both: Any = _both(extension, own)
+    return both.__new__(both)  # type: ignore[no-any-return]

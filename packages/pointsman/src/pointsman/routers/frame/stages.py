@@ -11,13 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pointsman.ops.linear import upcast
 from pointsman.ops.selection import top_k
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores, Selection, Step, Tensors
@@ -83,17 +81,13 @@ class Stage(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in kept.items() if isinstance(value, int | float | str))
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Stage:
-        kept = [
-            (module, name, buffer)
-            for module in self.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        every = [module._buffers for module in self.modules()]
+        kept = [(buffers, name, buffer) for buffers in every for name, buffer in buffers.items()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for module, name, before in kept:
-            after = module._buffers[name]
-            if after is not None and after.dtype in (torch.bfloat16, torch.float16):
-                module._buffers[name] = before.to(after.device)
+        for buffers, name, before in kept:
+            after = buffers[name]
+            if before is not None and after is not None and after.dtype in (torch.bfloat16, torch.float16):
+                buffers[name] = before.to(after.device)
         return self
 
 
@@ -181,51 +175,51 @@ NEEDS = {
 """What a choice may need of its scores, in words."""
 
 
-class Softmax(Normalizer):
+class Gate(Normalizer):
+    """A function of the logits without parameters: one of `GATES`."""
+
+    name = ""
+    increasing = True
+
+    def gate_and_scale(self) -> tuple[str, Tensor | None] | None:
+        return (self.name, None) if self.name in ("softmax", "sigmoid") else None
+
+
+class Softmax(Gate):
     """p = softmax(z)."""
 
-    increasing = True
+    name, words = "softmax", "softmax(z)"
     gives = frozenset({"positive", "share", "distribution", "softmax"})
-    words = "softmax(z)"
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, -1)
 
-    def gate_and_scale(self) -> tuple[str, Tensor | None]:
-        return "softmax", None
 
-
-class Sigmoid(Normalizer):
+class Sigmoid(Gate):
     """p_i = sigmoid(z_i), each expert on its own."""
 
-    increasing = True
+    name, words = "sigmoid", "sigmoid(z), which need not sum to 1"
     gives = frozenset({"positive", "share", "sigmoid"})
-    words = "sigmoid(z), which need not sum to 1"
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits)
 
-    def gate_and_scale(self) -> tuple[str, Tensor | None]:
-        return "sigmoid", None
 
-
-class SqrtSoftplus(Normalizer):
+class SqrtSoftplus(Gate):
     """s_i = sqrt(softplus(z_i)) (DeepSeek-V4), each expert on its own."""
 
-    increasing = True
-    gives = frozenset({"positive"})
-    words = "sqrt(softplus(z)), which has no upper bound"
+    words, gives = "sqrt(softplus(z)), which has no upper bound", frozenset({"positive"})
     reach = 4.0  # sqrt(softplus(16))
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.nn.functional.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
-class Relu(Normalizer):
+class Relu(Gate):
     """R = relu(z): weights that need not sum to 1, and may all be 0."""
 
-    gives = frozenset({"relu", "zeros"})
-    words = "relu(z), which may be 0"
+    words, gives = "relu(z), which may be 0", frozenset({"relu", "zeros"})
+    increasing = False
 
     def forward(self, logits: Tensor) -> Tensor:
         return torch.relu(logits)
@@ -272,6 +266,10 @@ class Selector(Stage):
         """Weights [N, k] divided by their sums, if `renormalize` asks for it."""
         return renormalized(weights) if self.renormalize else weights
 
+    def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:
+        """For `tokens` tokens in `batch` sequences: rows that the experts work on, and multiply-adds besides."""
+        return tokens * k, 0
+
     def whole_batch(self, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, slice]:
         """The batch of all ranks as one group: rows [1, N, E] of [B, T, E], mask [1, N] of [B, T], and this rank's N
         rows among them."""
@@ -308,13 +306,6 @@ class TopK(Selector):
         return experts, self.renormalized(probs.gather(-1, experts))
 
 
-def equal_weights(scores: Scores, experts: Tensor) -> Selection:
-    """The given experts [N, width], each with weight 1 / their number at the token."""
-    chosen = experts >= 0
-    weights = chosen.to(scores.probs.dtype)
-    return Selection(experts, weights / weights.sum(-1, keepdim=True).clamp_min(1))
-
-
 @dataclass
 class Stages:
     """What a named router puts together. The scores are the first half, the choice the second (`register_choice`).
@@ -342,40 +333,3 @@ class Stages:
     def gives_softmax(self) -> bool:
         """Whether the balance loss' P are the router's own probabilities."""
         return isinstance(self.normalize, Softmax) and self.balance_temperature == 1.0
-
-
-def inside(gate: Scorer, hidden: Tensor, context: RoutingContext) -> Scored:
-    """What a scorer gives that another one holds: in at least float32."""
-    return Scored.of(gate(hidden if gate.accepts_half else upcast(hidden), context))
-
-
-def extended(scorer: Scorer, extension: Any) -> Any:
-    """The scorer, in place, with the methods of `extension` before those of its own class.
-
-    So a choice adds noise, responses or thresholds to whatever scores it is given; the names of the scorer's parameters
-    stay as they are.
-    """
-    for flag in ("needs_step_end", "training_stochastic"):  # where the scorer has its own of that name
-        setattr(scorer, flag, getattr(scorer, flag) or getattr(extension, flag))
-    own: Any = type(scorer)
-    scorer.__class__ = _both(extension, own)
-    return scorer
-
-
-@cache
-def _both(extension: Any, own: Any) -> type[Scorer]:
-    def reduced(self: Scorer, protocol: int) -> tuple[Any, ...]:
-        return _blank, (extension, own), self.__dict__  # pickle cannot look the class up by its name
-
-    members = {
-        "__module__": extension.__module__, "__doc__": extension.__doc__, "__reduce_ex__": reduced,
-        "accepts_half": extension.accepts_half and own.accepts_half, "needs": extension.needs | own.needs,
-    }  # fmt: skip
-    if "plain_linear" not in extension.__dict__:  # the logits alone are not all that the choice needs
-        members["plain_linear"] = Scorer.plain_linear
-    return type(f"{extension.__name__}{own.__name__}", (extension, own), members)
-
-
-def _blank(extension: Any, own: Any) -> Scorer:
-    both: Any = _both(extension, own)
-    return both.__new__(both)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pointsman import auxiliary
-from pointsman.experts.combine import PerPair, Virtual
+from pointsman.experts.combine import Virtual, on_inputs
 from pointsman.ops.drawing import rand_like
 from pointsman.routers.frame.stage_values import LossInput, Selection, Step, Tensors
 from pointsman.routers.frame.stages import Stage, Stages, renormalized
@@ -33,11 +33,9 @@ class Balance(Stage):
     """E sum_i f_i P_i (`auxiliary.balance`), 1.0 at perfect balance.
 
     Args:
-        scope: "batch": f and P over the micro-batch. "sequence": of each sequence, then the mean (DeepSeek-V3). "step":
-            f over all micro-batches of the optimizer step so far, P over this one (Qiu et al. 2025, arXiv 2501.11873).
-        basis: "softmax": P is the mean of softmax(logits / temperature). "scores": of s / sum s, s the router's own
-            probabilities before mixing (DeepSeek-V3's sigmoids).
-        temperature: see basis.
+        scope, basis: the options `balance_scope` and `balance_on` (`entries.COMMON`); "sequence" with "scores" is
+            DeepSeek-V3's, "step" is of Qiu et al. 2025, arXiv 2501.11873.
+        temperature: of the softmax.
         reuse: whether the router's probabilities before mixing are that softmax.
         counted: the experts [N, j] that f counts; None: those that were chosen.
         pooled: how many of the last experts are alike: their f is their mean f (AdaMoE's null experts).
@@ -60,9 +58,8 @@ class Balance(Stage):
         if self.scope == "sequence":
             shape = given.batch, given.length
             mask = None if given.mask is None else given.mask.view(shape)
-            return auxiliary.sequence_balance(
-                _by_sequence(probs, shape), _by_sequence(experts, shape), mask, ranks=given.ranks
-            )
+            probs, experts = (one.reshape(*shape, one.shape[-1]) for one in (probs, experts))
+            return auxiliary.sequence_balance(probs, experts, mask, ranks=given.ranks)
         earlier = None
         if self.scope == "step" and self.training:
             earlier = self.sums.get("counts", torch.zeros(probs.shape[-1], dtype=torch.int64, device=probs.device))
@@ -87,25 +84,14 @@ class Balance(Stage):
         return experts if given.mask is None else experts.masked_fill(~given.mask[:, None], -1)
 
 
-def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    return rows.reshape(*shape, rows.shape[-1])
-
-
 class Capacity(Stage):
     """An expert takes at most ceil(factor L k / E) assignments of a group, L without padding; at least one.
 
     Args:
         training, evaluation: the factor in each mode; None: nothing is dropped.
-        order: who comes first. "token": earlier tokens, then better choices of a token; what is kept at a token depends
-            on no later token, but on how many there are. "rank": all first choices, then all second ones, …, earlier
-            tokens first (GShard, V-MoE). "priority": the same with tokens by falling largest probability (V-MoE's batch
-            priority routing). "probs": assignments by falling probability (Megatron-core). "random": as "rank", tokens
-            in an order that each forward draws (DeepSpeed's random token selection).
-        scope: what a group is: each "sequence", or all tokens of the micro-"batch".
-        unit: what the factor is: a "share" of L k / E, or the number of assignments itself ("tokens").
-        rounding: of the share: "ceil", or "round" to the nearest (V-MoE); halves go to the even one.
-        multiple: the limit is rounded up to a multiple of it (V-MoE: 4).
-        total: what the weights of the kept assignments sum to (DeepSpeed: 1); 0: they stay as they are.
+        order, scope, unit, rounding, multiple: the options `capacity_…` (`entries.COMMON`). By "token" what is kept
+            depends on no later token, but on how many there are; "round" takes halves to the even number.
+        total: what the weights of the kept assignments sum to; 0: they stay as they are.
     """
 
     def __init__(
@@ -236,16 +222,6 @@ def apart(selection: Selection, given: LossInput, *, virtual: int) -> Selection:
     return replace(left, how=Virtual(first=given.num_experts, every=experts, shares=shares, inner=left.combine))
 
 
-def on_inputs(selection: Selection, given: LossInput) -> Selection:
-    """A weight multiplies its expert's input."""
-    combine = selection.combine
-    if isinstance(combine, Virtual):
-        return replace(selection, how=replace(combine, inner=PerPair(on_input=True)))
-    if isinstance(combine, PerPair):
-        return replace(selection, how=replace(combine, on_input=True))
-    return replace(selection, how=PerPair(flat=combine.flat, on_input=True))
-
-
 def after_the_choice(
     options: Mapping[str, Any], stages: Stages, virtual: tuple[str, ...], renormalize: bool
 ) -> tuple[Capacity | None, tuple[Step, ...]]:
@@ -269,5 +245,5 @@ def after_the_choice(
         found.append(limit.step)
     found += stages.steps
     if options["weigh"] == "input":
-        found.append(on_inputs)
+        found.append(lambda selection, given: replace(selection, how=on_inputs(selection.combine)))
     return limit, tuple(found)

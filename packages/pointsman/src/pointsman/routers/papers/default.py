@@ -55,12 +55,10 @@ class WithMeans(Selector):
 
 def means_of_others(selection: Selection, given: LossInput) -> Selection:
     """Means only for experts that a token did not choose, or that dropped it, and none for padding."""
-    combine = selection.combine
-    assert isinstance(combine, PerPair)
-    assert combine.others is not None
+    others = selection.combine.weights()["means"]
     gone = members(selection.experts, given.num_experts)
     gone = gone if given.mask is None else gone | ~given.mask[:, None]
-    return replace(selection, how=replace(combine, others=combine.others.masked_fill(gone, 0)))
+    return replace(selection, how=selection.combine.weighted({"means": others.masked_fill(gone, 0)}))
 
 
 @register_router(

@@ -40,6 +40,9 @@ class SomeTokens(Selector):
         passed = scores.probs.flatten(0, 1).gather(-1, experts) <= 0.5
         return Selection(experts.masked_fill(passed, -1), values.gather(-1, experts).masked_fill(passed, 0))
 
+    def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:
+        return tokens * self.share * k, 0
+
     def _values(self, scores: Scores) -> Tensor:
         return scores.logits if self.gate == "linear" else scores.probs
 

@@ -12,17 +12,16 @@ from pointsman.ops.drawing import own_rows, rand_like
 from pointsman.ops.selection import members, top_k
 from pointsman.routers.frame.entries import LayerSpec, register_router
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
-from pointsman.routers.frame.stages import Selector, Stages
+from pointsman.routers.frame.stages import FLOOR, Selector, Stages
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
-TINY = 1e-9
 THRESHOLD = 0.2  # of Mesh TensorFlow's rule
 Second = Literal["random", "threshold", "sampled", "all"]
 
 
 class FirstAndSecond(Selector):
-    """The k best of p, w_j = p_j / (sum of the k + 1e-9); the first is always kept, the others by a rule.
+    """The k best of p, w_j = p_j / sum of the k; the first is always kept, the others by a rule.
 
     "random" (the paper, k = 2: g_2 in proportion to its doubled weight): choice j is kept if k w_j > U(0, 1).
     "threshold" (Mesh TensorFlow): if w_j / 0.2 > U(0, 1). "sampled" (DeepSpeed): all are kept, but the others are drawn
@@ -44,9 +43,7 @@ class FirstAndSecond(Selector):
             gumbel = -own_rows(lambda shape: choice.new_empty(shape).exponential_(), choice.shape, self.ranks).log()
             drawn = (scores.probs.flatten(0, 1).detach().log() + gumbel).scatter(1, experts[:, :1], -torch.inf)
             experts = torch.cat([experts[:, :1], top_k(drawn, k - 1)], 1)
-        weights = probs.gather(-1, experts)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = self.renormalized(probs.gather(-1, experts))
         if rule in ("random", "threshold") and k > 1:
             factor = k if rule == "random" else 1 / THRESHOLD
             others = weights[:, 1:].detach()
@@ -64,7 +61,7 @@ class FirstAndSecond(Selector):
         dropped = torch.arange(probs.shape[1], device=probs.device) < lost.sum(-1, keepdim=True)
         weights = probs.gather(-1, experts.clamp_min(0)).masked_fill(lost, 0)
         total = weights.sum(-1, keepdim=True) + (others * dropped).sum(-1, keepdim=True)
-        return Selection(experts, weights / (total + TINY))
+        return Selection(experts, weights / total.clamp_min(FLOOR))
 
 
 def first_choices(given: LossInput) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, register_router
+from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Scored, Scores, Selection
-from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages, equal_weights, inside
-from pointsman.routers.papers.thor import no_scores
+from pointsman.routers.frame.stages import GATES, Scorer, Selector, Stages
+from pointsman.routers.papers.thor import equal_weights, no_scores
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
 

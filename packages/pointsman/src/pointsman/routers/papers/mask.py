@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, Whole, register_router
+from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Scored, Scores
-from pointsman.routers.frame.stages import Scorer, Stages, TopK, inside
+from pointsman.routers.frame.stages import Scorer, Stages, TopK
 from pointsman.routers.papers.hash import checked_ids
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext

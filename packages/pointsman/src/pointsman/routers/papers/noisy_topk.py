@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pointsman.ops.drawing import randn_like
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
-from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.scoring import extended, linear
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
-from pointsman.routers.frame.stages import Scorer, Stages, extended
+from pointsman.routers.frame.stages import Scorer, Stages
 from pointsman.routers.papers.topk import INIT_STD, LinearScorer
 from pointsman.routing import RoutingContext
 

@@ -49,6 +49,13 @@ class SoftSlots(Selector):
     needs_moe = True
     overrides = frozenset({"capacity", "eval_capacity", "scale", "weigh", "balance", "mixer"})
 
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.slots = slots  # of all experts together
+
+    def cost(self, batch: int, tokens: int, k: int, dim: int) -> tuple[float, int]:
+        return batch * self.slots, 2 * tokens * self.slots * dim  # to dispatch and to combine
+
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         fit, mask = scores.extra.get("fit", scores.logits[..., None]), context.padding_mask
         combine = torch.softmax(fit.flatten(2), -1).view_as(fit)
@@ -84,4 +91,5 @@ def slot_scores(layer: LayerSpec, *, slots: Count = 1) -> Stages:
 )
 def soft(layer: LayerSpec, stages: Stages) -> Stages:
     """Soft MoE: each expert works on weighted means of a sequence's tokens (slots). Every token uses all experts."""
-    return replace(stages, select=SoftSlots())
+    each = stages.score.phi.shape[1] if isinstance(stages.score, SlotScorer) else 1
+    return replace(stages, select=SoftSlots(each * layer.num_experts))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, Whole, register_router
+from pointsman.routers.frame.scoring import inside
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored, Scores
-from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages, inside
+from pointsman.routers.frame.stages import Scorer, Selector, Sigmoid, Stages
 from pointsman.routers.papers.hash import checked_ids
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
 from pointsman.routers.frame.stage_values import Scores, Selection
-from pointsman.routers.frame.stages import Scorer, Selector, Stages, equal_weights
+from pointsman.routers.frame.stages import Scorer, Selector, Stages
 from pointsman.routing import RoutingContext
+
+
+def equal_weights(scores: Scores, experts: Tensor) -> Selection:
+    """The given experts [N, width], each with weight 1 / their number at the token."""
+    chosen = experts >= 0
+    weights = chosen.to(scores.probs.dtype)
+    return Selection(experts, weights / weights.sum(-1, keepdim=True).clamp_min(1))
 
 
 class NoScorer(Scorer):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pointsman.ops.drawing import randn_like
 from pointsman.routers.frame.entries import LayerSpec, NotNegative, register_router
+from pointsman.routers.frame.scoring import extended
 from pointsman.routers.frame.stage_values import Loss, LossInput, Scored
-from pointsman.routers.frame.stages import Scorer, Stages, extended
+from pointsman.routers.frame.stages import Scorer, Stages
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
