@@ -31,6 +31,9 @@ def test_diff_names_the_fault(files: RoutingTrace, capsys: pytest.CaptureFixture
     assert "shifted by a token (+1)" in said
     assert max(map(len, said.splitlines())) <= 80
     assert json.loads(Path("d/trace.json").read_text())["after"] == 0
+    assert main(["trace", "diff", "a.safetensors", "b.safetensors", "--margins", "--out", "d"]) == 0
+    assert "predicted" in capsys.readouterr().out
+    assert len(json.loads(Path("d/trace.json").read_text())["margins"]) == 8
     assert main(["trace", "diff", "a.safetensors", "a.safetensors"]) == 0
     assert "the traces are equal" in capsys.readouterr().out
 

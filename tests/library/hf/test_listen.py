@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import pointsman
+import pointsman.traces
 from pointsman import hf
 from pointsman.diagnostics import Diagnostics, RoutingMonitor, scalars
+from pointsman.hf.gates import find_gates
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import spread
 
@@ -44,6 +48,40 @@ def test_a_recorded_routing_is_replayed_on_a_stock_class(kind: str) -> None:
     for name, experts in other.items() if kind != "dbrx" else ():  # what DBRX's gate returns are logits
         torch.testing.assert_close(again[name].chosen.sort(-1).values, experts.sort(-1).values)
     torch.testing.assert_close(run(model), plain)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_oss", "dbrx", "jetmoe"])
+def test_a_trace_is_replayed_in_other_batches(kind: str, tmp_path: Path) -> None:
+    model = spread(zoo.tiny_model(kind))
+    with pointsman.record_routing(model).save(tmp_path / "t.safetensors", logits=True):
+        plain = run(model)
+    trace = pointsman.traces.RoutingTrace.load(tmp_path / "t.safetensors")
+    assert trace.hashes is not None
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for gate in find_gates(changed):
+            gate.module.get_submodule(gate.form.owner).weight.mul_(-1)  # would choose others
+    with hf.replay(model, trace), pointsman.record_routing(model) as records, torch.no_grad():
+        padded = torch.cat([IDS.flip(0), torch.zeros(2, 3, dtype=IDS.dtype)], 1)
+        found = model(input_ids=padded, attention_mask=(torch.arange(15) < 12).expand(2, -1).long())[0]
+    torch.testing.assert_close(found[:, :12].flip(0), plain, rtol=1e-4, atol=1e-5)
+    real = torch.arange(15).repeat(2) < 12
+    for layer, logits in trace.logits.items():
+        again = records[layer].logits[real].unflatten(0, (2, 12)).flip(0).flatten(0, 1)
+        torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
+    with hf.replay(changed, trace), pointsman.record_routing(changed) as records:
+        run(changed)
+    for layer, experts in trace.experts.items() if kind != "dbrx" else ():
+        torch.testing.assert_close(records[layer].chosen.sort(-1).values, experts.long().sort(-1).values)
+    other = run(changed)
+    with pointsman.record_routing(changed):
+        torch.testing.assert_close(run(changed), other)  # afterwards it chooses itself
+    with hf.replay(model, trace), pytest.raises(ValueError, match="sequence 0 of the forwards, 12 tokens"):
+        model(input_ids=IDS + 1)
+    one = {"layer": next(iter(trace.experts.values()))}
+    shorter = dataclasses.replace(trace, experts=one, num_experts={"layer": 8}, logits={}, weights={})
+    with pytest.raises(ValueError, match="the trace has 1 layers"), hf.replay(model, shorter):
+        pass
 
 
 def test_replayed_weights_and_gradients_are_those_of_the_class_by_hand() -> None:

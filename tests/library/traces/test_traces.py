@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pointsman import MoE, record_routing, replay_routing
 from pointsman._errors import RunError
 from pointsman.routing import RoutingContext
-from pointsman.traces import MISSING, RoutingTrace, compare
+from pointsman.traces import MISSING, RoutingTrace, compare, flips
 from pointsman.traces.engines import from_llama_cpp, from_megatron, from_requests, from_sglang
 from pointsman.traces.trace import TraceWriter, hash_of
 
@@ -234,6 +234,12 @@ def test_noise_of_the_logits_flips_as_many_as_predicted(std: float) -> None:
         assert one.margin_differing is not None
         assert one.margin is not None
         assert one.margin_differing < one.margin / 2  # what flips lies near the boundary
+    for of in flips(trace, other):
+        assert abs(of["flipped"] - of["predicted"]) <= 4 * of["error"] + 2e-3
+    assert [of["low"] for of in flips(trace, other)] == sorted(of["low"] for of in flips(trace, other))
+    assert flips(trace, trace) == []
+    with pytest.raises(ValueError, match="need logits"):
+        flips(replace(trace, logits={}), other)
 
 
 def test_more_than_noise_is_called_so(trace: RoutingTrace) -> None:

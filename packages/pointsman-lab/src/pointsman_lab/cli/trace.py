@@ -13,7 +13,7 @@ ACTIONS = {
     "diff": "say where two traces differ, and which kind of fault explains it",
     "place": "simulate experts over devices, and a cache of hot experts",
 }
-USAGE = """usage: pointsman trace diff A B
+USAGE = """usage: pointsman trace diff A B [--margins]
        pointsman trace place A [--devices 8] [--spare 0] [--cache N]
 
 actions:
@@ -29,6 +29,8 @@ def parser(action: str) -> Parser:
     flags.add_argument("first", metavar="A", type=Path, help="a routing trace")
     if action == "diff":
         flags.add_argument("second", metavar="B", type=Path, help="the routing of the same text elsewhere")
+        told = "also show how many tokens flip at each margin, and how many the logits' noise predicts"
+        flags.add_argument("--margins", action="store_true", help=told)
     else:
         flags.add_argument("--devices", type=whole(2), default=8, metavar="N", help="devices for a layer's experts (8)")
         flags.add_argument("--spare", type=whole(0), default=0, metavar="N", help="places for copies of experts (0)")
@@ -49,12 +51,13 @@ def run(words: Sequence[str]) -> int:
     values = parser(words[0]).read(words[1:])
     from pointsman._files import write_whole
     from pointsman._grid import NONE, Grid
-    from pointsman.traces import RoutingTrace, compare
+    from pointsman.traces import RoutingTrace, compare, flips
     from pointsman.traces.placement import cache, place
 
     first = RoutingTrace.load(values.first)
     if words[0] == "diff":
-        found = compare(first, RoutingTrace.load(values.second))
+        second = RoutingTrace.load(values.second)
+        found = compare(first, second)
         print(f"{first.tokens:,} tokens, {len(first.lengths)} sequences, {len(first.layers)} layers")
         print("\n".join(f"- {kind}" for kind in found.kinds) or "the traces are equal")
         if not found.equal:
@@ -66,6 +69,9 @@ def run(words: Sequence[str]) -> int:
             ]  # fmt: skip
             print(Grid(["layer", "other experts", "predicted", "margin", "there"], rows).text())
         result = found.to_dict()
+        if values.margins:
+            result["margins"] = flips(first, second)
+            print(f"\n{_flips(result['margins'])}")
     else:
         placed = place(first, values.devices, spare=values.spare, batch=values.batch_size)
         print(f"largest load of a device over the mean, {values.devices} devices, batches of {values.batch_size}")
@@ -79,6 +85,18 @@ def run(words: Sequence[str]) -> int:
     if values.out:
         write_whole(values.out / "trace.json", json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _flips(found: Sequence[Mapping[str, float]]) -> str:
+    from pointsman._grid import Grid
+
+    rows = [
+        [f"{one['low']:.2f} to {one['high']:.2f}", f"{one['tokens']:,}", f"{one['flipped']:.2%} ± {one['error']:.2%}",
+         f"{one['predicted']:.2%}"]
+        for one in found
+    ]  # fmt: skip
+    header = ["margin, in the noise's deviations", "tokens", "other experts", "predicted"]
+    return Grid(header, rows).text() if rows else "the logits are equal: nothing flips"
 
 
 def _by_layer(found: Mapping[str, Mapping[str, float]], form: str) -> str:

@@ -9,6 +9,7 @@ from pointsman.hf import experts as _experts
 from pointsman.hf.audit import AuditResult, audit
 from pointsman.hf.balance import balance
 from pointsman.hf.compress import Compression, compress
+from pointsman.hf.replay import replay
 from pointsman.hf.steps import RoutingLog, StepEnd
 from pointsman.hf.surgery import attention as _attention
 from pointsman.hf.surgery import replace as _replace
@@ -31,6 +32,7 @@ __all__ = [
     "compress",
     "materialize",
     "replace_routers",
+    "replay",
     "upcycle",
     "verify",
 ]

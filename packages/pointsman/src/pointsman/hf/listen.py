@@ -24,7 +24,7 @@ from pointsman.routing import Routing, RoutingContext
 ROLES = ("router", "experts")
 
 
-class _Given:
+class Given:
     """What the forward of a model that runs was given: masks and token ids."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,7 +76,7 @@ class GateListener:
         self.bfloat16: dict[str, Fluctuation] = {}
         self._copies: dict[str, tuple[nn.Module, nn.Module] | None] = {}  # gate -> in float32 and in bf16
         home = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        self._given = None if home is None else _Given(home)
+        self._given = None if home is None else Given(home)
 
     def hooks(
         self, observe: Callable[..., object], mask: Tensor | None = None, bfloat16: bool = False, strict: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from pointsman.control import KNOWN
 from pointsman.hf.gates import Gate, no_gate, survey
+from pointsman.hf.listen import Given
 from pointsman.hf.surgery.routed import ClassRule
+from pointsman.traces import RoutingTrace
+from pointsman.traces.trace import hash_of
 
 
 class _Choice(TorchFunctionMode):
@@ -94,3 +99,65 @@ def places(model: nn.Module) -> dict[str, Any]:
         own = router is not None and not isinstance(router.select, ClassRule)
         found[gate.layer] = _RouterPlace(router) if own else GatePlace(gate)
     return found
+
+
+@contextmanager
+def replay(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
+    """Inside, every forward takes the experts that the trace has for its sequences; weights are computed as of now.
+
+        with hf.replay(model, RoutingTrace.load("served.safetensors")):
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+
+    A sequence is found by the hash of its token ids without padding, where the trace has them; else the sequences of
+    the forwards are those of the trace in order. Padding takes the first experts. Layers go by name, or, where no name
+    is the same, in order.
+
+    Raises:
+        ValueError: layers that do not fit, choices that are missing, a class that cannot be replayed, or, in a forward,
+            a sequence that the trace does not have.
+    """
+    of_model, recorded = places(model), trace.for_replay()
+    if not of_model.keys() & recorded.keys() and len(of_model) == len(recorded):
+        recorded = dict(zip(of_model, recorded.values(), strict=True))
+    if of_model.keys() != recorded.keys():
+        raise ValueError(f"replay: the trace has {len(recorded)} layers, {', '.join(list(recorded)[:2])}, …; the model "
+                         f"{len(of_model)}: {', '.join(list(of_model)[:2])}, …")  # fmt: skip
+    for name, experts in recorded.items():
+        if (
+            experts.numel()
+            and not of_model[name].first <= int(experts.min()) <= int(experts.max()) <= of_model[name].last
+        ):
+            raise ValueError(f"replay: layer {name!r}: allowed experts are 0 to {of_model[name].last}")
+    ends = trace.lengths.cumsum(0).tolist()
+    hashes = None if trace.hashes is None else {int(one): place for place, one in enumerate(trace.hashes)}
+    given, read = Given(model), 0
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal read
+        given(module, args, kwargs)
+        ids, mask = given.values.get("input_ids"), given.values.get("attention_mask")
+        if not isinstance(ids, Tensor):
+            raise ValueError("replay: the forward has no input_ids")
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        rows = []
+        for row, kept in zip(ids.cpu(), real.cpu(), strict=True):
+            place = read if hashes is None else hashes.get(hash_of(row[kept]))
+            length = int(kept.sum())
+            if place is None or place >= len(ends) or int(trace.lengths[place]) != length:
+                raise ValueError(f"replay: sequence {read} of the forwards, {length} tokens, is not in the trace")
+            at = torch.zeros(len(row), dtype=torch.int64)
+            at[kept] = torch.arange(ends[place] - length, ends[place]) + 1
+            rows.append(at)
+            read += 1
+        order = torch.cat(rows)
+        for name, experts in recorded.items():
+            first = torch.arange(experts.shape[1])[None]
+            of_model[name].replay(torch.cat([first, experts])[order])
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for place in of_model.values():
+            place.replay(None)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pointsman.traces.trace import MISSING, RoutingTrace
+from pointsman.traces.noise import LayerDifference, differing, of_layer
+from pointsman.traces.trace import RoutingTrace
 
 EXPLAINED = 0.5
 """A rearrangement explains a difference if at most this share of the differing tokens differ still."""
@@ -24,27 +24,6 @@ CERTAIN = 4.0
 UNRELATED = 0.5
 """Logits are called other ones where their differences are more than this share of what they vary by."""
 MOST_SEQUENCES = 2048  # that are matched one by one where their tokens are not known
-
-
-@dataclass(frozen=True)
-class LayerDifference:
-    """One layer of two traces, after what `Difference.kinds` names has been undone.
-
-    Attributes:
-        tokens: compared, those without a missing choice. differing: of them, the share with other experts.
-        margin, margin_differing: mean distance of the k-th to the next logit, over all and over the differing tokens;
-            None without logits.
-        predicted: the share that the noise between both traces' logits predicts; None unless both have them.
-        noise: its standard deviation. spread: that of a token's logits.
-    """
-
-    tokens: int
-    differing: float
-    margin: float | None = None
-    margin_differing: float | None = None
-    predicted: float | None = None
-    noise: float | None = None
-    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ def compare(a: RoutingTrace, b: RoutingTrace) -> Difference:
         undone, a, b = found
         now = _share(a, b)
         kinds += undone.split(", ")
-    layers = {layer: _layer(layer, a, b) for layer in a.layers}
+    layers = {layer: of_layer(layer, a, b) for layer in a.layers}
     if now:
         kinds.append(_what_is_left(layers))
     return Difference(tuple(kinds), before, now, layers)
@@ -112,14 +91,6 @@ def _explained(a: RoutingTrace, b: RoutingTrace, now: float, tried: Sequence[Und
         return None
     # the tokens of all layers are taken as one
     return best if now - left > CERTAIN * math.sqrt(max(now * (1 - now), 1 / a.tokens) / a.tokens) else None
-
-
-def differing(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] bool where two choices [N, k] of a layer are other sets, and where both are known."""
-    known = ~((a == MISSING).any(-1) | (b == MISSING).any(-1))
-    if a.shape[1] != b.shape[1]:
-        return known, known
-    return (a.sort(-1).values != b.sort(-1).values).any(-1) & known, known
 
 
 def _share(a: RoutingTrace, b: RoutingTrace) -> float:
@@ -270,49 +241,6 @@ def _matched_layers(a: RoutingTrace, b: RoutingTrace) -> dict[str, str] | None:
     for name in a.layers:
         found[name] = min(b.layers, key=lambda other: share(name, other))
     return found if len(set(found.values())) == len(found) else None
-
-
-def _layer(layer: str, a: RoutingTrace, b: RoutingTrace) -> LayerDifference:
-    other, known = differing(a.experts[layer], b.experts[layer])
-    tokens = int(known.sum())
-    share = int(other.sum()) / max(1, tokens)
-    mine, its = a.logits.get(layer), b.logits.get(layer)
-    one = mine if mine is not None else its
-    k = a.top_k(layer)
-    if one is None or k >= one.shape[1] or not tokens:
-        return LayerDifference(tokens, share)
-    margins = _margins(one, k)
-    found = LayerDifference(
-        tokens, share, float(margins[known].mean()), float(margins[other].mean()) if bool(other.any()) else None
-    )
-    if mine is None or its is None:
-        return found
-    # of two logits the difference decides: its noise, and the chance that it exceeds the margin
-    noise = (its - mine)[known].double()
-    noise = noise - noise.mean(-1, keepdim=True)  # a constant changes no choice
-    std = float(noise.std()) if noise.numel() > 1 else 0.0
-    spread = float(mine[known].double().std(-1).mean())
-    return replace(found, noise=std, spread=spread, predicted=_predicted(mine[known].double(), k, std))
-
-
-def _margins(logits: Tensor, k: int) -> Tensor:
-    """[N]: from the k-th largest logit to the next one."""
-    top = logits.double().topk(k + 1, dim=-1).values
-    return top[:, k - 1] - top[:, k]
-
-
-def _predicted(logits: Tensor, k: int, std: float) -> float:
-    """The mean chance that independent noise of this deviation on each logit changes the set of the k largest.
-
-    Of the pairs (chosen, not chosen) the nearest four of each side are taken as independent: 1 - prod (1 - P(pair)).
-    """
-    if std == 0:
-        return 0.0
-    ordered = logits.sort(-1, descending=True).values
-    inside, outside = ordered[:, max(0, k - 4) : k], ordered[:, k : k + 4]
-    gaps = inside.unsqueeze(-1) - outside.unsqueeze(-2)  # [N, a, b]
-    stays = torch.special.ndtr(gaps / (std * math.sqrt(2))).flatten(1).prod(-1)
-    return float((1 - stays).mean())
 
 
 def _what_is_left(layers: Mapping[str, LayerDifference]) -> str:
