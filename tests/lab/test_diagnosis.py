@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pointsman.diagnostics import RoutingMonitor
-from pointsman.diagnostics.summary import summary
 from pointsman.ops.kernels import using
 from pointsman_lab.cli.main import main
 from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.models.transformer_xl import TransformerXLConfig
+from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.paths import run_path
 from pointsman_lab.tasks.language_modelling.evaluation import evaluate
 from pointsman_lab.tasks.language_modelling.task import corpus_of, eval_protocol

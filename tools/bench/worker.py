@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.experts.cpu import memory
+from pointsman.experts.cpu.function import forget
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext
@@ -142,7 +142,7 @@ class Worker:
             return {}
         self.once(seed)
         self.module.zero_grad()
-        memory.forget()
+        forget()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pointsman.ops import cross_entropy, relative
+from pointsman.ops import relative
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.mutual import posterior
-from pointsman_lab.models import attention_blocks
+from pointsman_lab.models import attention_blocks, cross_entropy
 from pointsman_lab.models.traced_attention import traced_attention
 
 

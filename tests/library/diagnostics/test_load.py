@@ -6,8 +6,8 @@ import torch
 
 from pointsman import build_router
 from pointsman.diagnostics import CoActivation, Diagnostics, Load, load_summary
-from pointsman.diagnostics.summary import COLUMNS
 from pointsman.routing import Routing
+from pointsman_lab.report.summary import COLUMNS
 from tests.library.diagnostics.helpers import part, random_routing, same
 
 

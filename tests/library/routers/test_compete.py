@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import MoE, RoutingContext, add_losses, build_router, losses, step_end
-from pointsman.experts.responses import CHUNK
+from pointsman.experts.shared import CHUNK
 from tests.library.routers.oracle import DIM, EXPERTS, inputs, ranked, router_for, softmax
 
 

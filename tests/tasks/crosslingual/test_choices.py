@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 
 from pointsman._errors import RunError
 from pointsman.diagnostics import RoutingMonitor
-from pointsman.diagnostics.summary import summary
 from pointsman_lab.data.pieces import train_pieces
 from pointsman_lab.diagnosis import Settings, diagnose_path
 from pointsman_lab.finetuning import Finetuning, finetune
 from pointsman_lab.finetuning.run import load_finetuned
 from pointsman_lab.progress import Quiet
+from pointsman_lab.report.summary import summary
 from pointsman_lab.runs.metrics import read_metrics
 from pointsman_lab.tasks.crosslingual.features import answer, features
 from pointsman_lab.tasks.crosslingual.formats import Question

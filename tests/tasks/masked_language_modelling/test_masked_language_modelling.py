@@ -102,9 +102,9 @@ def test_a_saved_run_is_evaluated_on_its_own_and_on_other_text(
 def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Path) -> None:
     import json
 
-    from pointsman.diagnostics.summary import summary
     from pointsman_lab.diagnosis import Settings, diagnose_path
     from pointsman_lab.report.samples import collect_samples
+    from pointsman_lab.report.summary import summary
 
     train(masked("xmoe"), tmp_path / "run")
     found = diagnose_path(tmp_path / "run", settings=Settings(tokens=600))

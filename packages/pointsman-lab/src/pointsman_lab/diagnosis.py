@@ -14,8 +14,7 @@ from torch import nn
 from pointsman._errors import RunError, did_you_mean
 from pointsman._files import within
 from pointsman.control import named_routers
-from pointsman.diagnostics.consistency import consistency_over_training
-from pointsman.diagnostics.diagnose import diagnose, plain_reader
+from pointsman.diagnostics.diagnose import consistency_over_training, diagnose, plain_reader
 from pointsman.ops.kernels import using
 from pointsman_lab.progress import Progress
 from pointsman_lab.runs.finetunings import finetunings_of

@@ -13,9 +13,7 @@ from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
 from pointsman.delivery import LossDelivery
 from pointsman.experts.modules import EXPERTS, BaseExperts, Experts
-from pointsman.experts.responses import responses
-from pointsman.experts.shared import SharedExperts
-from pointsman.experts.virtual import VirtualExperts
+from pointsman.experts.shared import SharedExperts, VirtualExperts, responses
 from pointsman.routers.frame.registry import build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing, RoutingContext

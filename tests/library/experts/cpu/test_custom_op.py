@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pointsman import MoE, set_top_k
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.cpu import custom_op
+from pointsman.experts.cpu import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile meets its own
 
@@ -52,7 +52,7 @@ def test_operators_are_well_formed(problem: Callable[..., Any]) -> None:
         arguments = (case.hidden, case.weights, None, expert, *case.parameters, seed, "silu", 0.0, True)
         # without its comparison of outputs: the end of what is kept is not initialised
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(custom_op.experts_forward, arguments, test_utils=checks)
+        torch.library.opcheck(function.experts_forward, arguments, test_utils=checks)
 
 
 @pytest.mark.slow

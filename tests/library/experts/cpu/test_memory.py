@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pointsman.experts.apply import apply_experts
-from pointsman.experts.cpu import memory
-from pointsman.experts.cpu.memory import empty_gradient
+from pointsman.experts.cpu import function
+from pointsman.experts.cpu.function import empty_gradient
 
 
 @pytest.fixture(autouse=True)
 def _small_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SMALLEST", 0)
+    monkeypatch.setattr(function, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def test_of_many_gradients_two_stay(parameter: Tensor) -> None:
     held = [empty_gradient(parameter) for _ in range(10)]
     assert len({gradient.data_ptr() for gradient in held}) == 10
     held.clear()
-    (freed,) = (blocks for storage, blocks in memory._freed.items() if storage is parameter.untyped_storage())
+    (freed,) = (blocks for storage, blocks in function._freed.items() if storage is parameter.untyped_storage())
     assert len(freed) == 2
-    memory.forget()
+    function.forget()
     assert not freed
 
 
 def test_a_released_gradient_stays_whole(parameter: Tensor) -> None:
     first = empty_gradient(parameter).fill_(1)
-    memory.forget()
+    function.forget()
     empty_gradient(parameter).fill_(2)
     assert torch.equal(first, torch.ones_like(parameter))
 
@@ -88,18 +88,18 @@ def test_shared_memory_is_left_alone(parameter: Tensor) -> None:
 
 
 def test_only_contiguous_leaves_of_some_size(parameter: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = len(memory._freed)
+    before = len(function._freed)
     empty_gradient(parameter * 2)
     empty_gradient(torch.randn(4, 6, 5).transpose(1, 2).requires_grad_())
-    monkeypatch.setattr(memory, "SMALLEST", parameter.nbytes + 1)
+    monkeypatch.setattr(function, "SMALLEST", parameter.nbytes + 1)
     empty_gradient(parameter)
-    assert len(memory._freed) == before
+    assert len(function._freed) == before
 
 
 def test_buffers_end_with_their_parameter() -> None:
     parameter = torch.randn(3, requires_grad=True)
     gradient = empty_gradient(parameter)
-    (freed,) = (blocks for storage, blocks in memory._freed.items() if storage is parameter.untyped_storage())
+    (freed,) = (blocks for storage, blocks in function._freed.items() if storage is parameter.untyped_storage())
     del gradient
     block = weakref.ref(freed[0])
     del parameter, freed

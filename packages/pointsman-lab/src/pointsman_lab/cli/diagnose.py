@@ -42,9 +42,9 @@ def run(words: Sequence[str]) -> int:
     values = parser().read(words)
     device = choose_device(values.device)
     from pointsman._files import write_whole
-    from pointsman.diagnostics.summary import summary
     from pointsman_lab.cli.progress import Display
     from pointsman_lab.diagnosis import FILE, Settings, diagnose_path
+    from pointsman_lab.report.summary import summary
 
     tokens = None if values.eval_tokens == "all" else values.eval_tokens
     settings = Settings(values.data, values.split, tokens, values.top_k, device=device, changes=overrides(values.set))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError
 from pointsman.control import freeze, named_routers, record_routing, set_top_k
-from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.diagnose import Batch
 from pointsman.diagnostics.observe import evaluating
+from pointsman.diagnostics.statistics import Fluctuation
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import Encoded, eval_batches
 from pointsman_lab.finetuning.settings import Defaults, Finetuning

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pointsman.ops import relative
 from pointsman.ops.relative import by_key
-from pointsman.ops.workspace import Workspace
+from pointsman.ops.visible import Workspace
 
 MASKED = -1e30  # score of a padded key: finite, so that a row of padded keys alone gives no NaN
 ROWS = 256  # query rows in a block

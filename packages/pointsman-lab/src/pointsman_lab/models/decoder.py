@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention, Rotate
 from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterStates
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman._values import check_whole
-from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, check_padding_mask
 from pointsman_lab.models.attention import Attention, Bias
 from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.stack import Stack, Sublayer

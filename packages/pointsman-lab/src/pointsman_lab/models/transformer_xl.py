@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
-from pointsman.ops.cross_entropy import linear_cross_entropy
 from pointsman.ops.linear import linear
 from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttention, RelativeContext, TransformerLayer
 from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
 from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys

@@ -157,7 +157,7 @@ def diagnosis_of(comparison: Comparison, router: str) -> dict[str, Any]:
 
 def diagnosis_grid(comparison: Comparison) -> Grid:
     """Router, layer and figures of all diagnosed routers, without empty columns; the caption is their protocols."""
-    from pointsman.diagnostics.summary import COLUMNS
+    from pointsman_lab.report.summary import COLUMNS
 
     rows: list[list[str]] = []
     protocols: dict[str, None] = {}

@@ -17,11 +17,10 @@ from pointsman._errors import RunError
 from pointsman._files import temporary_folder, within, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import join_routings, map_routing
-from pointsman.diagnostics.change import Fluctuation
-from pointsman.diagnostics.collapse import RepresentationCollapse
-from pointsman.diagnostics.distribution import Entropy
 from pointsman.diagnostics.observe import evaluating, observe_routing
 from pointsman.diagnostics.samples import pack
+from pointsman.diagnostics.specialisation import RepresentationCollapse
+from pointsman.diagnostics.statistics import Entropy, Fluctuation
 from pointsman.ops.kernels import using
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext

@@ -16,7 +16,7 @@ def finetunings_of(run: Path) -> dict[str, Any]:
         {variant: {"runs", "window": batches whose loads are summed, "layers": {layer: [{"step", "runs",
         "with_diagonal", "without_diagonal"}]}}}; variants whose runs have no window are left out.
     """
-    from pointsman.diagnostics.consistency import consistency_over_training, window_of  # they import torch
+    from pointsman.diagnostics.diagnose import consistency_over_training, window_of  # they import torch
 
     by_variant: dict[str, list[Path]] = {}
     for path in finetuned_runs(run):

@@ -1,19 +1,26 @@
 """Routing diagnostics: streaming, with bounded memory, for any model with MoE layers."""
 
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
-from pointsman.diagnostics.change import Fluctuation
-from pointsman.diagnostics.collapse import RepresentationCollapse
 from pointsman.diagnostics.collection import Diagnostics
-from pointsman.diagnostics.consistency import consistency_over_training, gathered_loads, inter_run_consistency
-from pointsman.diagnostics.diagnose import Batch, Reader, diagnose, plain_reader
-from pointsman.diagnostics.distribution import Entropy, Margin
+from pointsman.diagnostics.diagnose import (
+    Batch,
+    Reader,
+    consistency_over_training,
+    diagnose,
+    gathered_loads,
+    inter_run_consistency,
+    plain_reader,
+)
 from pointsman.diagnostics.jacobian import JacobianTerms
-from pointsman.diagnostics.load import CoActivation, Load, load_summary
-from pointsman.diagnostics.mixing import Mixing
 from pointsman.diagnostics.monitor import RoutingMonitor, scalars
 from pointsman.diagnostics.observe import LayerGradient, layer_gradients, observe_routing
-from pointsman.diagnostics.similarity import OutputSimilarity, weight_similarity
-from pointsman.diagnostics.specialisation import Specialisation
+from pointsman.diagnostics.specialisation import (
+    OutputSimilarity,
+    RepresentationCollapse,
+    Specialisation,
+    weight_similarity,
+)
+from pointsman.diagnostics.statistics import CoActivation, Entropy, Fluctuation, Load, Margin, Mixing, load_summary
 
 __all__ = [
     "Batch",

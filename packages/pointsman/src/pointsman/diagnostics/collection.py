@@ -10,13 +10,9 @@ from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
 from pointsman.diagnostics.base import Diagnostic, RoutingDiagnostic
-from pointsman.diagnostics.collapse import RepresentationCollapse
-from pointsman.diagnostics.distribution import Entropy, Margin
-from pointsman.diagnostics.load import CoActivation, Load
-from pointsman.diagnostics.mixing import Mixing
 from pointsman.diagnostics.observe import named_layers, observe_mixing, observe_routing
-from pointsman.diagnostics.similarity import OutputSimilarity
-from pointsman.diagnostics.specialisation import Specialisation
+from pointsman.diagnostics.specialisation import OutputSimilarity, RepresentationCollapse, Specialisation
+from pointsman.diagnostics.statistics import CoActivation, Entropy, Load, Margin, Mixing
 from pointsman.routing import Routing, RoutingContext
 
 KINDS: dict[str, Callable[[], RoutingDiagnostic]] = {

@@ -23,8 +23,7 @@ from pointsman._values import check_whole
 from pointsman.control import Listened, listener, named_routers
 from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
-from pointsman.diagnostics.distribution import Margin, entropies
-from pointsman.diagnostics.load import load_summary
+from pointsman.diagnostics.statistics import Margin, entropies, load_summary
 from pointsman.ranks import ALONE
 from pointsman.routing import Routing, RoutingContext
 

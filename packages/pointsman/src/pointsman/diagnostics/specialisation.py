@@ -1,4 +1,4 @@
-"""Specialisation: the dependence between experts and token ids."""
+"""What experts are for: collapse of representations, similarity of experts, dependence on token ids."""
 
 from __future__ import annotations
 
@@ -6,10 +6,192 @@ import math
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, number
+from pointsman.diagnostics.base import Given, RoutingDiagnostic, chosen, first_choice, number, table
+from pointsman.diagnostics.observe import evaluating
 from pointsman.routing import Routing
+
+
+class RepresentationCollapse(RoutingDiagnostic):
+    """RC = Tr(S_W pinv(S_B)) of the router's input (X-MoE, Eq. 11). A larger value means less collapse.
+
+    A token's class is its expert (at k > 1 the first one); the paper does not define the classes. With n_c tokens and
+    mean mu_c in class c, C classes, n tokens and their mean mu:
+        S_W = 1/n sum_c sum_(t in c) (h_t - mu_c)(h_t - mu_c)^T,    S_B = 1/C sum_c (mu_c - mu)(mu_c - mu)^T
+    (S_B is not weighted by class size, mu is the mean over tokens: Zhu et al. 2021). Experts with fewer than two tokens
+    are ignored. Eigenvalues of S_B up to max(dim, C) eps lambda_max count as zero. The value grows with the width and
+    falls with C: compare only models of equal width and C. `classes` is C, `class_tokens` n_c, `rank` that of S_B,
+    `per_class` RC / C (Zhu et al.'s NC1), `between` and `within` the traces of S_B and S_W. All are None for C < 2.
+
+    State: a count and a mean for each class, and one centred [dim, dim] matrix, in float64.
+    """
+
+    def __init__(self) -> None:
+        self.count: Tensor | None = None  # [E]
+        self.mean: Tensor | None = None  # [E, dim]
+        self.scatter: Tensor | None = None  # [dim, dim], n S_W
+
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        if hidden is None:
+            raise ValueError("RepresentationCollapse: update needs hidden [tokens, dim], the router's input")
+        hidden = hidden.detach().reshape(-1, hidden.shape[-1]).double()
+        classes = first_choice(routing, mask) + 1  # 0: no expert
+        hidden = torch.where(classes[:, None] > 0, hidden, 0.0)
+        rows = routing.num_experts + 1
+        real = (classes > 0).double()
+        count = hidden.new_zeros(rows).index_add_(0, classes, real)
+        mean = hidden.new_zeros(rows, hidden.shape[1]).index_add_(0, classes, hidden) / count.clamp_min(1)[:, None]
+        centred = (hidden - mean[classes]) * real[:, None]
+        self._combine(count[1:], mean[1:], centred.T @ centred)
+
+    def merge(self, other: Self) -> Self:
+        if other.count is not None and other.mean is not None and other.scatter is not None:
+            self._combine(other.count, other.mean, other.scatter)
+        return self
+
+    def _combine(self, count: Tensor, mean: Tensor, scatter: Tensor) -> None:
+        if self.count is None or self.mean is None or self.scatter is None:
+            self.count, self.mean, self.scatter = count.clone(), mean.clone(), scatter.clone()
+            return
+        count, mean, scatter = (tensor.to(self.count.device) for tensor in (count, mean, scatter))
+        total = self.count + count
+        share = count / total.clamp_min(1)
+        delta = mean - self.mean
+        self.scatter += scatter + (delta * (self.count * share)[:, None]).T @ delta
+        self.mean += delta * share[:, None]
+        self.count = total
+
+    def result(self) -> dict[str, Any]:
+        names = ("value", "per_class", "within", "between")
+        found: dict[str, Any] = {"tokens": 0, "classes": 0, "rank": 0, "class_tokens": [], **dict.fromkeys(names)}
+        if self.count is None or self.mean is None or self.scatter is None:
+            return found
+        count = self.count.cpu()
+        kept = count >= 2
+        classes, tokens = int(kept.sum()), float(count[kept].sum())
+        found |= {"tokens": int(tokens), "classes": classes, "class_tokens": count.long().tolist()}
+        if classes < 2:
+            return found
+        mean, count = self.mean.cpu()[kept], count[kept]
+        centred = mean - (mean * (count / tokens)[:, None]).sum(0)
+        within = self.scatter.cpu() / tokens
+        # pinv(S_B) = C sum_r v_r v_r^T / s_r^2 with the singular values and right vectors of the C x dim matrix
+        _, singular, right = torch.linalg.svd(centred, full_matrices=False)
+        squares = singular.square()
+        limit = max(centred.shape[1], classes) * torch.finfo(torch.float64).eps * squares.max()
+        right, squares = right[squares > limit], squares[squares > limit]
+        between = number(centred.square().sum() / classes)
+        found |= {"rank": len(squares), "within": number(within.trace()), "between": between}
+        if len(squares):
+            per_class = (((right @ within) * right).sum(-1) / squares).sum()
+            found |= {"value": number(classes * per_class), "per_class": number(per_class)}
+        return found
+
+
+def weight_similarity(experts: nn.Module) -> dict[str, Any]:
+    """Cosine between the experts' weights: `cosine` [E, E], and `mean` over pairs i != j.
+
+    An expert's vector is the concatenation of its slices of all parameters with leading dimension E. The figure depends
+    on the order of an expert's hidden units, although its function does not; `OutputSimilarity` avoids that.
+    """
+    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+    gram = torch.zeros(num_experts, num_experts, dtype=torch.float64)
+    for parameter in experts.parameters():
+        if parameter.shape[:1] == (num_experts,):
+            flat = parameter.detach().reshape(num_experts, -1)
+            for piece in flat.split(1 << 20, dim=1):  # type: ignore[no-untyped-call]
+                gram += (piece.double() @ piece.double().T).cpu()
+    cosine = _unit(gram)
+    return {"cosine": table(cosine), "mean": _mean_over_pairs(cosine)}
+
+
+class OutputSimilarity(RoutingDiagnostic):
+    """Similarity of the outputs E_i(h) of all experts for the same tokens, regardless of routing.
+
+    `cosine` [E, E]: the mean over tokens of cos(E_i(h_t), E_j(h_t)). `cka` [E, E]: linear CKA of the outputs,
+    HSIC(X_i, X_j) / sqrt(HSIC(X_i, X_i) HSIC(X_j, X_j)) with the unbiased HSIC summed over updates (minibatch CKA,
+    Nguyen et al. 2021), invariant to rotation and scale. `cosine_mean`, `cka_mean`: over pairs i != j.
+
+    Each update computes all experts for at most `most` evenly spaced tokens.
+
+    Args:
+        experts: the layer's experts: called as experts(hidden [tokens, dim], routing), with `num_experts`.
+        most: at least 4 for CKA.
+    """
+
+    def __init__(self, experts: nn.Module, most: int = 128) -> None:
+        self.experts = experts
+        self.most = most
+        self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        self.tokens: Tensor | None = None
+        self.cosine: Tensor | None = None
+        self.hsic: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the experts, for merging in another process."""
+        return {**vars(self), "experts": None}
+
+    @torch.no_grad()
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        if hidden is None:
+            raise ValueError("OutputSimilarity: update needs hidden [tokens, dim], the experts' input")
+        hidden = hidden.detach().reshape(-1, hidden.shape[-1])
+        real = torch.nonzero((chosen(routing, mask) >= 0).any(-1))[:, 0]
+        if not len(real):
+            return
+        real = real[torch.linspace(0, len(real) - 1, min(self.most, len(real)), device=real.device).round().long()]
+        outputs = expert_outputs(self.experts, hidden[real]).double()
+        unit = torch.nn.functional.normalize(outputs, dim=-1)
+        tokens = outputs.new_tensor(float(len(real)))
+        self._add(tokens=tokens, cosine=torch.einsum("itd,jtd->ij", unit, unit), hsic=_unbiased_hsic(outputs))
+
+    def result(self) -> dict[str, Any]:
+        if self.tokens is None or self.cosine is None or self.hsic is None:
+            return {"tokens": 0, "cosine": [], "cosine_mean": None, "cka": [], "cka_mean": None}
+        cosine, cka = (self.cosine / self.tokens).cpu(), _unit(self.hsic.cpu())
+        return {
+            "tokens": int(self.tokens),
+            "cosine": table(cosine),
+            "cosine_mean": _mean_over_pairs(cosine),
+            "cka": table(cka),
+            "cka_mean": _mean_over_pairs(cka),
+        }
+
+
+def expert_outputs(experts: nn.Module, hidden: Tensor) -> Tensor:
+    """[E, tokens, dim]: every expert on every token of `hidden` [tokens, dim], in evaluation mode."""
+    num_experts, tokens = int(experts.num_experts), hidden.shape[0]  # type: ignore[arg-type]
+    hidden = hidden.to(next(experts.parameters()).dtype)  # under autocast the dtypes may differ
+    ones = torch.ones(tokens, 1, device=hidden.device)
+    every = ones.expand(tokens, num_experts)
+    chosen = [torch.full((tokens, 1), index, device=hidden.device) for index in range(num_experts)]
+    with evaluating(experts):
+        return torch.stack([experts(hidden, Routing(one, ones, every, every)) for one in chosen])
+
+
+def _unbiased_hsic(outputs: Tensor) -> Tensor:
+    """HSIC_1 (Song et al. 2012) between the linear kernels of every two experts' outputs [E, n, dim]: [E, E]."""
+    experts, n, _ = outputs.shape
+    if n < 4:
+        return outputs.new_zeros(experts, experts)
+    kernel = outputs @ outputs.mT
+    kernel.diagonal(dim1=1, dim2=2).zero_()
+    flat, rows, total = kernel.flatten(1), kernel.sum(-1), kernel.sum((1, 2))
+    trace = flat @ flat.T
+    return (trace + torch.outer(total, total) / ((n - 1) * (n - 2)) - (rows @ rows.T) * 2 / (n - 2)) / (n * (n - 3))
+
+
+def _unit(gram: Tensor) -> Tensor:
+    """G_ij / sqrt(G_ii G_jj); nan if a diagonal entry is not above 0."""
+    size = torch.where(gram.diagonal() > 0, gram.diagonal(), torch.nan).sqrt()
+    return gram / torch.outer(size, size)
+
+
+def _mean_over_pairs(values: Tensor) -> float | None:
+    off_diagonal = values[~torch.eye(values.shape[0], dtype=torch.bool)]
+    return number(off_diagonal.nanmean()) if off_diagonal.numel() else None
+
 
 TOP = 20  # token ids listed for each expert
 

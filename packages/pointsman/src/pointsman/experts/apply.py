@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pointsman.experts import reference
-from pointsman.experts.cpu import custom_op, function
+from pointsman.experts.cpu import function
 from pointsman.experts.cpu.products import Options
 from pointsman.kernels import experts as on_gpu
 from pointsman.kernels import grouped_mm
@@ -61,7 +61,7 @@ def _apply(hidden: Tensor, routing: Routing, parameters: ExpertParameters, activ
     parameters, hidden = parameters.map(_each_contiguous), hidden.contiguous()
     if torch.compiler.is_compiling() or hidden.is_meta:  # shapes alone, which the operator knows
         seed = torch.zeros((), dtype=torch.int64, device="cpu") if seed is None else seed
-        return custom_op.apply(hidden, weight, token, expert, parameters, activation, dropout, seed)
+        return function.apply_traced(hidden, weight, token, expert, parameters, activation, dropout, seed)
     options = Options(activation, dropout, 0 if seed is None else int(seed))
     return function.apply(hidden, weight, function.Chosen(token, expert), parameters, options)
 

@@ -101,7 +101,7 @@ class Slots(Combine):
 
 @dataclass(frozen=True)
 class Virtual(Combine):
-    """`inner`, and what virtual experts add (`pointsman.experts.virtual`).
+    """`inner`, and what virtual experts add (`pointsman.experts.shared`).
 
     Attributes:
         first: E.

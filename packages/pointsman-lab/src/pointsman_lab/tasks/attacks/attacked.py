@@ -11,8 +11,8 @@ import torch
 
 from pointsman.control import named_routers, record_routing, set_top_k
 from pointsman.diagnostics.base import map_routing
-from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
+from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.routing import Routing
 from pointsman_lab.data import EvalStream, Vocabulary
 from pointsman_lab.data.catalog import Level

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pointsman.control import named_routers, record_routing, set_top_k
 from pointsman.delivery import without_losses
-from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
+from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.routing import Routing
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches

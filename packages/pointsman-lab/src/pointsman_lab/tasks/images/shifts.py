@@ -18,8 +18,8 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman.control import record_routing, set_top_k
 from pointsman.diagnostics.base import map_routing
-from pointsman.diagnostics.change import Fluctuation
 from pointsman.diagnostics.observe import evaluating
+from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.routing import Routing
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, eval_top_k
 from pointsman_lab.progress import check_stop

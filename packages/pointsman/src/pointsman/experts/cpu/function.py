@@ -1,18 +1,76 @@
-"""The experts on a CPU as one differentiable operation."""
+"""The experts on a CPU as one differentiable operation, and the same as an operator for torch.compile.
+
+A large weight gradient takes the memory of an earlier gradient of the same parameter. glibc gives large freed blocks
+back to the system, and a fresh page costs a fault every 4 KB: with large experts a third of a training step. Nothing is
+reused while anything refers to it: each buffer is a NumPy array that torch holds for as long as the gradient's storage
+lives, be it through a view, a NumPy array or a DLPack capsule; then a finalizer puts its block back.
+
+The operator passes on what backward needs as one tensor, whose size follows from shapes alone: hidden units of every
+assignment, u or h and, gated, g: [1 or 2, A, hidden]. Rows of assignments to no expert stay empty.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pointsman.experts.cpu import products
-from pointsman.experts.cpu.memory import empty_gradient
 from pointsman.experts.cpu.products import Options
 from pointsman.experts.cpu.sorting import Sorted, refuse_beyond, sort
 from pointsman.ops.feed_forward import ACTIVATIONS, ExpertParameters
 from pointsman.ops.linear import refuse_second_derivatives
+
+SMALLEST = 1 << 20
+"""Bytes; smaller gradients are left to the allocator, which keeps such blocks."""
+_KEPT = 2  # freed blocks of a parameter: two gradients are there when a second backward adds to the first
+_ALIGNMENT = 64  # bytes, torch's own
+
+Block = np.ndarray[Any, np.dtype[np.uint8]]
+_freed: weakref.WeakKeyDictionary[torch.UntypedStorage, list[Block]] = weakref.WeakKeyDictionary()
+"""A parameter's storage -> the blocks of its freed gradients; they go with the parameter. No result depends on them."""
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """`torch.empty_like(parameter)`, in the memory of a freed gradient if the parameter is a large contiguous leaf."""
+    size = parameter.nbytes
+    if size < SMALLEST or not parameter.is_leaf or not parameter.is_contiguous():
+        return torch.empty_like(parameter)
+    freed = _freed.setdefault(parameter.untyped_storage(), [])
+    block = _taken(freed, size + _ALIGNMENT)
+    start = -block.ctypes.data % _ALIGNMENT
+    buffer = block[start : start + size]
+    finalizer = weakref.finalize(buffer, _put_back, freed, block)
+    finalizer.atexit = False
+    gradient = torch.empty(0, dtype=parameter.dtype, device="cpu")
+    return gradient.set_(torch.from_numpy(buffer).untyped_storage(), 0, parameter.shape, parameter.stride())
+
+
+def forget() -> None:
+    """Releases all freed buffers."""
+    for freed in list(_freed.values()):
+        freed.clear()
+
+
+def _taken(freed: list[Block], size: int) -> Block:
+    while freed:
+        try:
+            block = freed.pop()
+        except IndexError:  # another thread was faster
+            break
+        if block.nbytes == size:
+            return block
+    return np.empty(size, np.uint8)
+
+
+def _put_back(freed: list[Block], block: Block) -> None:
+    if len(freed) < _KEPT:
+        freed.append(block)
+
 
 DTYPES = {torch.float32, torch.bfloat16}
 
@@ -90,3 +148,121 @@ class _Experts(torch.autograd.Function):
         given = gradient.contiguous(), hidden, weight, ctx.at, parameters, ctx.options, saved, wanted
         d_hidden, d_weight, *gradients = products.backward(*given, empty_gradient)
         return d_hidden, d_weight, None, None, *gradients
+
+
+def apply_traced(
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    parameters: ExpertParameters,
+    activation: str,
+    dropout: float,
+    seed: Tensor,
+) -> Tensor:
+    """`apply` for graphs: the seed is a tensor."""
+    # an exported program is for inference, whatever the number of tokens
+    save = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    outputs: tuple[Tensor, Tensor] = experts_forward(
+        hidden, weight, token, expert, *parameters, seed, activation, dropout, save
+    )
+    return outputs[0]
+
+
+@torch.library.custom_op("pointsman::experts_forward", mutates_args=())
+def experts_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    seed: Tensor,
+    activation: str,
+    dropout: float,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output [tokens, dim], and what `experts_backward` needs, [0] where none follows."""
+    parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
+    options, chosen = Options(activation, dropout, int(seed)), Chosen(token, expert)
+    if not save:
+        return evaluate(hidden, weight, chosen, parameters, options), hidden.new_empty(0)
+    at = chosen.sorted_for(parameters)
+    output, saved = products.forward(hidden, weight, at, parameters, options, save=True)
+    packed = _room(hidden, expert, w_in, w_gate)
+    for piece, kept in zip(at.pieces, saved, strict=True):
+        for whole, part in zip(packed, kept, strict=True):
+            whole[piece.rows] = part
+    return output, packed
+
+
+def _room(hidden: Tensor, expert: Tensor, w_in: Tensor, w_gate: Tensor | None) -> Tensor:
+    return hidden.new_empty(1 if w_gate is None else 2, expert.numel(), w_in.shape[1])
+
+
+@experts_forward.register_fake
+def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    w_in, w_gate, save = rest[0], rest[4], rest[-1]
+    return hidden.new_empty(hidden.shape), _room(hidden, expert, w_in, w_gate) if save else hidden.new_empty(0)
+
+
+@torch.library.custom_op("pointsman::experts_backward", mutates_args=())
+def experts_backward(
+    gradient: Tensor,
+    packed: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    token: Tensor | None,
+    expert: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    seed: Tensor,
+    activation: str,
+    dropout: float,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
+    parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
+    at = Chosen(token, expert).sorted_for(parameters)
+    saved = [tuple(packed[:, piece.rows]) for piece in at.pieces]
+    options = Options(activation, dropout, int(seed))
+    found = products.backward(gradient.contiguous(), hidden, weight, at, parameters, options, saved, wanted)
+    return [hidden.new_empty(0) if tensor is None else tensor for tensor in found]
+
+
+@experts_backward.register_fake
+def _(gradient: Tensor, packed: Tensor, *inputs: Any) -> list[Tensor]:
+    hidden, weight, _, _, *parameters = inputs[:10]
+    wanted = inputs[-1]
+    return [
+        hidden.new_empty(0) if tensor is None or not needed else torch.empty_like(tensor)
+        for tensor, needed in zip((hidden, weight, *parameters), wanted, strict=True)
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, activation, dropout, _ = inputs
+    ctx.options = activation, dropout
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    packed, *tensors = ctx.saved_tensors
+    if not packed.numel() and tensors[3].numel():
+        raise RuntimeError("pointsman: a layer exported by torch.export is for inference; it has no backward")
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[1], *needs[4:10]]
+    results = experts_backward(gradient, packed, *tensors, *ctx.options, wanted)
+    hidden, weight, *parameters = (result if needed else None for result, needed in zip(results, wanted, strict=True))
+    return hidden, weight, None, None, *parameters, None, None, None, None
+
+
+experts_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -24,8 +24,7 @@ from pointsman.kernels import mixing
 from pointsman.ops import relative
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
-from pointsman.ops.visible import Prepared, Visible
-from pointsman.ops.workspace import Workspace, tiles
+from pointsman.ops.visible import Prepared, Visible, Workspace, tiles
 
 Bias = Callable[[int, int], Tensor]
 """(start, stop) of a block of rows -> what is added to its scores, [N, stop - start, S] or broadcastable to it."""

@@ -1,0 +1,295 @@
+"""Statistics of routings: entropy and margin, load, co-activation, what mixing does, and what changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pointsman.diagnostics.base import (
+    Diagnostic,
+    Given,
+    Moments,
+    RoutingDiagnostic,
+    chosen,
+    counts,
+    first_choice,
+    number,
+    numbers,
+    ratio,
+    table,
+    unmixed,
+)
+from pointsman.ops.selection import members
+from pointsman.routing import Routing
+
+
+def entropies(probs: Tensor) -> Tensor:
+    """H = -sum_i p_i ln p_i of each row [tokens, E], in nats and float64; rows are first normalised to sum 1."""
+    probs = probs.detach().double()
+    total = probs.sum(-1, keepdim=True)
+    entropy: Tensor = torch.special.entr(probs / torch.where(total > 0, total, 1.0)).sum(-1)
+    return entropy
+
+
+class Entropy(RoutingDiagnostic):
+    """Entropy of the router's full distribution over all E experts, before top-k, averaged over tokens.
+
+    H_t = -sum_i p_ti ln p_ti in nats (HyperRouter, Tables 4 and A5); `uniform`: ln E, virtual experts included. `mean`
+    and `std` (population, over tokens) are of the distribution before mixing: the softmax of all logits, or sigmoids
+    normalised to sum 1; `mixed_mean` and `mixed_std` of the distribution after mixing; `ratio` = mixed_mean / mean
+    (Mutual-Inform's ratio is to another model: see `diagnose`, `against`). `chosen_mean`: of the normalised combine
+    weights of the k chosen.
+    """
+
+    def __init__(self) -> None:
+        self.before, self.after, self.weights = Moments(), Moments(), Moments()
+        self.columns = 0
+
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        self.columns = routing.probs.shape[-1]
+        before = unmixed(routing)
+        of_before = entropies(before)
+        self.before.add(of_before, mask)
+        self.after.add(of_before if before is routing.probs else entropies(routing.probs), mask)
+        experts = chosen(routing, mask)
+        self.weights.add(entropies(routing.weights.masked_fill(experts < 0, 0)), (experts >= 0).any(-1))
+
+    def merge(self, other: Self) -> Self:
+        self.columns = self.columns or other.columns
+        return super().merge(other)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens": self.before.count,
+            "mean": self.before.mean,
+            "std": self.before.std,
+            "mixed_mean": self.after.mean,
+            "mixed_std": self.after.std,
+            "ratio": ratio(self.after.mean, self.before.mean),
+            "chosen_mean": self.weights.mean,
+            "uniform": math.log(self.columns) if self.columns else None,
+        }
+
+
+class Margin(RoutingDiagnostic):
+    """The margin of the choice, m_t = p_(k) - p_(k+1): the sorted probabilities after mixing.
+
+    `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None for k = E and for expert choice. A
+    selection bias is not part of the probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.margin, self.first = Moments(), Moments()
+
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        k, columns = routing.experts.shape[-1], routing.probs.shape[-1]
+        if columns < 2 or routing.by_experts:
+            return
+        best = routing.probs.detach().topk(min(k + 1, columns), dim=-1).values.double()
+        if k < columns:
+            self.margin.add(best[:, k - 1] - best[:, k], mask)
+        self.first.add(best[:, 0] - best[:, 1], mask)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens": self.margin.count,
+            "mean": self.margin.mean,
+            "std": self.margin.std,
+            "first_mean": self.first.mean,
+        }
+
+
+CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
+
+
+def load_summary(assigned: Tensor) -> dict[str, Any]:
+    """Statistics of one load vector n [E], the number of assignments of each expert.
+
+    `share` f_i = n_i / sum n; `cv` = std(n) / mean(n), population (its square: Shazeer's CV^2); `dead`: the experts
+    without an assignment; `effective` = exp(H(f)), from 1 to E; `max_violation` = (max n - mean n) / mean n (MaxVio);
+    `busiest`, `idlest`: the total share of the ceil(E / 5) experts with the largest and the smallest load.
+    """
+    assigned = assigned.double().cpu()
+    total, experts = float(assigned.sum()), assigned.numel()
+    if not total:
+        names = ("cv", "effective", "max_violation", "busiest", "idlest")
+        return {"share": [None] * experts, "dead": [], **dict.fromkeys(names)}
+    share = assigned / total
+    mean = total / experts
+    fifth = math.ceil(experts / 5)
+    ordered = share.sort(descending=True).values
+    return {
+        "share": numbers(share),
+        "dead": torch.nonzero(assigned == 0)[:, 0].tolist(),
+        "cv": number(assigned.std(correction=0) / mean),
+        "effective": number(torch.special.entr(share).sum().exp()),
+        "max_violation": number((assigned.max() - mean) / mean),
+        "busiest": number(ordered[:fifth].sum()),
+        "idlest": number(ordered[-fifth:].sum()),
+    }
+
+
+class Load(RoutingDiagnostic):
+    """The number of assignments of each expert: every one of a token's k choices counts 1, padding and dropped ones 0.
+
+    The figures of `load_summary`, and `tokens`, `assignments`, `importance` (each expert's share of the sum of combine
+    weights), `unfilled` (the share of the entries of `Routing.experts` that are no expert, not a virtual one either:
+    over capacity, or not chosen where k is the most or the mean; None for expert choice).
+    """
+
+    def __init__(self) -> None:
+        self.assigned: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.tokens: Tensor | None = None
+        self.requested: Tensor | None = None  # tokens * k; tokens * E where k is a mean
+        self.filled: Tensor | None = None  # of these, by virtual experts as well
+
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        experts = chosen(routing, mask)
+        real = experts.new_tensor(experts.shape[0]) if mask is None else mask.to(experts.device).sum()
+        weights = torch.where(experts < 0, 0.0, routing.weights.detach().double())
+        weight = weights.new_zeros(routing.num_experts + 1)
+        self._add(
+            assigned=counts(experts, routing.num_experts),
+            weight=weight.index_add_(0, experts.reshape(-1) + 1, weights.reshape(-1))[1:],
+            tokens=real.double(),
+            requested=real.double() * (0 if routing.by_experts else experts.shape[-1]),
+            filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
+        )
+
+    def result(self) -> dict[str, Any]:
+        if self.assigned is None or self.weight is None or self.tokens is None or self.requested is None:
+            return {"tokens": 0, "assignments": 0, "importance": [], "unfilled": None, **load_summary(torch.zeros(0))}
+        assert self.filled is not None
+        requested = float(self.requested)
+        return {
+            "tokens": int(self.tokens),
+            "assignments": int(self.assigned.sum()),
+            "importance": numbers(self.weight / self.weight.sum()),
+            "unfilled": 1 - float(self.filled) / requested if requested else None,
+            **load_summary(self.assigned),
+        }
+
+
+class CoActivation(RoutingDiagnostic):
+    """Co-activation of experts: C_ij = the number of tokens that chose both i and j; C_ii = the number that chose i.
+
+    `given` [E, E]: P(j | i) = C_ij / C_ii (None if i is dead). `pairs`: of the pairs with at least 10 joint tokens the
+    10 with the highest lift C_ij T / (C_ii C_jj), T tokens (1 = independent), each as
+    {"experts": [i, j], "tokens": C_ij, "lift": …}.
+    """
+
+    def __init__(self) -> None:
+        self.together: Tensor | None = None
+        self.tokens: Tensor | None = None
+
+    def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
+        experts = chosen(routing, mask)
+        width = routing.num_experts
+        together = torch.zeros(width, width, dtype=torch.float64, device=experts.device)
+        for start in range(0, experts.shape[0], CHUNK):
+            hot = members(experts[start : start + CHUNK], width).float()
+            together += (hot.T @ hot).double()  # counts up to CHUNK are exact in float32
+        self._add(together=together, tokens=(experts >= 0).any(-1).sum().double())
+
+    def result(self) -> dict[str, Any]:
+        if self.together is None or self.tokens is None:
+            return {"tokens": 0, "given": [], "pairs": []}
+        together, tokens = self.together.cpu(), float(self.tokens)
+        alone = together.diagonal()
+        lift = torch.where(together >= 10, together * tokens / torch.outer(alone, alone), 0.0).triu(1)
+        best = lift.reshape(-1).sort(descending=True, stable=True).indices[:10].tolist()
+        pairs = [
+            {"experts": [i, j], "tokens": int(together[i, j]), "lift": number(lift[i, j])}
+            for i, j in (divmod(place, len(lift)) for place in best)
+            if lift[i, j] > 0
+        ]
+        return {"tokens": int(tokens), "given": table(together / alone[:, None]), "pairs": pairs}
+
+
+class Mixing(Diagnostic):
+    """S[i, i] and exp(H(S[i, :])) of the mixing matrix S in p_i = sum_j S[i, j] e_j (Mutual-Inform), over tokens.
+
+    `own_mean`: the mean of S[i, i]; at 1 the mixer has no effect (as similarity with tau 1 on layer-normed inputs).
+    `effective_mean`: the mean of exp(H(S[i, :])), the effective number of tokens that token i is mixed with, from 1;
+    tokens of earlier segments count. Standard deviations are population ones, over tokens. `changed`: the share of
+    tokens whose set of experts is not that of the k largest scores before mixing, of those with k experts.
+    """
+
+    def __init__(self) -> None:
+        self.own, self.effective, self.changed = Moments(), Moments(), Moments()
+
+    def update(self, own: Tensor, effective: Tensor, mask: Tensor | None = None) -> None:
+        """Adds one forward: S[i, i] and the effective number, both [B, T]; `mask` [B, T], True for a real token."""
+        mask = None if mask is None else mask.reshape(-1)
+        self.own.add(own.reshape(-1), mask)
+        self.effective.add(effective.reshape(-1), mask)
+
+    def update_choice(self, routing: Routing, mask: Tensor | None = None) -> None:
+        """Adds whether mixing changed the experts of each token; `mask` [tokens], True for a real token."""
+        experts, before = chosen(routing, mask, virtual=True), unmixed(routing)
+        alone = before.topk(experts.shape[-1], dim=-1).indices
+        one, two = (members(each, before.shape[-1]) for each in (experts, alone))
+        self.changed.add((one != two).any(-1), (experts >= 0).all(-1))
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens": self.own.count,
+            "own_mean": self.own.mean,
+            "own_std": self.own.std,
+            "effective_mean": self.effective.mean,
+            "effective_std": self.effective.std,
+            "changed": self.changed.mean,
+        }
+
+
+class Fluctuation(Diagnostic):
+    """Routing fluctuation: the share of tokens whose experts differ between two routings of the same inputs.
+
+    `top1` = mean_t [first expert_a(t) != first expert_b(t)] (X-MoE's RF; both models in evaluation, nothing dropped).
+    `sets` = mean_t [{experts_a(t)} != {experts_b(t)}], regardless of order: "one or both choices" switch
+    (Mutual-Inform, k = 2); None if the two have different k. `overlap` = mean_t |A & B| / min(|A|, |B|).
+    `by_expert`: for each expert i, the share of the tokens with first expert i in a that have another one in b.
+    Tokens without an expert in a or b are not counted. The first expert is the one with the largest combine weight.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None  # tokens, changed first expert, changed sets, overlap, tokens of equal k
+        self.by_first: Tensor | None = None  # [E, 2]: tokens with first expert i in a, and those that changed
+
+    def update(self, routing: Routing, other: Routing, mask: Tensor | None = None) -> None:
+        """Adds two routings of the same tokens; `mask` [tokens], True for a real token."""
+        if routing.experts.shape[0] != other.experts.shape[0] or routing.num_experts != other.num_experts:
+            raise ValueError(
+                f"Fluctuation: routings of {routing.experts.shape[0]} tokens over {routing.num_experts} experts and of "
+                f"{other.experts.shape[0]} over {other.num_experts}; both must be of the same tokens and experts"
+            )
+        num_experts = routing.num_experts
+        first, second = first_choice(routing, mask), first_choice(other, mask)
+        real = (first >= 0) & (second >= 0)
+        changed = (first != second) & real
+        in_one, in_two = (members(chosen(each, mask), num_experts) for each in (routing, other))
+        common = (in_one & in_two).sum(-1).double()
+        least = torch.minimum(in_one.sum(-1), in_two.sum(-1)).double().clamp_min(1)
+        overlap = torch.where(real, common / least, 0.0).sum()
+        tokens = real.sum().double()
+        same_k = float(routing.experts.shape[-1] == other.experts.shape[-1])
+        sets = ((in_one != in_two).any(-1) & real).sum() * same_k
+        self._add(
+            sums=torch.stack([tokens, changed.sum().double(), sets.double(), overlap, tokens * same_k]),
+            by_first=torch.stack([counts(first.where(of, -1), num_experts) for of in (real, changed)], -1),
+        )
+
+    def result(self) -> dict[str, Any]:
+        tokens, top1, sets, overlap, equal = [0.0] * 5 if self.sums is None else self.sums.tolist()
+        by_first = [] if self.by_first is None else self.by_first.tolist()
+        return {
+            "tokens": int(tokens),
+            "top1": ratio(top1, tokens),
+            "sets": ratio(sets, equal),
+            "overlap": ratio(overlap, tokens),
+            "by_expert": [ratio(changed, total) for total, changed in by_first],
+        }
