@@ -196,7 +196,7 @@ CHANGED_ELSEWHERE = {
     "tasks.images.image_set": "a scratch folder in the user's own cache",
     "tasks.images.sources": "the user's own cache",
     "tasks.masked_language_modelling.text": "arrays in memory",
-    "tasks.language_modelling.start": "the settings of a Hugging Face model, without its code",
+    "models.huggingface.reading": "the settings of a Hugging Face model, without its code",
     "cli.export": "a scratch folder, whose files take the places of an earlier export's",
     "cli.hf": "a Hugging Face model into --out, which holds no run",
     "cli.compress": "the same",

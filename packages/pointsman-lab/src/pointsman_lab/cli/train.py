@@ -37,7 +37,8 @@ def parser() -> Parser:
         "--from",
         dest="start_from",
         metavar="HF_FOLDER",
-        help="continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE)",
+        help="continue a Hugging Face model (Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Dots1, GLM-4-MoE; with "
+        "--preset xmoe-base XLM-R)",
     )
     flags.add_argument("--seed", type=whole(0), metavar="S", help="default: 0")
     flags.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="steps between checkpoints")

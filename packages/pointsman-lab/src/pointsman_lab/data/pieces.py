@@ -1,7 +1,9 @@
 """Pieces of words: a vocabulary trained by SentencePiece on the text at hand (Kudo 2018, unigram model).
 
-Ids are in XLM-R's order: 0 `<s>`, 1 `<pad>`, 2 `</s>`, 3 `<unk>`, then the pieces; `<mask>` is one of them. Training is
-single-threaded: the same text always gives the same pieces, which several threads do not promise.
+Ids are in XLM-R's order: 0 `<s>`, 1 `<pad>`, 2 `</s>`, 3 `<unk>`, then the pieces; `<mask>` is one of them. XLM-R's own
+`sentencepiece.bpe.model` has `<unk>`, `<s>`, `</s>` first and neither `<pad>` nor `<mask>`: its pieces are one further
+here, and `<mask>` is the last id, as in fairseq (250,002 in all). Training is single-threaded: the same text always
+gives the same pieces, which several threads do not promise.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pointsman._errors import RunError, needing
-from pointsman._files import parse_json
+from pointsman._files import parse_json, read_ordinary
 
 START, PAD, END, UNKNOWN = 0, 1, 2, 3
 MASK = "<mask>"
 _TRAINING_CHARACTERS = 2_000_000
+_PUBLISHED = (1, -1, 2, 0)
+"""Where XLM-R's model has `<s>`, `<pad>`, `</s>`, `<unk>`."""
+PUBLISHED_NAME = "sentencepiece.bpe.model"
 
 
 class Pieces:
@@ -32,6 +38,9 @@ class Pieces:
 
     Args:
         model: the content of a SentencePiece model file.
+
+    Attributes:
+        published: whether it has the form of XLM-R's.
 
     Raises:
         RunError: it is no such file, or its special pieces stand elsewhere.
@@ -46,10 +55,13 @@ class Pieces:
         except (RuntimeError, TypeError) as error:
             raise RunError(f"not a SentencePiece model: {error}") from None
         special = (processor.bos_id(), processor.pad_id(), processor.eos_id(), processor.unk_id())
-        if special != (START, PAD, END, UNKNOWN) or processor.piece_to_id(MASK) == UNKNOWN:
+        self.published = special == _PUBLISHED and processor.piece_to_id(MASK) == processor.unk_id()
+        if not self.published and (
+            special != (START, PAD, END, UNKNOWN) or processor.piece_to_id(MASK) == processor.unk_id()
+        ):
             raise RunError(
                 f"the SentencePiece model has <s>, <pad>, </s>, <unk> at {special} and needs them at (0, 1, 2, 3), "
-                f"with a piece {MASK}"
+                f"with a piece {MASK}, or, as XLM-R's, at {_PUBLISHED} without one"
             )
         self.model = model
         self._processor = processor
@@ -57,16 +69,17 @@ class Pieces:
     @cached_property
     def symbols(self) -> tuple[str, ...]:
         """What id 0, 1, … stand for."""
-        return tuple(self._processor.id_to_piece(index) for index in range(self.size))
+        own = tuple(self._processor.id_to_piece(index) for index in range(self._processor.get_piece_size()))
+        return ("<s>", "<pad>", "</s>", "<unk>", *own[3:], MASK) if self.published else own
 
     @property
     def size(self) -> int:
         """V, the number of ids."""
-        return int(self._processor.get_piece_size())
+        return int(self._processor.get_piece_size()) + 2 * self.published
 
     @cached_property
     def mask_id(self) -> int:
-        return int(self._processor.piece_to_id(MASK))
+        return self.size - 1 if self.published else int(self._processor.piece_to_id(MASK))
 
     @cached_property
     def special(self) -> NDArray[np.bool_]:
@@ -99,7 +112,11 @@ class Pieces:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Ids [n], without `<s>` and `</s>`."""
-        return np.asarray(self._processor.encode(text, out_type=int), dtype=np.int64)
+        return self._shifted(self._processor.encode(text, out_type=int))
+
+    def _shifted(self, found: Sequence[int]) -> NDArray[np.int64]:
+        ids = np.asarray(found, dtype=np.int64)
+        return np.where(ids == _PUBLISHED[3], UNKNOWN, ids + 1) if self.published else ids
 
     def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids [n], and where each piece starts and ends in `text` [n, 2], in characters.
@@ -108,11 +125,14 @@ class Pieces:
         """
         found = self._processor.encode(text, return_type="offset_mapping")
         ids, offsets = found["ids"], found["offsets"]
-        return np.asarray(ids, dtype=np.int64), np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        return self._shifted(ids), np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; special pieces have none."""
-        return str(self._processor.decode([int(index) for index in ids]))
+        kept = [int(index) for index in ids]
+        if self.published:
+            kept = [max(0, index - 1) if index != UNKNOWN else 0 for index in kept if not self.special[index]]
+        return str(self._processor.decode(kept))
 
     def to_json(self) -> str:
         """One line of JSON that `from_json` reads, the model in base64."""
@@ -131,6 +151,21 @@ class Pieces:
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"not a vocabulary of pieces: {error}") from None
         return cls(model)
+
+
+def open_pieces(path: Path) -> Pieces:
+    """Those of a SentencePiece model file, or of XLM-R's in a folder.
+
+    Raises:
+        RunError: no such file, or another.
+    """
+    file = path / PUBLISHED_NAME if path.is_dir() else path
+    try:
+        return Pieces(read_ordinary(file))
+    except RunError as error:
+        raise RunError(f"{file}: {error}") from None
+    except OSError as error:
+        raise RunError(f"{file}: no SentencePiece model that can be read ({error.strerror or error})") from None
 
 
 @dataclass(frozen=True)

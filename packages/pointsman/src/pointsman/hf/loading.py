@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from pointsman._errors import RunError
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
-    """A language model, of a decoder or of encoder and decoder.
+def load_model(name: str, *, dtype: str = "auto", device: str = "cpu", masked: bool = False) -> Any:
+    """A language model, of a decoder or of encoder and decoder; `masked`: of an encoder.
 
     Raises:
         RunError: it cannot be loaded, or lacks weights, which would be drawn at random.
@@ -21,6 +21,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "cpu") -> Any:
     def load() -> Any:
         both = AutoConfig.from_pretrained(name, trust_remote_code=False).is_encoder_decoder
         factory: Any = AutoModelForSeq2SeqLM if both else AutoModelForCausalLM
+        if masked:
+            factory = AutoModelForMaskedLM
         return factory.from_pretrained(name, dtype=dtype, output_loading_info=True, trust_remote_code=False)
 
     model, info = _load(name, "model", load)

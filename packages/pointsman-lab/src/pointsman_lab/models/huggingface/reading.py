@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError, did_you_mean
@@ -11,7 +12,30 @@ from pointsman_lab.models.huggingface.classes import CLASSES, HubClass
 from pointsman_lab.models.huggingface.rules import GateRule
 
 LATENT = "it has latent attention, which the decoder has not"
-REFUSED = {"deepseek_v2": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT}
+REFUSED = {
+    "xlm-roberta": "an encoder can, with --preset xmoe-base",
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+}
+
+
+def open_config(folder: str) -> Any:
+    """The configuration in a folder of transformers.
+
+    Raises:
+        RunError: no folder, or none that transformers can read.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise RunError(f"{folder}: no folder of a Hugging Face model: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for an unknown or damaged configuration
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise RunError(f"{folder}: transformers cannot read its config.json: {lines[0]}") from None
 
 
 def class_of(kind: str, where: str) -> HubClass:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pointsman._errors import RunError
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
-from pointsman_lab.models.huggingface import difference, load_theirs, read_config
+from pointsman_lab.models.huggingface import difference, load_theirs, open_config, read_config
 from pointsman_lab.registry import own_settings
 from pointsman_lab.training.config import RunConfig, default_top_k
 
@@ -25,7 +24,7 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
     Raises:
         RunError: no folder, no configuration in it, a class that no decoder can be, or settings that none has.
     """
-    model, _ = read_config(_config(folder), folder, router)
+    model, _ = read_config(open_config(folder), folder, router)
     k = str(model.top_k)
     own = {name: value for name, value in config.own.items() if name in own_settings(model.family)}
     return replace(
@@ -56,16 +55,3 @@ def started(config: RunConfig) -> tuple[Decoder, str]:
         return model, f"the model starts with the logits of {folder} (at k = {k} they differ by {off:.1g})"
     why = f"the router of {fresh[0]} starts anew" if fresh else f"the router {own.router!r} routes by another rule"
     return model, f"the model starts from the weights of {folder}, with other logits: {why}"
-
-
-def _config(folder: str) -> Any:
-    from transformers import AutoConfig
-
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise RunError(f"{folder}: no folder of a Hugging Face model: it has no config.json")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises many types for an unknown or damaged configuration
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise RunError(f"{folder}: transformers cannot read its config.json: {lines[0]}") from None

@@ -8,6 +8,10 @@ from pointsman_lab.registry import Setting, TaskEntry
 from pointsman_lab.tasks.masked_language_modelling.presets import PRESETS
 
 SETTINGS = {
+    "tokenizer": Setting(
+        "", "a SentencePiece model in XLM-R's order, or a folder with one; empty: learned from the text"
+    ),
+    "start_from": Setting("", "folder of XLM-R in the form of transformers, whose weights the training starts from"),
     "pieces": Setting(8192, "how many pieces of words are learned from the text", least=1),
     "language_exponent": Setting(0.7, "a language with share q is drawn with probability ~ q^exponent", most=1),
     "mask_rate": Setting(0.15, "the share of the places that are predicted", most=1),
@@ -32,6 +36,11 @@ class MaskedLanguageModelling(TaskEntry):
         from pointsman_lab.tasks.masked_language_modelling.task import MaskedLanguageModelling as Task
 
         return Task.open(config, progress, vocabulary)
+
+    def start(self, config: Any, folder: str, router: str | None) -> Any:
+        from pointsman_lab.tasks.masked_language_modelling.start import start_config
+
+        return start_config(config, folder, router)
 
     def vocabulary(self, text: str) -> Any:
         from pointsman_lab.data.pieces import Pieces

@@ -69,7 +69,8 @@ class PackedText:
             for language, blocks in self.train.items()
         )
         note = f" ({self.note})" if self.note else ""
-        return f"{self.name}{note}; {self.pieces.size:,} pieces learned from it; training + validation: {languages}"
+        origin = "in XLM-R's order" if self.pieces.published else "learned from it"
+        return f"{self.name}{note}; {self.pieces.size:,} pieces {origin}; training + validation: {languages}"
 
 
 def draws(seed: int, stream: int, number: int, rows: int, width: int) -> NDArray[np.float64]:

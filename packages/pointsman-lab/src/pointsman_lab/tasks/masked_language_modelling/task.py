@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
-from pointsman_lab.data.pieces import Pieces, shares
+from pointsman_lab.data.pieces import Pieces, open_pieces, shares
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
@@ -43,8 +44,13 @@ class MaskedLanguageModelling(Task):
     def open(
         cls, config: RunConfig, progress: DataProgress | None = None, vocabulary: Pieces | None = None
     ) -> MaskedLanguageModelling:
-        """The task of `config.data`, with pieces learned from it or with those of a trained run."""
+        """The task of `config.data`, in the pieces of a trained run if it is one.
+
+        Otherwise in those that the settings name, those of the model that training starts from, or learned ones.
+        """
         check(config)
+        if vocabulary is None and (source := config.own["tokenizer"] or config.own["start_from"]):
+            vocabulary = open_pieces(Path(source).expanduser())
         return cls(
             open_blocks(
                 config.data, length=config.segment_length, size=config.own["pieces"],
@@ -56,8 +62,25 @@ class MaskedLanguageModelling(Task):
     def check(self, config: RunConfig) -> None:
         check(config)
 
+    def prepared(self, config: RunConfig) -> RunConfig:
+        if not config.own["start_from"]:
+            return super().prepared(config)
+        model: Any = config.model
+        if self.vocabulary.size != model.vocab_size:
+            raise RunError(
+                f"the pieces do not fit: they are {self.vocabulary.size:,}, and the model in "
+                f"{config.own['start_from']} has {model.vocab_size:,}"
+            )
+        return config
+
     def build_model(self, config: RunConfig) -> Any:
-        return build_model(config.model)
+        if not config.own["start_from"]:
+            return build_model(config.model)
+        from pointsman_lab.tasks.masked_language_modelling.start import started
+
+        model, note = started(config)
+        self.notes = (note,)
+        return model
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
         return MaskedBatches(self.text, config, device)
