@@ -18,7 +18,7 @@ help:
 	@echo "make campaign     random programs against the promises of docs/reliability.md (three minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
-	@echo "make results      make tables, pages and claims of docs/results from their records"
+	@echo "make results      make the pages of docs/results from records/"
 	@echo "make docs         build the documentation into site/; any warning is an error"
 	@echo "make wheel        build the wheel, install it in a clean environment and try it"
 

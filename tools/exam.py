@@ -6,7 +6,6 @@ python -m tools.exam page DIR           # writes record and page from DIR
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 import statistics
@@ -27,6 +26,9 @@ from pointsman_lab.exam.registry import QUICK, TASKS, tasks
 from pointsman_lab.exam.scores import Cells, accept, difference, mean_of_runs
 from pointsman_lab.exam.student import ROWS
 from pointsman_lab.report.cell import metric
+from pointsman_lab.report.results import tidy
+from pointsman_lab.runs.comparison import read_comparison
+from pointsman_lab.runs.paths import COMPARISON
 from tools.results.inference import Judged, judge
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +94,7 @@ def make(folder: Path, page: Path = ROOT / "docs" / "exam" / "index.md") -> None
     cells = {place: found[place] for place in ((task, row) for row in rows for task in TASKS)
              if place in found and is_whole(found[place], SEEDS)}  # fmt: skip
     print(write_whole(file, written_record(cells)))
-    print(write_whole(page, wrapped(text(cells, list(TASKS), rows, results(ROOT / "docs" / "results")))))
+    print(write_whole(page, wrapped(text(cells, list(TASKS), rows, results(ROOT / "records")))))
 
 
 def text(cells: Cells, tasks: Sequence[str], rows: Sequence[str], measured: Mapping[str, Mapping[str, float]]) -> str:
@@ -181,7 +183,7 @@ def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
     level = [row for row in others if difference(cells, task, best, row, len(others)).sign == 0]
     worse = [row for row in others if difference(cells, task, best, row, len(others)).sign == 1]
     if level:
-        said.append(f"Not told apart from it: {', '.join(f'`{row}`' for row in level)}.")
+        said.append(f"Not significantly different: {', '.join(f'`{row}`' for row in level)}.")
     if worse:
         said.append(
             f"Worse: {len(worse)} of the {len(others)} others; the worst is `{order[-1]}` with "
@@ -202,16 +204,15 @@ def paragraph(cells: Cells, task: str, rows: Sequence[str]) -> str:
 def results(folder: Path) -> dict[str, dict[str, float]]:
     """Comparison -> router -> mean figure on the test split, more is better."""
     found: dict[str, dict[str, float]] = {}
-    for file in sorted(folder.glob("*/results.csv")):
-        with file.open(newline="", encoding="utf-8") as lines:
-            rows = [row for row in csv.DictReader(lines) if row["value"]]
+    for grid in sorted(folder.glob(f"*/{COMPARISON}")):
+        rows = [row for row in tidy(read_comparison(grid.parent)) if row["value"] is not None]
         values: dict[str, list[float]] = {}
         ks = {row["k"] for row in rows}
         for row in rows:
-            if row["k"] == "2" or "2" not in ks:
+            if row["k"] == 2 or 2 not in ks:
                 sign = -1 if metric(row["metric"]).lower_is_better else 1
-                values.setdefault(row["router"], []).append(sign * float(row["value"]))
-        found[file.parent.name] = {router: statistics.fmean(one) for router, one in values.items()}
+                values.setdefault(row["router"], []).append(sign * row["value"])
+        found[grid.parent.name] = {router: statistics.fmean(one) for router, one in values.items()}
     return found
 
 

@@ -127,7 +127,7 @@ def test_the_options_of_every_router_name_who_has_a_balance_loss_by_default() ->
 
 
 def claims_commands() -> list[str]:
-    grids = tomllib.loads((ROOT / "docs" / "results" / "claims.toml").read_text(encoding="utf-8"))["grids"].values()
+    grids = tomllib.loads((ROOT / "records" / "claims.toml").read_text(encoding="utf-8"))["grids"].values()
     lines = [line for grid in grids for line in (f"{grid['command']} --routers smoe", *grid.get("after", ()))]
     return sorted({command for line in lines for command in re.findall("pointsman [^;]+", line)})
 

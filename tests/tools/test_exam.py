@@ -47,6 +47,6 @@ def test_a_claim_of_a_paper_is_judged_over_eight_seeds() -> None:
 
 
 def test_figures_of_trained_models_are_found() -> None:
-    found = results(ROOT / "docs" / "results")
+    found = results(ROOT / "records")
     assert found["enwik8-tiny"]["smoe"] < 0
     assert found["cifar10-10k-tiny-vit"]["smoe"] > 0

@@ -1,6 +1,6 @@
-"""Makes everything below docs/results again from the records in it: tables, results.csv, pages, claims, trends, index.
+"""Makes the pages of docs/results from the records: index, claims, trends with pictures, and a page a grid.
 
-python -m tools.results [FOLDER]        # default: docs/results; `make results`
+python -m tools.results [RECORDS PAGES]        # default: records docs/results; `make results`
 """
 
 from __future__ import annotations
@@ -10,52 +10,34 @@ from dataclasses import replace
 from pathlib import Path
 
 from pointsman._errors import RunError
-from pointsman_lab.report import series, write_report
+from pointsman_lab.report import series
 from pointsman_lab.report.figures import save_lines
-from pointsman_lab.report.results import write_tables, write_task_tables
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
-from pointsman_lab.runs.paths import COMPARISON
-from pointsman_lab.tasks.attacks.table import attack_tables
-from pointsman_lab.tasks.images.robust_table import robust_tables
 from tools.results.claims import Page
-from tools.results.load_table import LoadTable, measured_shares
-from tools.results.prose import write_prose
+from tools.results.pages import Pages
 from tools.results.trends import Trends
 
-MAIN, ROWS = "enwik8-tiny", ("smoe", "smoe-dropout", "hyperrouter", "frozen-scaled", "frozen-temperature")
+MAIN, ROWS = "enwik8-tiny-decoder", ("smoe", "smoe-dropout", "hyperrouter", "xmoe", "dense")
 ROOT = Path(__file__).parents[2]
-ROUTERS = ROOT / "benchmarks" / "results" / "routers" / "layer.json"  # python -m tools.bench --case routers
 
 
-def make(folder: Path) -> None:
-    """Writes the files of every grid in `folder`, then claims.md, trends.md and index.md."""
-    for file in sorted(folder.glob(f"*/{COMPARISON}")):
-        grid = file.parent
-        write_tables(grid)
-        comparison = read_comparison(grid)
-        LoadTable.of(comparison, measured_shares(ROUTERS)).write(grid)
-        write_task_tables(grid)
-        for shifted in (*attack_tables(comparison), *robust_tables(comparison)):
-            shifted.write(grid)
-        print(write_report(grid, quotes=False), flush=True)
-    if (main := folder / MAIN).is_dir():
-        print(quality(main, folder / "pictures" / "quality.svg"))
-    print(Page.read(folder).write(folder))
-    print(Trends.read(folder).write(folder))
-    if page := write_prose(folder):
-        print(page)
-
-
-def quality(grid: Path, picture: Path) -> Path:
-    """The picture of the README: quality at every k of five rows."""
-    table = ComparisonTable.of(replace(read_comparison(grid), routers=ROWS))
-    return save_lines(picture, series.quality(table), "experts per token, k", table.metric.label, ks=table.top_k)
+def make(records: Path, folder: Path) -> None:
+    """Writes all pages of `records` into `folder`."""
+    claims = Page.read(records)
+    Pages(records, claims).write(folder)
+    print(claims.write(folder))
+    print(Trends.read(records).write(folder))
+    if (records / MAIN).is_dir():
+        table = ComparisonTable.of(replace(read_comparison(records / MAIN), routers=ROWS))
+        picture = folder / "pictures" / "quality.svg"
+        print(save_lines(picture, series.quality(table), "experts per token, k", table.metric.label, ks=table.top_k))
 
 
 if __name__ == "__main__":
     try:
-        make(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "results")
+        records, pages = map(Path, sys.argv[1:]) if sys.argv[1:] else (ROOT / "records", ROOT / "docs" / "results")
+        make(records, pages)
     except (RunError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

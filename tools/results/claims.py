@@ -74,7 +74,8 @@ class Tested:
         """What is compared, or the command that would compare it."""
         claim = self.claim
         if claim.measure:
-            return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`, {claim.measured.text}"
+            base_k = f" at k = {claim.base_k}" if claim.base_k else ""
+            return f"`{claim.grid}`: `{claim.row}` against `{claim.base}`{base_k}, {claim.measured.text}"
         over = f": `{claim.row}` over `{claim.base}`, against {claim.limit:g}" if claim.timings else ""
         return f"`{claim.test}`{over}"
 
@@ -114,7 +115,7 @@ class Page:
         Raises:
             RunError: a claim that names no known measure or grid; a damaged grid.
         """
-        commands, rows, families, claims = read_claims(folder / CLAIMS)
+        commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
         tested = [
             Tested(
@@ -127,7 +128,7 @@ class Page:
             for one in claims
         ]
         whole = {
-            name: [f"{first} \\\n    {_options(rows[name], grids.get(name))}--out GRID", *after]
+            name: [f"{first} \\\n    {_options(grids.get(name))}--out GRID", *after]
             for name, (first, *after) in commands.items()
         }
         return cls(judged_by_family(tested, families), whole, families)
@@ -137,7 +138,7 @@ class Page:
         lines = [
             "# Claims",
             "",
-            "Made by `make results` from the records in this folder; nothing here is typed by hand.",
+            "Made by `make results` from the records in `records/`; nothing here is typed by hand.",
             "",
             "Each line compares two rows of one grid, paired by seed: same data order, same initial weights outside",
             "the router. Difference: first row minus second, mean ± half of its own 95 % interval, not corrected.",
@@ -147,7 +148,8 @@ class Page:
             "stands the smallest difference that would have been seen with a power of 80 %. A control is no claim, so",
             "it has a figure and no verdict. The models are tiny: verdicts are about this size. Exploratory grids were",
             "looked at while their seeds came in, so their p-values are too small by an unknown amount.",
-            "[The protocol](protocol.md) says what was fixed before the runs.",
+            "[The protocol](protocol.md) says what was fixed before the runs. A star marks a claim that entered when",
+            "its records were there already. Each grid's page has its command.",
             "",
         ]
         lines += self._summary()
@@ -160,22 +162,26 @@ class Page:
                 table = Grid(HEADER, [self._row(one) for one in of if one.claim.aspect == aspect], code=False,
                              labels=len(HEADER)).markdown()  # fmt: skip
                 lines += [f"### {aspect[0].upper()}{aspect[1:]}", "", table, ""]
-        lines += ["## Commands", "", "Rows that claims and trends name, with the seeds of the row that has most.", ""]
-        for name, commands in self.commands.items():
-            shown = [one.replace("GRID", f"docs/results/{name}") for one in commands]
-            lines += [f"`{name}`:", "", "```sh", *shown, "```", ""]
         return "\n".join(lines)
 
-    def _summary(self) -> list[str]:
-        """How many claims of each family have which verdict, and those that are decided."""
+    def shown_commands(self, grid: str) -> list[str]:
+        """The commands that make a grid, with the rows that claims and trends name."""
+        return [one.replace("GRID", f"records/{grid}") for one in self.commands.get(grid, ())]
+
+    def counts(self) -> Grid:
+        """How many claims of each family have which verdict."""
         header = ("family", "claims", "hold", "do not hold", "equivalent", "undecided", "not run")
+        kinds = ("holds", "does not hold", "equivalent", "undecided", "not run")
         rows = []
         for name, family in self.families.items():
             count = Counter(one.verdict.split(" (")[0] for one in self.tested if one.claim.family == name)
-            kinds = ("holds", "does not hold", "equivalent", "undecided", "not run")
             if count:
                 rows.append([f"{name} ({family.kind})", str(count.total()), *(str(count[kind]) for kind in kinds)])
-        lines = ["## Verdicts", "", Grid(header, rows, code=False).markdown(), ""]
+        return Grid(header, rows, code=False)
+
+    def _summary(self) -> list[str]:
+        """The counts, and the claims that are decided."""
+        lines = ["## Verdicts", "", self.counts().markdown(), ""]
         for one in self.tested:
             if one.verdict in ("holds", "does not hold", "equivalent"):
                 told = f"- {one.claim.claim}: {one.verdict_text} ({one.figure}; {one.test})."
@@ -186,7 +192,7 @@ class Page:
     def _row(self, one: Tested) -> list[str]:
         claim, count = one.claim, len(one.values)
         seeds = f"{count} turns" if count and claim.timings else str(count or NONE)
-        p = NONE if one.judged is None else f"{one.judged.p:.1g}"
+        p = NONE if one.judged is None else "<0.001" if one.judged.p < 0.001 else f"{one.judged.p:.1g}"
         return [claim.claim, claim.where, one.test, one.figure, seeds, p, one.against_control, one.verdict_text]
 
     def write(self, folder: Path) -> Path:
@@ -216,10 +222,12 @@ def _kind(one: Tested) -> tuple[str, str, str]:
     return one.claim.family, one.claim.grid, one.claim.measure
 
 
-def _options(rows: Sequence[str], comparison: Comparison | None) -> str:
-    """Of `compare`: rows, and seeds as many as there are, at least `LEAST_SEEDS`."""
-    seeds = max([LEAST_SEEDS, *(len(comparison.of(row)) for row in rows if comparison)])
-    return f"--routers {','.join(rows)} \\\n    --seeds {seeds} " if rows else ""
+def _options(comparison: Comparison | None) -> str:
+    """Of `compare`: all rows, and seeds as many as the row has that has most."""
+    if comparison is None:
+        return ""
+    rows, seeds = comparison.routers, max(len(comparison.of(row)) for row in comparison.routers)
+    return f"--routers {','.join(rows)} \\\n    --seeds {seeds} "
 
 
 def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list[float]:
@@ -227,7 +235,8 @@ def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list
     comparison = grids.get(claim.grid)
     if not other or comparison is None or not claim.measure:
         return []
-    one, two = (claim.measured.of(comparison, router) for router in (claim.row, other))
+    one = claim.measured.of(comparison, claim.row)
+    two = replace(claim.measured, k=claim.base_k or claim.k).of(comparison, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
 
 

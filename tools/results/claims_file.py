@@ -24,6 +24,15 @@ It lies beside the grids. A grid is a comparison directory; a claim compares two
     margin = 0.01              # optional: a difference that counts as none; the default is the measure's
     family = "decoder"         # optional: another than the grid's
     control = "frozen-scaled"  # optional: the same difference to this row
+    base_k = 8                 # optional: k of base and control; the default is k
+    question = "scale"         # optional: the question of the index that it answers
+
+    [[questions]]              # of the index, in order
+    name = "scale"
+    title = "Is it the initial scale?"
+    picture = "trained-k-at-1" # of a trend
+    alt = "gap to smoe"
+    note = "A sentence."       # optional
 
 A claim about time compares the turns of a benchmark, which timed both rows one after the other on one machine:
 
@@ -50,9 +59,10 @@ from tools.results.inference import CORRECTIONS
 from tools.results.measures import MARGINS, UNITS, Measure
 
 CLAIMS = "claims.toml"
-COMPARED = ("base", "row", "control")
 SHAPE: dict[str, Any] = {
-    "grids": {"*": {"command!": str, "after": [str], "family": str}},
+    "grids": {"*": {"command!": str, "after": [str], "family": str, "about": str}},
+    "intro": str,
+    "questions": [{"name!": str, "title!": str, "picture!": str, "alt!": str, "note": str}],
     "families": {"*": {"kind": str, "seeds": int}},
     "claims": [dict],
     "trends": [{"name!": str, "title!": str, "measure!": str, "grids": [list], "rows": [str], "curves": {"*": [list]}}],
@@ -77,6 +87,7 @@ class Claim:
     grid: str = ""
     measure: str = ""
     k: int = 0
+    base_k: int = 0
     row: str = ""
     base: str = ""
     expected: str = "less"
@@ -90,6 +101,7 @@ class Claim:
     test: str = ""
     family: str = ""
     margin: float = 0.0
+    question: str = ""
 
     @property
     def equal_within(self) -> float:
@@ -102,8 +114,8 @@ class Claim:
         return Measure(self.measure, self.k, self.attack, self.rate, self.task, self.shift)
 
 
-def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, Family], list[Claim]]:
-    """(grid -> its commands, grid -> the rows that are named, families by name, claims) of claims.toml.
+def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, Family], list[Claim]]:
+    """(grid -> its commands, families by name, claims) of claims.toml.
 
     Raises:
         RunError: not TOML, an unknown field or measure, or a grid that is not named.
@@ -128,7 +140,7 @@ def read_claims(file: Path) -> tuple[dict[str, list[str]], dict[str, list[str]],
         if family.kind not in CORRECTIONS:
             raise RunError(f"{file}, family {name!r}: kind={family.kind!r}: {did_you_mean(family.kind, CORRECTIONS)}")
     families |= {claim.family: Family() for claim in claims if claim.family not in families}
-    return commands, {name: rows_of(name, values) for name in grids}, families, claims
+    return commands, families, claims
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -148,15 +160,6 @@ def read_toml(file: Path) -> dict[str, Any]:
         except ValueError:
             raise RunError(f"{file}, trend {number}: grids are [x, grid], curves [x, grid, row]") from None
     return values
-
-
-def rows_of(grid: str, values: Mapping[str, Any]) -> list[str]:
-    """The rows of a grid that claims and trends of claims.toml name."""
-    named = [one.get(part, "") for one in values.get("claims", []) if one.get("grid") == grid for part in COMPARED]
-    for one in values.get("trends", []):
-        rows = [row for points in planned(one).values() for _, of, row in points if of == grid]
-        named += [one.get("base", ""), *rows] if rows else []
-    return [row for row in dict.fromkeys(named) if row]
 
 
 def planned(trend: Mapping[str, Any]) -> dict[str, list[tuple[float | str, str, str]]]:

@@ -23,7 +23,7 @@ import numpy as np
 from scipy import optimize, special, stats
 
 ALPHA, POWER = 0.05, 0.8
-MOST_SEEDS = 10_000
+MOST_SEEDS = 1_000
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,17 @@ class Judged:
 
     @property
     def more_seeds(self) -> int:
-        """How many more seeds would make the smallest difference that is seen the margin, at the present spread."""
+        """More seeds that make the smallest difference that is seen the margin at this spread; at most `MOST_SEEDS`."""
         n, (spread, freedom) = len(self.values), self.spread
         extra = freedom - (n - 1)
-        for seeds in range(n, MOST_SEEDS):
+        few, enough = n - 1, n + MOST_SEEDS
+        while enough - few > 1:
+            seeds = (few + enough) // 2
             if smallest_effect(spread, seeds, extra + seeds - 1, self.alpha) <= self.margin:
-                return seeds - n
-        return MOST_SEEDS
+                enough = seeds
+            else:
+                few = seeds
+        return enough - n
 
     def verdict(self, expected: str) -> str:
         """holds, does not hold, equivalent, or undecided; expected: "less" or "more" than the base, or "equal"."""

@@ -22,8 +22,8 @@ UNITS = {
     "imbalance": "squared coefficient of variation", "experts": "experts a token", "attacked": "",
     "attack": "loss from clean", "accuracy": "points", "transfer": "points", "english": "points", "collapse": "RC",
     "fluctuation": "share of tokens", "set fluctuation": "share of tokens", "neighbours": "tokens",
-    "own weight": "share", "effective experts": "experts", "information": "nats", "drop": "points",
-    "outliers": "points", "moved": "share of patches", "consistency": "correlation",
+    "collapse change": "RC", "own weight": "share", "effective experts": "experts", "information": "nats",
+    "drop": "points", "outliers": "points", "moved": "share of patches", "consistency": "correlation",
 }  # fmt: skip
 """Measure -> unit; "" = the grid's own."""
 
@@ -47,7 +47,8 @@ class Measure:
             fine-tuning, the mean over languages where there are several, and over the fine-tunings of a run; of one on
             English, english: its own, and transfer: the mean over the others. consistency: of the loads at k of
             fine-tunings of one run, over their pairs, a figure for each run. The others come from `pointsman diagnose
-            RUN` and are means over layers: collapse (RC), fluctuation (share of tokens whose first expert changed since
+            RUN` and are means over layers: collapse (RC; collapse change: of the last checkpoint minus the first),
+            fluctuation (share of tokens whose first expert changed since
             the checkpoint before; set fluctuation: whose set of experts), neighbours (their effective number), own
             weight (S[i, i]), effective experts (exp of the entropy of their loads) and information (mutual, of the
             expert and the token's id, less Miller and Madow's bias). Of image runs (`evaluate RUN --robust KIND`): drop
@@ -191,8 +192,18 @@ def _last_change(key: str) -> Callable[[Mapping[str, Any]], list[float | None]]:
     return values
 
 
+def _collapse_change(found: Mapping[str, Any]) -> list[float | None]:
+    if len(history := found.get("history") or []) < 2:
+        return []
+    ends = [
+        [(layer.get("collapse") or {}).get("value") for layer in history[place]["layers"].values()] for place in (0, -1)
+    ]
+    return [None if finite(one) is None or finite(two) is None else two - one for one, two in zip(*ends, strict=True)]
+
+
 DIAGNOSED = {
     "collapse": _diagnosed("collapse", "value"),
+    "collapse change": _collapse_change,
     "fluctuation": _last_change("top1"),
     "set fluctuation": _last_change("sets"),
     "neighbours": _diagnosed("mixing", "effective_mean"),

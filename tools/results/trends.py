@@ -102,14 +102,14 @@ class Trend:
         }
 
     def verdict(self, name: str, comparisons: int) -> str:
-        """Between the `ends`: grows, shrinks or turns (rises, falls), or not told apart."""
+        """Between the `ends`: grows, shrinks or turns (rises, falls), or not significant."""
         if name not in self.ends:
             return NONE
         ends = self.ends[name]
         change = Paired(self.changes()[name].values, comparisons)
         until = "" if ends[1] is self.curves[name][-1] else f" until {self.x} {_number(ends[1].x)}"
         if not change.sign:
-            return f"not told apart{until} ({change.text()})"
+            return f"not significant{until} ({change.text()})"
         shared = ends[0].values.keys() & ends[1].values
         first, last = (statistics.fmean(end.values[seed] for seed in shared) for end in ends)
         words = ("rises", "falls") if change.sign > 0 else ("falls", "rises")
@@ -232,7 +232,7 @@ class Trends:
         lines = [
             "# Trends",
             "",
-            "Made by `make results` from the records in this folder; nothing here is typed by hand.",
+            "Made by `make results` from the records in `records/`; nothing here is typed by hand.",
             "",
             "A gap is paired by seed: same data order, same initial weights outside the router. Gaps: mean ± half of",
             f"the interval, corrected for the {self.comparisons} comparisons of this page (Bonferroni, Student's t);",

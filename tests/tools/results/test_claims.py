@@ -64,6 +64,11 @@ def claim(row: str, expected: str = "less", grid: str = "tiny", **more: object) 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return invented(tmp_path)
+
+
+def invented(tmp_path: Path) -> Path:
+    """A folder with the grid `tiny`: rows that are ahead, behind and the same, and one of two seeds."""
     routers = {"smoe": 3.0, "ahead": 2.0, "behind": 4.0, "same": 3.0, "few": 1.0}
     skipped = [(router, seed) for router in routers for seed in range(3)]
     write_comparison(tmp_path / "tiny", routers=list(routers), missing=skipped)
@@ -96,8 +101,17 @@ def test_every_verdict(folder: Path) -> None:
     shown = page.write(folder).read_text()
     assert "| it scales | Table 2 | `pointsman compare` | - | - | - | - | **not run** |" in shown
     assert "| language (exploratory) | 9 | 3 | 2 | 0 | 1 | 3 |" in shown
-    assert "--out docs/results/tiny\npointsman evaluate docs/results/tiny --robust c\n" in shown
+    commands = page.shown_commands("tiny")
+    assert commands[0].endswith("--routers smoe,ahead,behind,same,few \\\n    --seeds 3 --out records/tiny")
+    assert commands[1:] == ["pointsman evaluate records/tiny --robust c"]
     assert all(len(line) <= 120 for line in shown.splitlines() if not line.startswith("|"))
+
+
+def test_a_base_at_another_k(folder: Path) -> None:
+    (folder / CLAIMS).write_text(PAGE + claim("ahead", base_k=8))
+    (one,) = Page.read(folder).tested
+    assert one.verdict == "not run", "nothing was evaluated at k = 8"
+    assert one.test == "`tiny`: `ahead` against `smoe` at k = 8, quality, k = 1"
 
 
 def test_families_have_their_own_correction_and_seeds(folder: Path) -> None:
@@ -196,7 +210,15 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
         "load": {"effective": 6.0, "cv": 1.0}, "specialisation": {"mutual_information": 0.75, "corrected": 0.5},
     }  # fmt: skip
     history = [
-        {"checkpoint": "step-5", "layers": {"a": {"fluctuation": {"top1": value, "sets": 2 * value}}}}
+        {
+            "checkpoint": "step-5",
+            "layers": {
+                "a": {
+                    "fluctuation": {"top1": value, "sets": 2 * value},
+                    "collapse": {"value": 4 * value},
+                }
+            },
+        }
         for value in (0.5, 0.125)
     ]
     found = {"layers": {"a": layer, "b": {"collapse": {"value": 4.0}}}, "history": history}
@@ -204,7 +226,8 @@ def test_figures_of_a_diagnosis(folder: Path) -> None:
     comparison = read_comparison(folder / "tiny")
     figures = {name: Measure(name).of(comparison, "ahead") for name in DIAGNOSED}
     assert figures == {
-        "collapse": {1: 3.0}, "fluctuation": {1: 0.125}, "set fluctuation": {1: 0.25}, "neighbours": {1: 3.0},
+        "collapse": {1: 3.0}, "collapse change": {1: -1.5}, "fluctuation": {1: 0.125}, "set fluctuation": {1: 0.25},
+        "neighbours": {1: 3.0},
         "own weight": {1: 0.25}, "effective experts": {1: 6.0}, "information": {1: 0.5},
     }  # fmt: skip
     assert Measure("collapse").of(comparison, "smoe") == {}, "a run that was not diagnosed has no figure"

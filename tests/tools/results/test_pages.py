@@ -1,24 +1,67 @@
-"""The results: pages are what the records give."""
+"""The results: pages are what the records give, and few and short enough to be read."""
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tools.results.test_claims import PAGE, claim, invented
+from tools.results.claims import Page
+from tools.results.claims_file import CLAIMS
+from tools.results.pages import Pages
+
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "docs" / "results"
+SECTIONS = ["## table", "## differences", "## loads"]
+QUESTION = """
+intro = "Figures."
+
+[[questions]]
+name = "first"
+title = "Is it so?"
+picture = "quality"
+alt = "a picture"
+
+"""
+RECORDS, RESULTS = ROOT / "records", ROOT / "docs" / "results"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_pages_are_what_the_records_give(tmp_path: Path) -> None:
-    folder = tmp_path / "docs" / "results"
-    shutil.copytree(RESULTS, folder, ignore=shutil.ignore_patterns("runs"))
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")  # claims about time read it
-    subprocess.run([sys.executable, "-m", "tools.results", str(folder)], cwd=ROOT, check=True, timeout=500)
-    for page in ("index.md", "claims.md", "trends.md", *(str(f.relative_to(RESULTS)) for f in RESULTS.glob("*/*.md"))):
-        assert (folder / page).read_text() == (RESULTS / page).read_text(), page
+    command = [sys.executable, "-m", "tools.results", str(RECORDS), str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=800)
+    made = {file.name for file in tmp_path.glob("*.md")}
+    assert made == {file.name for file in RESULTS.glob("*.md")} - {"protocol.md"}
+    for page in made:
+        assert (tmp_path / page).read_text() == (RESULTS / page).read_text(), page
+
+
+def test_the_results_are_few_and_short() -> None:
+    files = [file for file in RESULTS.rglob("*") if file.is_file()]
+    assert len(files) <= 80
+    assert sum(file.stat().st_size for file in files) <= 8e6
+    index = (RESULTS / "index.md").read_text(encoding="utf-8")
+    assert len(index.splitlines()) <= 150, "three screens"
+    for target in re.findall(r"\]\((?!http)([^)#]+)", index):
+        assert (RESULTS / target).is_file(), target
+    assert not re.search(r"told\s+apart", "".join(file.read_text(encoding="utf-8") for file in RESULTS.glob("*.md")))
+
+
+def test_a_grid_and_the_index_of_a_folder(tmp_path: Path) -> None:
+    folder, pages = invented(tmp_path), tmp_path / "pages"
+    pages.mkdir()
+    text = PAGE.replace("[grids.tiny]", QUESTION + "[grids.tiny]\nabout = 'A tiny grid.'")
+    (folder / CLAIMS).write_text(text + claim("ahead", question="first") + claim("behind"))
+    Pages(folder, Page.read(folder)).write(pages)
+    grid = (pages / "tiny.md").read_text()
+    assert grid.startswith("# tiny\n\nA tiny grid.\n\n")
+    assert [line for line in grid.splitlines() if line.startswith("## ")] == SECTIONS
+    index = (pages / "index.md").read_text()
+    assert "| ahead less | [tiny](tiny.md) | -1.0" in index
+    assert "behind less" not in index
+    assert "| [tiny](tiny.md) | A tiny grid. | 5 | 3 |" in index
+    assert {file.name for file in pages.iterdir()} == {"tiny.md", "index.md"}, "the other grids are not there"

@@ -61,7 +61,7 @@ def test_how_a_gap_goes_from_the_first_point_to_the_last(folder: Path) -> None:
     assert trend.curves["wider"][1].mean == pytest.approx(0.6, abs=1e-3)
     words = {name: trend.verdict(name, 1).split(" (")[0] for name in trend.curves}
     assert words == {
-        "wider": "**grows**", "closer": "**shrinks**", "over": "**turns**", "same": "not told apart", "young": "-",
+        "wider": "**grows**", "closer": "**shrinks**", "over": "**turns**", "same": "not significant", "young": "-",
     }  # fmt: skip
     page = trends.write(folder).read_text()
     assert "| row | steps 10 | steps 40 | first to last |" in page

@@ -13,8 +13,8 @@ from pointsman_lab.cli.runs import recorded_imports
 EPILOG = """examples:
   pointsman report runs/quickstart
   pointsman report runs/a runs/b --out both.html
-  pointsman report docs/results/enwik8-tiny --figures png,svg
-  pointsman report docs/results/enwik8-tiny --paper hyperrouter
+  pointsman report records/enwik8-tiny --figures png,svg
+  pointsman report records/enwik8-tiny --paper hyperrouter
 """
 
 
