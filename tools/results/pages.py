@@ -13,8 +13,8 @@ from pointsman_lab.registry import entries
 from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.report.language_table import LanguageTable
-from pointsman_lab.report.results import tables_of
-from pointsman_lab.report.tables import ComparisonTable, Differences
+from pointsman_lab.report.results import Differences, tables_of
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.report.task_table import TaskTable, finetunings, variants
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.tasks.attacks.table import attack_tables

@@ -13,7 +13,6 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.finetuning import Finetuning, compare_tasks
 from pointsman_lab.progress import Quiet
 from pointsman_lab.report import TaskTable
-from pointsman_lab.report.task_table import published_for
 
 
 class Titles(Quiet):
@@ -140,19 +139,6 @@ def test_only_the_rows_that_are_named_and_have_saved(own: Path, task: str) -> No
         compare_tasks(own, [settings], routers=["smeo"], progress=Quiet())
     with pytest.raises(RunError, match="no run has a checkpoint"):
         compare_tasks(own, [settings], routers=["xmoe"], progress=Quiet())
-
-
-def test_published_figures_are_labelled(own: Path) -> None:
-    found = {(one.router, one.accuracy): one.source for one in published_for("sst2")}
-    assert found["HyperRouter (k=16)", 83.33] == "hyperrouter, Table 3"
-    assert found["Similarity-inform SMoE", 71.72].endswith("Table 4")
-    assert published_for("reviews.csv") == []
-    table = TaskTable.read(own, "sst2")
-    assert "Published figures, not ours" in table.text()
-    assert "83.33" in table.markdown()
-    assert "0.8333" in table.csv()
-    assert "Published figures, not ours" in table.latex()
-    assert "nothing has been fine-tuned yet" in table.text()
 
 
 def test_no_comparison_no_tables(tmp_path: Path, task: str) -> None:

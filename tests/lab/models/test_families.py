@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pointsman_lab.models import TransformerXL, TransformerXLConfig, build_model, preset_config
+from pointsman_lab.models.config import parse_moe_layers
 from pointsman_lab.models.cost import cost_row, inference_flops
-from pointsman_lab.models.layout import parse_moe_layers
 from pointsman_lab.registry import family, presets
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.evaluation.over_ranks import own_share
+from pointsman_lab.evaluation.passes import own_share
 from pointsman_lab.runs.checkpoints import open_checkpoint
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling

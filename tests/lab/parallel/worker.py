@@ -36,8 +36,8 @@ from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConf
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training import trainer
 from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.kernels import seed_step
 from pointsman_lab.training.objectives import objective_of
-from pointsman_lab.training.state import seed_step
 
 BATCH, LENGTH, STEPS, EXPERT_COUNT = 8, 12, 4, 4
 

@@ -123,22 +123,10 @@ def write_explorer(
             seen[k][name] = Routing(chosen, weights, probs, logits)
     indices = list(range(0, len(text), 3))
     positions = {name: torch.randint(0, 1001, (2, len(indices)), generator=generator).tolist() for name in names}
-    checkpoints = [
-        {
-            "step": step,
-            "layers": {
-                name: {"entropy": 1.5, "entropy_std": 0.3, "collapse": 20.0 + layer + step / steps, "classes": experts,
-                       "top1": 0.1 + 0.05 * layer, "sets": 0.2}
-                for layer, name in enumerate(names)
-            },
-        }
-        for step in (steps // 2, steps)
-    ]  # fmt: skip
     sample = pack(seen, list(text))
     sample |= {
         "checkpoint": f"step-{steps}", "split": "test", "level": "char",
         "map": {"top_k": top_k[1], "method": "pca", "indices": indices, "layers": positions},
-        "history": {"top_k": top_k[1], "checkpoints": checkpoints},
     }  # fmt: skip
     dump(path / "explorer.json", sample)
 

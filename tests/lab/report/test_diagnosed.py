@@ -37,16 +37,8 @@ def diagnosis() -> dict[str, Any]:
 
 def test_a_checkpoints_change_is_since_the_one_before() -> None:
     """diagnostics.json gives a checkpoint's change to the one after it."""
-    found = [(one["step"], *one["layers"]["blocks.0.moe"].values()) for one in history_of(diagnosis(), {})]
+    found = [(one["step"], *one["layers"]["blocks.0.moe"].values()) for one in history_of(diagnosis())]
     assert found == [(100, 10.0, None), (200, 20.0, 0.4), (300, 30.0, 0.1)]
-
-
-def test_the_sample_stands_in_without_earlier_checkpoints() -> None:
-    sample = {"history": {"checkpoints": [{"step": 5, "layers": {}}]}}
-    assert (
-        history_of({}, sample) == history_of({**diagnosis(), "history": []}, sample) == sample["history"]["checkpoints"]
-    )
-    assert history_of({}, {}) == []
 
 
 def test_table_of_a_run(tmp_path: Path) -> None:

@@ -194,8 +194,6 @@ def test_tasks_and_attacks_stand_on_the_page(tmp_path: Path) -> None:
     assert "+15.50 ± 0.71" in found.text  # from the pre-trained run minus from scratch, seed by seed
     assert "0.250" in found.text
     assert "cut: train 0, test 3" in found.text
-    assert "Published figures, not ours" in found.text
-    assert "83.33" in found.text
     words, classified = found.data["attacks"]
     assert words["name"] == "Words swapped for AAA: enwik8-test"
     curve = words["of"]["value"]["all"]["8"][1]

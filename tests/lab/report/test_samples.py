@@ -149,11 +149,6 @@ def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
         probs, _, chosen = unpacked(sample, 2, name)
         assert np.abs(probs[:16] - records[name].probs.numpy()).max() < 0.0081
         assert chosen.sum() == 2 * 40
-    steps = [one["step"] for one in sample["history"]["checkpoints"]]
-    assert steps == [3, 6]
-    last = sample["history"]["checkpoints"][-1]["layers"][sample["layers"][0]]
-    assert 0 <= last["top1"] <= 1
-    assert 0 < last["entropy"] <= np.log(4) + 1e-6
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
-from pointsman_lab.training.config import RunConfig, default_top_k, derived, differing_settings
+from pointsman_lab.training.config import RunConfig, differing_settings
 from pointsman_lab.training.config import settings as all_settings
+from pointsman_lab.training.settings import default_top_k, derived
 
 Settings = Callable[..., RunConfig]
 

@@ -25,10 +25,9 @@ from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.tasks.crosslingual.features import answer, features
 from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Pair, Question, Tagged
-from pointsman_lab.tasks.crosslingual.model import TokenClassifier
 from pointsman_lab.tasks.crosslingual.scores import mean_error, resampled, score
 from pointsman_lab.tasks.crosslingual.splits import groups_of, load_xtreme
-from pointsman_lab.tasks.crosslingual.task import CrossLingual, submission
+from pointsman_lab.tasks.crosslingual.task import CrossLingual, TokenClassifier, submission
 from pointsman_lab.tasks.crosslingual.xtreme import PANX_TAGS
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.run import load_run

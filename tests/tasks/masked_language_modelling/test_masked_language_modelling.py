@@ -119,7 +119,6 @@ def test_a_run_is_diagnosed_and_shown_token_by_token(masked: Make, tmp_path: Pat
     assert file is not None
     sample = json.loads(file.read_text())
     assert (sample["split"], sample["level"]) == ("valid", "piece")
-    assert [row["step"] for row in sample["history"]["checkpoints"]] == [3, 6]
     assert len(sample["tokens"]) > 32
 
 

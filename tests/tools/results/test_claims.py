@@ -11,8 +11,8 @@ import pytest
 from pointsman._errors import RunError
 from pointsman.intervals import student_cdf, student_quantile
 from pointsman_lab.report.cell import Paired
-from pointsman_lab.report.results import COLUMNS, load_comparison, write_results
-from pointsman_lab.report.tables import ComparisonTable, Differences
+from pointsman_lab.report.results import COLUMNS, Differences, load_comparison, write_results
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
 from pointsman_lab.tasks.images.robust_table import robust_tables
 from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run

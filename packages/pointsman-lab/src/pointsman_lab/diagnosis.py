@@ -17,11 +17,13 @@ from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import consistency_over_training, diagnose, plain_reader
 from pointsman.ops.kernels import using
 from pointsman_lab.progress import Progress
-from pointsman_lab.runs.finetunings import finetunings_of
+from pointsman_lab.runs.paths import finetuned_runs
+from pointsman_lab.runs.record import read_run
 
 if TYPE_CHECKING:
     from pointsman_lab.training.run import Run
     from pointsman_lab.training.task import Task
+
 
 FILE = "diagnostics.json"
 MOST_HISTORY = 4
@@ -260,4 +262,27 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     read = sum(batch.numel() for batch in batches)
     found["protocol"] = {"data": corpus.description, "split": split, "tokens": read}
     found["tokens_text"] = _texts(found, lambda one: str(tokenizer.decode(one)))
+    return found
+
+
+def finetunings_of(run: Path) -> dict[str, Any]:
+    """Inter-run consistency of the fine-tunings of one run (X-MoE, 4.5), by variant, where there are two or more.
+
+    Returns:
+        {variant: {"runs", "window": batches whose loads are summed, "layers": {layer: [{"step", "runs",
+        "with_diagonal", "without_diagonal"}]}}}; variants whose runs have no window are left out.
+    """
+    from pointsman.diagnostics.diagnose import consistency_over_training, window_of  # they import torch
+
+    by_variant: dict[str, list[Path]] = {}
+    for path in finetuned_runs(run):
+        by_variant.setdefault(path.parent.name, []).append(path)
+    found = {}
+    for variant, paths in by_variant.items():
+        done = [one for path in paths if (one := read_run(path)).done]
+        if len(done) > 1 and not variant.endswith(",from-scratch"):
+            window = window_of(min(one.steps or 0 for one in done))
+            layers = consistency_over_training([one.metrics("routing") for one in done], window)
+            if layers:
+                found[variant] = {"runs": len(done), "window": window, "layers": layers}
     return found

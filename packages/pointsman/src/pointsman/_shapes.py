@@ -45,7 +45,6 @@ SHAPES: dict[str, Any] = {
         "format": int, "tokens": [str], "top_k": [int], "num_experts": int, "layers": [str], "routing": str,
         "usage": dict, "level": str | None, "checkpoint": str | None,
         "map": {"indices": [int], "top_k": int, "layers": dict, "method": str},
-        "history": {"top_k": int, "checkpoints": [{"step": int, "layers": {"*": dict}}]},
     },
     "exam.json": {"version!": int, "rows!": [str], "tasks!": [str], "seeds!": int, "imports": [str]},
     "exam-*.json": {

@@ -7,17 +7,102 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman.control import named_routers, set_top_k
+from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.evaluation.over_ranks import own_share
-from pointsman_lab.evaluation.routing import RoutingSummary
+from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.progress import Progress, Stop, check_stop
 
+
+class RoutingSummary:
+    """Entropy, load and experts a token of every router, streamed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mixed = {name: router.mix is not None for name, router in named_routers(model)}
+        self.diagnostics = Diagnostics("entropy", "load")
+        self.mask: Tensor | None = None  # [tokens], True where a token counts
+
+    def watch(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return record_routing(model, self._take) if self.mixed else nullcontext()
+
+    def _take(self, name: str, routing: Routing, context: RoutingContext | None) -> None:
+        self.diagnostics.update(name, routing, self.mask)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Adds what the other ranks have seen."""
+        if ranks.count > 1:
+            self.diagnostics = self.diagnostics.gather(ranks.group)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        results = {}
+        for name, found in self.diagnostics.result().items():
+            entropy, load = found["entropy"], found["load"]
+            results[name] = {"entropy": entropy["mean"], "entropy_std": entropy["std"], "load": load["share"]}
+            if load["tokens"]:
+                results[name]["experts_per_token"] = load["assignments"] / load["tokens"]
+            if self.mixed[name]:
+                results[name]["mixed_entropy"] = entropy["mixed_mean"]
+        return results
+
+
 T = TypeVar("T")
+
+
+class AgreedStop:
+    """A `Stop` that is set on all ranks as soon as it is on one; every rank must ask it equally often."""
+
+    def __init__(self, ranks: Ranks, stop: Stop | None) -> None:
+        self._ranks, self._stop = ranks, stop
+
+    def is_set(self) -> bool:
+        asked = torch.tensor(self._stop is not None and self._stop.is_set(), dtype=torch.float64)
+        return bool(self._ranks.total(asked)[0])
+
+
+@contextmanager
+def each_its_own(model: nn.Module) -> Iterator[None]:
+    """Inside, routers look at the rows of their own rank alone: for ranks that read the same rows, or rows apart."""
+    parts: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "ranks", None), Ranks)]
+    before = [part.ranks for part in parts]
+    for part in parts:
+        part.ranks = ALONE
+    try:
+        yield
+    finally:
+        for part, ranks in zip(parts, before, strict=True):
+            part.ranks = ranks
+
+
+def own_share(batches: Iterable[T], count: int, ranks: Ranks) -> Iterator[tuple[T, bool]]:
+    """This rank's part of `count` batches, and whether each counts.
+
+    Rank r reads the batches r, r + W, …. Ranks read equally many, since a model over ranks runs on all of them at once:
+    one that lacks a batch reads another that does not count.
+    """
+    given = 0
+    last: T | None = None
+    for number, last in enumerate(batches):
+        if number % ranks.count == ranks.rank:
+            given += 1
+            yield last, True
+    while last is not None and given < -(-count // ranks.count):
+        given += 1
+        yield last, False
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether an evaluation draws at random, so that ranks cannot share the batches out."""
+    return any(router.stochastic for _, router in named_routers(model))
+
+
+def divides_rows(model: nn.Module) -> bool:
+    """Whether a sequence gets the same figures whatever is evaluated beside it, so that ranks may share them out."""
+    return not draws(model) and all(router.batch_invariant for _, router in named_routers(model))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,26 @@ from pointsman.ops.relative import RelativeBias
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routing import AttentionTrace, RouterState, RoutingContext
 from pointsman_lab.models.traced_attention import traced_attention
-from pointsman_lab.models.views import no_view
+
+
+class NoView(torch.autograd.Function):
+    """The identity, whose output has the same memory and is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """The tensor as no view."""
+    if not tensor.requires_grad or torch.compiler.is_compiling() or not tensor._is_view():
+        return tensor
+    owned: Tensor = NoView.apply(tensor)  # type: ignore[no-untyped-call]
+    return owned
 
 
 class Norm(nn.LayerNorm):

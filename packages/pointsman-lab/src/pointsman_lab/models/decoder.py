@@ -27,11 +27,10 @@ from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, RouterSt
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys
 from pointsman_lab.models.norm import rms_norm
 from pointsman_lab.models.rotary import Turns, angles
-from pointsman_lab.models.stack import Sublayer
+from pointsman_lab.models.stack import LanguageModel, Sublayer
 
 FEW_LOGITS = 2**22
 """Up to so many logits are kept for backward; more are computed in parts, twice."""

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.layer import MoE
+from pointsman.ops.drawing import dropout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman.routing import RouterState
-from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, LayerContext, RouterStates
+from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, LayerContext, RouterStates, no_view
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import seeded
-from pointsman_lab.models.memory import Memory, newest
+from pointsman_lab.models.memory import Memory, Output, newest
 
 Config = TypeVar("Config", bound=ModelConfig)
 Sublayer = MoE | FeedForward | None
@@ -200,3 +201,57 @@ class Stack(nn.Module, Generic[Config]):
             return hidden, None
         mask = context.key_mask
         return hidden, Memory(tuple(kept), carries, None if mask is None else newest(mask, memory_length))
+
+
+class LanguageModel(Stack[Config]):
+    """A stack with an `embedding` whose `logits` and `loss` are those of the next token."""
+
+    embedding: Any
+
+    def encode(
+        self,
+        tokens: Tensor,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """The last hidden states [B, T, dim] and the memory for the next segment; arguments as of `forward`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        memory: Memory | None = None,
+        *,
+        memory_length: int = 0,
+        padding_mask: Tensor | None = None,
+        reduction: Literal["mean", "none"] = "mean",
+    ) -> Output:
+        """Runs a segment.
+
+        Args:
+            tokens: [B, T] int64.
+            targets: [B, T] int64, the token after each; negative ones, and those of padded positions, count nothing.
+            memory: what the segment before returned.
+            memory_length: how many positions the returned memory holds at most.
+            padding_mask: [B, T] bool, True for a real token; None where all are real.
+            reduction: "mean" over the targets that count, or "none": [B, T].
+        """
+        hidden, remembered = self.encode(tokens, memory, memory_length=memory_length, padding_mask=padding_mask)
+        if targets is None:
+            return Output(None, no_view(self.embedding.logits(self._drop(hidden))), hidden, remembered)
+        return Output(self._loss(hidden, targets, padding_mask, reduction), None, hidden, remembered)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, padding_mask: Tensor | None, reduction: str) -> Tensor:
+        counted = targets >= 0
+        if padding_mask is not None:
+            counted = counted & padding_mask
+        flat = torch.where(counted, targets, 0).reshape(-1)
+        losses = self.embedding.loss(self._drop(hidden).reshape(len(flat), -1), flat).view(targets.shape)
+        losses = torch.where(counted, losses, 0)
+        return losses if reduction == "none" else losses.sum() / counted.sum().clamp_min(1)
+
+    def _drop(self, hidden: Tensor) -> Tensor:
+        return dropout(hidden, self.config.dropout, self.training, self.ranks)

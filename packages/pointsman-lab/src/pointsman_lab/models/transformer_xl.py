@@ -20,9 +20,8 @@ from pointsman_lab.models.blocks import FeedForwardLayer, Norm, RelativeAttentio
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.cross_entropy import linear_cross_entropy
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.language_model import LanguageModel
 from pointsman_lab.models.memory import Memory, mask_of_keys
-from pointsman_lab.models.stack import Sublayer
+from pointsman_lab.models.stack import LanguageModel, Sublayer
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def changed_settings(run: RunRecord, preset: str) -> dict[str, Any] | None:
 
     None where there is no preset or recipe of that name.
     """
-    from pointsman_lab.training.config import without_effect
+    from pointsman_lab.training.settings import without_effect
 
     expected = named(preset, router=run.router)
     if expected is None:

@@ -29,9 +29,7 @@ def inside(comparison: Comparison) -> dict[str, Any]:
     last = last_step(comparison)
     samples = {router: found for router in comparison.routers if (found := sample_of(comparison, router))}
     histories = {
-        router: history
-        for router in comparison.routers
-        if (history := history_of(diagnosis_of(comparison, router), samples.get(router, {})))
+        router: history for router in comparison.routers if (history := history_of(diagnosis_of(comparison, router)))
     }
     return {
         "layers": layer_names(comparison),
@@ -185,16 +183,14 @@ def _top1(entry: Found, layer: str) -> float | None:
     return finite((entry["layers"].get(layer, {}).get("fluctuation") or {}).get("top1"))
 
 
-def history_of(diagnosis: Found, sample: Found) -> list[dict[str, Any]]:
+def history_of(diagnosis: Found) -> list[dict[str, Any]]:
     """[{"step", "layers": {name: {"collapse", "top1"}}}], oldest checkpoint first.
 
-    top1: share of tokens whose first expert changed since the previous checkpoint. From a diagnosis with earlier
-    checkpoints, which reads more tokens, else from the explorer's sample.
+    top1: share of tokens whose first expert changed since the previous checkpoint.
     """
+    if not diagnosis:
+        return []
     entries = list(diagnosis.get("history") or [])
-    sampled = list(sample.get("history", {}).get("checkpoints", []))
-    if (sampled and not entries) or not diagnosis:
-        return sampled
     line = [*((str(entry["checkpoint"]), entry["layers"]) for entry in entries)]
     line.append((f"step-{diagnosis.get('source', {}).get('step', '')}", diagnosis["layers"]))
     found = []

@@ -257,7 +257,7 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
     """
     from pointsman_lab.recipes import preset, recipe, recipes
     from pointsman_lab.registry import presets
-    from pointsman_lab.training.config import flat
+    from pointsman_lab.training.settings import flat
 
     try:
         if name in presets():
@@ -273,7 +273,7 @@ def named(name: str, **given: Any) -> dict[str, Any] | None:
 def deviations(config: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of config.json that differ from `expected`, without those that follow from the data and the seed."""
     from pointsman_lab.registry import OLDEST
-    from pointsman_lab.training.config import derived, flat
+    from pointsman_lab.training.settings import derived, flat
 
     own = config.get("model", {}).get("family")
     fixed = derived(str(own or OLDEST)) | derived(str(expected.get("model.family") or OLDEST))

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman._files import temporary_folder, within, write_whole
+from pointsman._files import temporary_folder, write_whole
 from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import join_routings, map_routing
 from pointsman.diagnostics.observe import evaluating, observe_routing
 from pointsman.diagnostics.samples import pack
-from pointsman.diagnostics.specialisation import RepresentationCollapse
-from pointsman.diagnostics.statistics import Entropy, Fluctuation
 from pointsman.ops.kernels import using
 from pointsman.routers.frame.registry import has_one_k
 from pointsman.routing import Routing, RoutingContext
@@ -28,7 +26,6 @@ from pointsman_lab.data.vocabulary import END_OF_LINE
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.report.explorer import readable
-from pointsman_lab.runs.checkpoints import steps_of
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.paths import CHECKPOINTS, EXPLORER
 from pointsman_lab.runs.record import RunRecord
@@ -71,15 +68,7 @@ def collect_samples(
     top_k = sorted(config.eval_top_k)
     middle = top_k[len(top_k) // 2]
     with using(run.kernels):
-        history: list[dict[str, Any]] = []
-        before: Seen = {}
-        for step in sorted(steps_of(within(path, CHECKPOINTS))):
-            if step < run.step:
-                now = look(load_run(path, step=step, device=device).model, segments, middle, memory)
-                history.append(changes(step, now, before))
-                before = now
         seen = {k: look(run.model, segments, k, memory) for k in top_k}
-        history.append(changes(run.step, seen[middle], before))
     routings = {k: {name: routing for name, (_, routing) in layers.items()} for k, layers in seen.items()}
     sample = pack(routings, display_tokens(np.concatenate(segments), run.vocabulary))
     sample |= {
@@ -87,7 +76,6 @@ def collect_samples(
         "split": task.reported_split(config),
         "level": run.vocabulary.level,
         "map": map_points(run.model, seen[middle], middle, points),
-        "history": {"top_k": middle, "checkpoints": history},
     }
     return write_whole((out or path) / EXPLORER, json.dumps(sample, allow_nan=False, separators=(",", ":")))
 
@@ -152,24 +140,6 @@ def look(model: Any, segments: Sequence[NDArray[np.int64]], top_k: int, memory_l
             segment = torch.from_numpy(ids[None]).to(device)
             _, memory = side.encode(segment, memory, memory_length=memory_length)
     return {name: (torch.cat(hiddens[name]), join_routings(parts)) for name, parts in routings.items()}
-
-
-def changes(step: int, seen: Seen, before: Seen) -> dict[str, Any]:
-    """Entropy and collapse of each layer at this checkpoint, and fluctuation since the one before."""
-    layers = {}
-    for name, (hidden, routing) in seen.items():
-        entropy, collapse = Entropy(), RepresentationCollapse()
-        entropy.update(routing)
-        collapse.update(routing, hidden=hidden)
-        found, spread = collapse.result(), entropy.result()
-        layer = {"entropy": spread["mean"], "entropy_std": spread["std"], "collapse": found["value"]}
-        layer["classes"] = found["classes"]
-        if name in before:
-            fluctuation = Fluctuation()
-            fluctuation.update(before[name][1], routing)
-            layer |= {key: fluctuation.result()[key] for key in ("top1", "sets")}
-        layers[name] = layer
-    return {"step": step, "layers": layers}
 
 
 def display_tokens(ids: NDArray[np.int64], vocabulary: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from pointsman._grid import NONE, Grid
 from pointsman_lab.report import series
 from pointsman_lab.report.cell import Cell
-from pointsman_lab.report.task_table import FROM_SCRATCH, PUBLISHED, ROUTING, ROUTING_KEYS, TaskTable, variants
+from pointsman_lab.report.task_table import FROM_SCRATCH, ROUTING, ROUTING_KEYS, TaskTable, variants
 from pointsman_lab.runs.comparison import Comparison
 
 TASKS_SHOWN = {"tuned": "from the pre-trained run", "scratch": "from scratch"}
@@ -38,8 +38,6 @@ def _task(comparison: Comparison, tables: Mapping[str, TaskTable]) -> dict[str, 
         "split": first.table.split,
         "notes": list(dict.fromkeys(one.note for one in tables.values())),
         "routing_note": ROUTING if kept else "",
-        "published": first.published_grid(),
-        "published_note": PUBLISHED,
         "label": metric.label,
         "chart": {
             "label": metric.label,

@@ -11,7 +11,6 @@ from typing import Any
 from pointsman._grid import NONE, Grid
 from pointsman._values import mean_of
 from pointsman_lab.report.forms import Forms, captioned, joined
-from pointsman_lab.report.published import papers
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import REPEAT, finetuned_runs
@@ -27,30 +26,6 @@ ROUTING = (
     "model's, mean over layers and seeds; consistency: correlation of the loads at k = 2 between fine-tunings of one "
     "pre-trained run, without the diagonal."
 )
-PUBLISHED = "Published figures, not ours: larger models, pre-trained far longer."
-
-
-@dataclass(frozen=True)
-class Published:
-    """A paper's test accuracy, in percent as printed; `router` as the paper labels it."""
-
-    router: str
-    accuracy: float
-    source: str
-
-
-def published_for(task: str) -> list[Published]:
-    """The published accuracies for a task; [] for a task that no paper reports."""
-    return [
-        Published(line.label, value, f"{paper.name}, {table.number}")
-        for paper in papers().values()
-        for table in paper.tables
-        if table.metric == "accuracy"
-        for place, column in enumerate(table.columns)
-        if column.task == task
-        for line in table.lines
-        if (value := line.values[place]) is not None
-    ]
 
 
 def variants(comparison: Comparison) -> list[str]:
@@ -75,19 +50,17 @@ def finetunings(comparison: Comparison, variant: str) -> list[RunRecord]:
 
 @dataclass(frozen=True)
 class TaskTable(Forms):
-    """A task's accuracies: routers x k over seeds, paired differences, published figures, change of the routing.
+    """A task's accuracies: routers x k over seeds, paired differences, change of the routing.
 
     Attributes:
         name: the variant: the task and changed settings, as in the folder names.
         table: our figures.
-        published: the papers' figures for this task.
         protocol: of our evaluations.
         routing: router -> `routing_of` its fine-tunings.
     """
 
     name: str
     table: ComparisonTable
-    published: Sequence[Published]
     protocol: Mapping[str, Any]
     routing: Mapping[str, Mapping[str, float | None]]
 
@@ -127,7 +100,7 @@ class TaskTable(Forms):
         )
         table = replace(table, repeats=True)
         routing = {router: routing_of([run for run in tuned if run.router == router]) for router in routers}
-        return cls(variant, table, published_for(variant.split(",")[0]), protocol, routing)
+        return cls(variant, table, protocol, routing)
 
     @property
     def note(self) -> str:
@@ -154,7 +127,7 @@ class TaskTable(Forms):
         return f"task-{self.name}"
 
     def text(self) -> str:
-        """Ours, paired differences, routing, then the published figures, labelled."""
+        """Ours, paired differences, and the routing."""
         parts = captioned(self.further(), Grid.text)
         return joined(f"{self.name}: {self.note}", self.table.text().rstrip("\n"), *parts)
 
@@ -165,26 +138,17 @@ class TaskTable(Forms):
         return joined(f"**{self.name}**: {self.note}", self.table.markdown().rstrip("\n"), *parts)
 
     def csv(self) -> str:
-        """Ours, one line a router; below, under a header of their own, the published figures (as shares, like ours)."""
-        if not self.published:
-            return self.table.csv()
-        rows = [[one.router, f"{one.accuracy / 100:.4f}", one.source] for one in self.published]
-        return f"{self.table.csv()}\n{Grid(['published router', 'accuracy', 'source'], rows).csv()}"
+        """Ours, one line a router."""
+        return self.table.csv()
 
     def latex(self) -> str:
-        """Ours and, in a second table, the published figures."""
-        if not self.published:
-            return self.table.latex()
-        return self.table.latex() + "\n" + replace(self.published_grid(), code=False).latex()
+        """Ours."""
+        return self.table.latex()
 
     def further(self) -> list[Grid]:
-        """The grids besides our figures: routing and published figures, where there are any."""
-        return [grid for grid in (self.routing_grid(), self.published_grid()) if grid.rows]
-
-    def published_grid(self) -> Grid:
-        """The papers' figures."""
-        rows = [[one.router, f"{one.accuracy:.2f}", one.source] for one in self.published]
-        return Grid(["router (published)", "accuracy (%)", "source"], rows, caption=PUBLISHED)
+        """The change of the routing, if there is any."""
+        grid = self.routing_grid()
+        return [grid] if grid.rows else []
 
     def routing_grid(self) -> Grid:
         """How fine-tuning changed the routing."""

@@ -221,3 +221,8 @@ def misfit(model: nn.Module, weights: Mapping[str, Tensor]) -> str | None:
         if tensor.shape != weights[name].shape:
             return f"its {name} is {list(weights[name].shape)}, this model's {list(tensor.shape)}"
     return None
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin with it, without it."""
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}

@@ -33,11 +33,12 @@ from pointsman_lab.runs.compact import restore
 from pointsman_lab.runs.comparison import read_plan, write_plan
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
-from pointsman_lab.training.config import RunConfig, flat, without_effect
+from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.imports import import_named
 from pointsman_lab.training.jobs import Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
+from pointsman_lab.training.settings import flat, without_effect
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
 from pointsman_lab.training.trainer import train
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
@@ -19,36 +19,10 @@ from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.registry import OLDEST, entries, family, own_settings
 from pointsman_lab.training.imports import import_recorded
 from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule
+from pointsman_lab.training.settings import EARLIER, GONE, default_top_k, derived, flat, without_effect
 
 FORMAT = 1
 TRACKERS = ("wandb", "trackio")
-
-DERIVED = {
-    "model.seed": "set seed",
-    "model.top_k": "it is the first k of train_top_k",
-    "model.family": "it is the preset's",
-    "own": "its settings are set by their names",
-}
-"""Settings that follow from others."""
-
-NO_EFFECT_ON_TRAINING = {
-    "eval_batch_size", "eval_segment_length", "eval_memory_length", "eval_tokens", "eval_top_k", "eval_split",
-    "valid_tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "log_every", "observe_every",
-    "cuda_graph", "imports", "tensorboard", "track", "preset",
-}  # fmt: skip
-"""Settings that may change when a run is continued: none of them touches a weight. Also those of tasks that say so."""
-
-EARLIER = {
-    "augment", "tokenizer", "start_from", "pieces", "language_exponent", "mask_rate", "mask_token_share",
-    "random_share", "beam", "n_best",
-}  # fmt: skip
-"""Settings of tasks that the first version wrote into every config.json."""
-
-GONE: Mapping[str, Any] = {
-    "adaptive_cutoffs": [], "rope_scaling": "none", "rope_factor": 1.0, "rope_length": 8192, "rope_slow": 1.0,
-    "rope_fast": None, "rope_amplitude": None, "rope_whole": True,
-}  # fmt: skip
-"""Settings of models that earlier versions wrote -> the value that means nothing."""
 
 
 @dataclass(frozen=True)
@@ -297,12 +271,6 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
-def default_top_k(num_experts: int) -> tuple[int, ...]:
-    """1, 2, 4, … and N: the columns of a table of quality against k."""
-    powers = [2**i for i in range(num_experts.bit_length()) if 2**i < num_experts]
-    return (*powers, num_experts)
-
-
 @cache
 def settings(family_name: str = OLDEST) -> Mapping[str, Any]:
     """Every setting that `--set` takes, with its type; those of a family's model as "model.…"."""
@@ -311,16 +279,6 @@ def settings(family_name: str = OLDEST) -> Mapping[str, Any]:
     model = {f"model.{name}": kind for name, kind in _kinds(family(family_name)).items()}
     fixed = derived(family_name)
     return types.MappingProxyType({name: kind for name, kind in {**own, **model}.items() if name not in fixed})
-
-
-def derived(family_name: str) -> dict[str, str]:
-    """The settings of runs of this family that follow from others, or from the data -> why."""
-    return DERIVED | {f"model.{name}": why for name, why in family(family_name).of_the_data.items()}
-
-
-def without_effect(family_name: str) -> Set[str]:
-    """The settings of runs of this family that may change when one is continued."""
-    return NO_EFFECT_ON_TRAINING | {name for name, setting in own_settings(family_name).items() if not setting.trains}
 
 
 def differing_settings(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -334,13 +292,6 @@ def _kinds(cls: Any) -> dict[str, Any]:
     """The fields of a dataclass with their types."""
     hints = get_type_hints(cls)
     return {each.name: hints[each.name] for each in fields(cls)}
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of config.json, those of the model as "model.…"."""
-    model = config.get("model", {})
-    own = {key: value for key, value in config.items() if key != "model"}
-    return {**own, **{f"model.{key}": value for key, value in model.items()}}
 
 
 def _at_least(name: str, value: float, least: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pointsman._errors import RunError, Stopped
 from pointsman.ops.exchange import local_part
+from pointsman.ranks import Ranks
 
 
 class Interrupted(Stopped):
@@ -102,6 +104,32 @@ def first_bad_gradient(parameters: Mapping[str, nn.Parameter]) -> str | None:
         if gradient is not None and not gradient.isfinite().all():
             return name
     return None
+
+
+def first_of_ranks(name: str | None, order: Sequence[str], ranks: Ranks) -> str | None:
+    """Of the names that the ranks found, the first in this order."""
+    found = [one for one in ranks.gather(name) if one is not None]
+    return min(found, key=order.index, default=None)
+
+
+def what_diverged(step: int, loss: float, norm: float, layer: str | None, gradient: Callable[[], str | None]) -> str:
+    """In words what was not finite first.
+
+    Args:
+        loss, norm: of which one is not finite.
+        layer: the first whose output is not finite.
+        gradient: finds the parameter whose gradient was the first.
+    """
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+    if layer:
+        where = f"the first output that is not finite is that of layer {layer}"
+    elif not math.isfinite(loss):
+        where = "every layer's output is finite, so the fault is in the softmax's loss"
+    elif name := gradient():
+        where = f"the first gradient that is not finite is that of {name}"
+    else:
+        where = "the sum over layers overflows"
+    return f"step {step}: {what}; {where}"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
-"""The kernels and the precision of a run. A resumed run, and all runs of a comparison, use the same kernels."""
+"""Kernels, precision and random numbers of a run. A resumed run, and all runs of a comparison, use the same kernels."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -93,3 +94,9 @@ def autocast(config: RunConfig, device: torch.device) -> torch.autocast:
     """A context in which models compute in bfloat16 where the settings ask for it; "auto": on CUDA."""
     wanted = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -10,8 +10,7 @@ from typing import Any
 
 from pointsman._errors import Stopped
 from pointsman._files import within, write_whole
-from pointsman_lab.evaluation.over_ranks import AgreedStop, each_its_own
-from pointsman_lab.evaluation.passes import EvaluationContext
+from pointsman_lab.evaluation.passes import AgreedStop, EvaluationContext, each_its_own
 from pointsman_lab.progress import Monitor, Progress, Stop
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.metrics import MetricsFile

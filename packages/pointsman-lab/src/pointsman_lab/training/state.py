@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,11 +20,18 @@ from pointsman_lab.models.capture import Recorder
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.progress import Monitor, Stop
 from pointsman_lab.runs.checkpoints import Checkpoint, CheckpointError
-from pointsman_lab.training.checkpoint import checkpoint_tensors, load_weights
+from pointsman_lab.training.checkpoint import checkpoint_tensors, load_weights, under
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.failures import Diverged, Finite, first_bad_gradient, first_bad_layer
+from pointsman_lab.training.failures import (
+    Diverged,
+    Finite,
+    first_bad_gradient,
+    first_bad_layer,
+    first_of_ranks,
+    what_diverged,
+)
 from pointsman_lab.training.graph import Batches, GraphedStep, Memories, Observe, PassResult, cuda_recorder
-from pointsman_lab.training.kernels import autocast
+from pointsman_lab.training.kernels import autocast, seed_step
 from pointsman_lab.training.objectives import with_a_target
 from pointsman_lab.training.optimizer import (
     build_adam,
@@ -54,8 +59,6 @@ class TrainingState:
 
     Args:
         config: the settings, with the data's vocabulary size.
-        task: what is learned.
-        device: where the model trains.
         recorder: what captures and replays steps with `cuda_graph`; None: CUDA graphs.
         ranks: who shares each batch. Each rank has its rows of each micro-batch, so that micro-batches hold the same
             rows for every number of ranks.
@@ -255,7 +258,6 @@ class TrainingState:
 
     def _what_diverged(self, loss: float, size: float) -> str:
         """Finds the layer: forward once more with the same masks, then the gradients from the loss backwards."""
-
         if self.sparse:
             set_top_k(self.model, self.schedule(self.step))
         if self._resident:
@@ -267,26 +269,16 @@ class TrainingState:
                 with autocast(self.config, self.device):
                     self.objective.run(self.model, inputs, targets, memory, self.config.memory_length)
 
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {size}"
-        layers = [name for name, _ in self.model.named_modules()]
-        if layer := self._first_of_ranks(first_bad_layer(self.model, forward), layers):
-            return f"step {self.step + 1}: {what}; the first output that is not finite is that of layer {layer}"
-        if not math.isfinite(loss):
-            return (
-                f"step {self.step + 1}: {what}; every layer's output is finite, so the fault is in the softmax's loss"
-            )
-        if self.graph:  # later steps may have left theirs
-            self.optimizer.zero_grad(set_to_none=True)
-            seed_step(self.config.seed, self.step)
-            self._pass(self._micro_batches(), self.memories, nullcontext)
-        name = self._first_of_ranks(first_bad_gradient(self.parameters), list(reversed(self.parameters)))
-        where = f"the first gradient that is not finite is that of {name}" if name else "the sum over layers overflows"
-        return f"step {self.step + 1}: {what}; {where}"
+        def gradient() -> str | None:
+            if self.graph:  # later steps may have left theirs
+                self.optimizer.zero_grad(set_to_none=True)
+                seed_step(self.config.seed, self.step)
+                self._pass(self._micro_batches(), self.memories, nullcontext)
+            return first_of_ranks(first_bad_gradient(self.parameters), list(reversed(self.parameters)), self.ranks)
 
-    def _first_of_ranks(self, name: str | None, order: Sequence[str]) -> str | None:
-        """Of the names that the ranks found, the first in this order."""
-        found = [one for one in self.ranks.gather(name) if one is not None]
-        return min(found, key=order.index, default=None)
+        layers = [name for name, _ in self.model.named_modules()]
+        layer = first_of_ranks(first_bad_layer(self.model, forward), layers, self.ranks)
+        return what_diverged(self.step + 1, loss, size, layer, gradient)
 
     def tensors(self, monitor: Monitor | None = None) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: "model", and "trainer" with optimizer, memories and monitor; parts of several ranks'
@@ -315,23 +307,13 @@ class TrainingState:
             load_weights(self.model, checkpoint)
             rest = checkpoint_tensors(checkpoint, "trainer")
         try:
-            restore_optimizer(self.optimizer, self.parameters, _under("optimizer.", rest))
+            restore_optimizer(self.optimizer, self.parameters, under("optimizer.", rest))
         except ValueError as error:
             raise CheckpointError(f"checkpoint {checkpoint.path} is foreign: {error}") from None
         for index in range(self.config.accumulation):
-            tensors = _under(f"memory.{index}.", rest)
+            tensors = under(f"memory.{index}.", rest)
             self.memories[index] = Memory.from_tensors(tensors).to(self.device) if tensors else None
-        watched = _under("monitor.", rest)
+        watched = under("monitor.", rest)
         if monitor and watched:
             monitor.load_state_dict(watched)
         self.step = checkpoint.step
-
-
-def seed_step(seed: int, step: int) -> None:
-    """Seeds the default generators for one step, so that its masks and noise follow from (seed, step) alone."""
-    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}

@@ -23,9 +23,10 @@ from pointsman_lab.runs.environment import differing_bits, environment
 from pointsman_lab.runs.paths import ENVIRONMENT, EVALUATION, VOCABULARY
 from pointsman_lab.training.best import Best
 from pointsman_lab.training.checkpoint import misfit, stored_tensors
-from pointsman_lab.training.config import RunConfig, flat
+from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import choose_kernels, deterministic_algorithms, saved_kernels
 from pointsman_lab.training.loop import TrainingLoop
+from pointsman_lab.training.settings import flat
 from pointsman_lab.training.state import TrainingState
 from pointsman_lab.training.task import Task, pretraining_task
 from pointsman_lab.training.trackers import find_library

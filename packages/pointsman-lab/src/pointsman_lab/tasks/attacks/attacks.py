@@ -1,8 +1,7 @@
 """Text attacks: words replaced by "AAA", and character noise; deterministic, at an exact rate.
 
 Attacks work on token ids in the run's vocabulary. At byte and character level each symbol is encoded on its own, so
-that replacing ids equals replacing text before encoding. At word level a word is a token; a new word that is not in the
-vocabulary becomes its unknown token.
+that replacing ids equals replacing text before encoding. At word level a word is a token, and letters are not changed.
 """
 
 from __future__ import annotations
@@ -149,38 +148,16 @@ def _substituted(
 
 
 def _attack_word_ids(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: Attack) -> Attacked:
-    special = {vocabulary.unknown_id, vocabulary.end_of_line_id}
+    if attack.kind == "char":
+        raise RunError("attack char: changed letters make words unknown to a run on words; allowed here is word")
+    end = -1 if vocabulary.end_of_line_id is None else vocabulary.end_of_line_id
+    candidates: list[NDArray[Any]] = [np.flatnonzero(row != end) for row in rows]
+    new = vocabulary.encode_compact(attack.word)[0][0]
     made = []
-    if attack.kind == "word":
-        end = -1 if vocabulary.end_of_line_id is None else vocabulary.end_of_line_id
-        candidates: list[NDArray[Any]] = [np.flatnonzero(row != end) for row in rows]
-        picked = _pick([len(each) for each in candidates], attack)
-        new = vocabulary.encode_compact(attack.word)[0][0]
-        for row, each, chosen in zip(rows, candidates, picked, strict=True):
-            changed, source = row.copy(), np.arange(len(row), dtype=np.int64)
-            changed[each[chosen]], source[each[chosen]] = new, -1
-            made.append((changed, source))
-        return _gathered(made, picked)
-    draw = np.random.default_rng([attack.seed, len(get_args(Kind))])
-    words = [[str(vocabulary.symbols[id_]) if id_ not in special else "" for id_ in row.tolist()] for row in rows]
-    letters = [
-        np.array(
-            [(place, at) for place, word in enumerate(text) for at, letter in enumerate(word) if letter.isalpha()],
-            dtype=np.int64,
-        ).reshape(-1, 2)
-        for text in words
-    ]
-    picked = _pick([len(each) for each in letters], attack)
-    for row, text, each, chosen in zip(rows, words, letters, picked, strict=True):
-        drawn = draw.integers(len(LETTERS), size=len(each))
+    picked = _pick([len(each) for each in candidates], attack)
+    for row, each, chosen in zip(rows, candidates, picked, strict=True):
         changed, source = row.copy(), np.arange(len(row), dtype=np.int64)
-        for (place, at), number in zip(each[chosen].tolist(), drawn[chosen].tolist(), strict=True):
-            word = text[place]
-            letter = LETTERS[number] if LETTERS[number] != word[at] else LETTERS[(number + 1) % len(LETTERS)]
-            text[place] = word[:at] + letter + word[at + 1 :]
-            source[place] = -1
-        for place in np.flatnonzero(source < 0).tolist():
-            changed[place] = vocabulary.encode_compact(text[place])[0][0]
+        changed[each[chosen]], source[each[chosen]] = new, -1
         made.append((changed, source))
     return _gathered(made, picked)
 

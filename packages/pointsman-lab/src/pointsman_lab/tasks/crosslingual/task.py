@@ -19,18 +19,67 @@ from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier, Pooling
+from pointsman_lab.models.config import ModelConfig, build_model
+from pointsman_lab.models.initial import seed_for
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.crosslingual.evaluation import TestPart, evaluate_languages
 from pointsman_lab.tasks.crosslingual.features import Features, features
 from pointsman_lab.tasks.crosslingual.floors import floors
 from pointsman_lab.tasks.crosslingual.formats import Question, Tagged
-from pointsman_lab.tasks.crosslingual.model import TokenClassifier
 from pointsman_lab.tasks.crosslingual.scores import Prediction, best_floor
 from pointsman_lab.tasks.crosslingual.splits import XtremeData, groups_of, load_xtreme, original
 from pointsman_lab.tasks.crosslingual.xtreme import XTREME, Item
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of
 from pointsman_lab.training.task import Batches
+
+NEVER = -1e4
+"""The logit of a place in the padding: as good as minus infinity, without its nan in differences."""
+
+
+class TokenHead(nn.Module):
+    """Dropout and one linear map: [..., dim] -> [..., C]. Its initial weights follow from `seed` alone."""
+
+    role = "head"
+
+    def __init__(self, dim: int, num_classes: int, *, dropout: float, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(seed, "head"))
+            self.classify = nn.Linear(dim, num_classes)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.classify(self.dropout(hidden))
+        return logits
+
+
+class TokenClassifier(nn.Module):
+    """A model of any family whose hidden states are classified one by one.
+
+    Args:
+        config: of the model; its weights are drawn with its seed until others are loaded into `backbone`.
+        num_classes: C.
+        spans: classify the places instead: logits of the first and of the last piece (C = 2).
+        dropout: of the head (XTREME's scripts: 0.1).
+        seed: of the head's initial weights.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_classes: int, *, spans: bool = False, dropout: float = 0.1, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.spans = spans
+        self.backbone = build_model(config)
+        self.head = TokenHead(config.dim, num_classes, dropout=dropout, seed=seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] -> logits [B, T, C]; of spans [B, 2, T], over the places of a text."""
+        mask = tokens >= 0
+        hidden, _ = self.backbone.encode(tokens.clamp_min(0), padding_mask=mask)
+        logits: Tensor = self.head(hidden)
+        return logits.masked_fill(~mask[..., None], NEVER).transpose(1, 2) if self.spans else logits
 
 
 class CrossLingual(FineTuning):

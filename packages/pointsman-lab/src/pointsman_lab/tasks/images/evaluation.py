@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.evaluation.over_ranks import draws
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.tasks.images.augment import evaluation_batches
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.vit import VisionTransformer

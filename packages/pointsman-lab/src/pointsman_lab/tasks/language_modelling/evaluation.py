@@ -18,8 +18,7 @@ from pointsman_lab.data import EvalStream
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.vocabulary import IdArray
-from pointsman_lab.evaluation.over_ranks import divides_rows
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
 from pointsman_lab.models.capture import Recorder
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.transformer_xl import TransformerXL

@@ -41,7 +41,7 @@ def generate(flags: Parser, values: argparse.Namespace, device: str) -> int | No
     from pointsman._files import write_whole
     from pointsman.control import set_top_k
     from pointsman.ops.kernels import using
-    from pointsman_lab.models.language_model import LanguageModel
+    from pointsman_lab.models.stack import LanguageModel
     from pointsman_lab.tasks.language_modelling.generation import Sampling, check_prompts, sparse_layer
     from pointsman_lab.training.run import load_run
 

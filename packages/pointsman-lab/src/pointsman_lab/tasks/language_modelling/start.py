@@ -10,7 +10,8 @@ from pointsman_lab.models.config import build_model
 from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.huggingface import difference, load_theirs, open_config, read_config
 from pointsman_lab.registry import own_settings
-from pointsman_lab.training.config import RunConfig, default_top_k
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.settings import default_top_k
 
 SAME = 1e-4  # of the logits' standard deviation
 

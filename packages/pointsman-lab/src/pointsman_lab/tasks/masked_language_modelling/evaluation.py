@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pointsman._errors import RunError
 from pointsman.ranks import ALONE
-from pointsman_lab.evaluation.over_ranks import draws
-from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
+from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, draws, evaluated
 from pointsman_lab.tasks.masked_language_modelling.blocks import Masking, PackedText, validation_batch
 
 SCORED = Masking()

@@ -21,14 +21,12 @@ from pointsman.ops.drawing import dropout
 from pointsman.ops.linear import linear
 from pointsman.routing import AttentionTrace, RouterState
 from pointsman_lab.models.attention import Attention
-from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates
-from pointsman_lab.models.config import ModelConfig
+from pointsman_lab.models.blocks import FeedForwardLayer, LayerContext, Norm, RouterStates, no_view
+from pointsman_lab.models.config import ModelConfig, parse_moe_layers
 from pointsman_lab.models.encoder import Encoder, EncoderConfig
 from pointsman_lab.models.initial import initialize, seeded
-from pointsman_lab.models.layout import parse_moe_layers
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.models.stack import Stack, Sublayer
-from pointsman_lab.models.views import no_view
 
 
 @dataclass(frozen=True, kw_only=True)
