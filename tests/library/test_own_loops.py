@@ -138,3 +138,23 @@ def test_trainer(tmp_path: Path) -> None:
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.state.GradientState._reset_state()
+
+
+def test_weight_decay_leaves_biases_norms_and_embeddings_out() -> None:
+    layer = MoE(8, 16, 4, router="xmoe", shared_experts=1, gated=True, activation="silu")
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 8), torch.nn.LayerNorm(8), layer, torch.nn.Linear(8, 5))
+    pointsman.freeze(model, "router")
+    decayed, others = pointsman.param_groups(model, weight_decay=0.3)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[id(one)] for one in decayed["params"]}
+    assert {"2.experts.w_in", "2.experts.w_gate", "2.experts.w_out", "3.weight"} <= found
+    assert not [name for name in found if "b_" in name or "bias" in name or name[0] in "01"]
+    assert found | {names[id(one)] for one in others["params"]} == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
+def test_a_router_that_is_none_is_told_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^router=Linear\(…\): allowed are a spec and a pointsman.Router; 'smoe' is"):
+        MoE(8, 16, 4, router=torch.nn.Linear(8, 4))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pointsman.control import undecayed
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.optimizer import (
@@ -15,7 +16,6 @@ from pointsman_lab.training.optimizer import (
     gradient_norm,
     learning_rate,
     lr_scales,
-    not_matrices,
     optimizer_tensors,
     restore_optimizer,
     trainable,
@@ -57,7 +57,7 @@ def test_decoupled_decay_on_matrices_alone(settings: Settings) -> None:
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
-    optimizer = build_adam(config, weights, lr_scales(model), not_matrices(model))
+    optimizer = build_adam(config, weights, lr_scales(model), undecayed(model))
     assert isinstance(optimizer, torch.optim.AdamW)
     optimizer.step()
     decayed = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
@@ -81,7 +81,7 @@ def test_tensors_of_two_dimensions_that_are_no_matrices(
 ) -> None:
     layout = "after:1" if experts == "base" else "all"
     model = TransformerXL(settings(router, **{"model.experts": experts, "model.moe_layers": layout}).model)
-    left = not_matrices(model)
+    left = undecayed(model)
     found = [id(weight) in left for full, weight in model.named_parameters() if full.endswith(name)]
     assert found
     assert all(found)

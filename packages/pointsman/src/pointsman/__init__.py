@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.control import freeze, materialize, record_routing, set_top_k, step_end, track_steps
+    from pointsman.control import freeze, materialize, param_groups, record_routing, set_top_k, step_end, track_steps
     from pointsman.delivery import add_losses, losses, set_loss_scale
     from pointsman.layer import MoE
     from pointsman.replay import replay_routing
@@ -26,6 +26,7 @@ __all__ = [
     "list_routers",
     "losses",
     "materialize",
+    "param_groups",
     "record_routing",
     "replay_routing",
     "set_loss_scale",

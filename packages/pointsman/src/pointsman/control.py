@@ -293,6 +293,37 @@ def freeze(model: nn.Module, *roles: str) -> None:
                 module.frozen = True
 
 
+def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+    """What trains, for an optimizer: matrices with weight decay; biases, norms and embeddings without.
+
+        optimizer = torch.optim.AdamW(pointsman.param_groups(model, weight_decay=0.1), lr=1e-3)
+
+    The usual rule, `p.dim() >= 2`, decays the biases of experts, which are [num_experts, hidden_dim].
+    """
+    left_out = undecayed(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [one for one in trained if id(one) not in left_out], "weight_decay": weight_decay},
+        {"params": [one for one in trained if id(one) in left_out], "weight_decay": 0.0},
+    ]
+
+
+def undecayed(model: nn.Module) -> set[int]:
+    """ids of the parameters that weight decay leaves alone: biases, norms, embeddings, positions.
+
+    A module names those of its own parameters that do not show by shape, name or role in `no_decay`.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or getattr(module, "role", "") == "embedding":
+            found |= {id(parameter) for parameter in module.parameters()}
+        left_out = getattr(module, "no_decay", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() < 2 or name.startswith(("b_", "bias")) or name in left_out:
+                found.add(id(parameter))
+    return found
+
+
 def step_end(
     model: nn.Module,
     reduce: Callable[[Sequence[Tensor]], None] | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,15 @@ class MoE(nn.Module):
     """A sparse mixture of experts: y = sum over the chosen experts of weight * expert(x), + shared experts(x).
 
     Args:
-        dim: width of the hidden states.
-        hidden_dim: inner width of each expert.
-        num_experts: E.
-        top_k: experts a token (`set_top_k` changes it).
+        dim: width of the hidden states, [..., dim].
+        hidden_dim: inner width of each expert: `experts.w_in` is [num_experts, hidden_dim, dim], `experts.w_out`
+            [num_experts, dim, hidden_dim].
+        num_experts: E: a router's probabilities are [tokens, E].
+        top_k: experts a token, k: `Routing.experts` and `.weights` are [tokens, k] (`set_top_k` changes it).
         router: a router spec, or a Router.
-        activation: "relu", "gelu" or "silu".
-        gated: whether experts are gated (SwiGLU with "silu").
-        bias: whether experts have biases.
+        activation: of the hidden units [assignments, hidden_dim].
+        gated: whether experts are gated (SwiGLU with "silu"): `experts.w_gate` is as `w_in`.
+        bias: whether experts have biases: `experts.b_in` [num_experts, hidden_dim], `experts.b_out` [num_experts, dim].
         dropout: dropout of the experts' hidden units.
         experts: "ffn", or "base": three residual sublayers as one expert, the output containing the input
             (`BaseExperts`, X-MoE's sparse layer).
@@ -38,9 +40,13 @@ class MoE(nn.Module):
             a loop without it is warned. True: autograd adds them to whatever the output enters, in evaluation, too,
             wherever gradients are on; their scale is what `pointsman.set_loss_scale` says, whatever the loop does to
             its own loss.
-        shared_experts: how many experts every token takes besides (`SharedExperts`); 0: none.
-        shared_gate: whether their output is scaled by a sigmoid of its own.
+        shared_experts: how many experts every token takes besides (`SharedExperts`), as one of inner width
+            shared_experts * hidden_dim; 0: none.
+        shared_gate: whether their output [tokens, dim] is scaled by a sigmoid of its own, [tokens, 1].
         vocab_size: the number of token ids, for routers that route by them.
+
+    Raises:
+        ValueError: an unknown router, option, activation or kind of expert, or a router of another size.
     """
 
     role = "moe"
@@ -53,11 +59,11 @@ class MoE(nn.Module):
         *,
         top_k: int = 2,
         router: str | Router = "smoe",
-        activation: str = "relu",
+        activation: Literal["relu", "gelu", "silu"] = "relu",
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        experts: str = "ffn",
+        experts: Literal["ffn", "base"] = "ffn",
         attach_losses: bool = False,
         shared_experts: int = 0,
         shared_gate: bool = False,
@@ -68,6 +74,9 @@ class MoE(nn.Module):
             raise ValueError(f"unknown experts {experts!r}: {did_you_mean(experts, EXPERTS)}")
         if isinstance(router, str):
             router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=vocab_size)
+        if not isinstance(router, Router):
+            told = f"router={type(router).__name__}(…): allowed are a spec and a pointsman.Router"
+            raise ValueError(f"{told}; 'smoe' is a linear gate, with bias=false one without a bias")
         if (router.dim, router.num_experts) != (dim, num_experts):
             raise ValueError(
                 f"router {router.spec!r} has dim={router.dim}, num_experts={router.num_experts}; "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pointsman import routers as routers  # registers the named routers
 from pointsman._errors import did_you_mean
@@ -123,8 +123,8 @@ class ModelConfig:
     router: str = "smoe"
     moe_layers: str = "all"
     attention_only: tuple[int, ...] = ()
-    activation: str = "relu"
-    experts: str = "ffn"
+    activation: Literal["relu", "gelu", "silu"] = "relu"
+    experts: Literal["ffn", "base"] = "ffn"
     shared_experts: int = 0
     shared_gate: bool = False
     dropout: float = 0.1

@@ -55,7 +55,7 @@ class DecoderConfig(ModelConfig):
     family: ClassVar[str] = "decoder"
 
     vocab_size: int
-    activation: str = "silu"
+    activation: Literal["relu", "gelu", "silu"] = "silu"
     dropout: float = 0.0
     kv_heads: int | None = None
     qk_norm: Literal["none", "head", "all"] = "none"

@@ -55,8 +55,8 @@ class EncoderConfig(ModelConfig):
     top_k: int = 1
     router: str = "xmoe"
     moe_layers: str = "after:6"
-    activation: str = "gelu"
-    experts: str = "base"
+    activation: Literal["relu", "gelu", "silu"] = "gelu"
+    experts: Literal["ffn", "base"] = "base"
     attention_dropout: float = 0.1
     positions: Literal["learned", "t5"] = "learned"
     max_length: int = 512

@@ -52,22 +52,6 @@ def lr_scales(model: nn.Module) -> dict[int, float]:
     return {id(parameter): router.lr_scale for router in scaled for parameter in router.parameters()}
 
 
-def not_matrices(model: nn.Module) -> set[int]:
-    """ids of the parameters that `decay_on="matrices"` leaves alone: biases, norms, embeddings, positions.
-
-    A module names those of its own parameters that do not show by shape, name or role in `no_decay`.
-    """
-    found: set[int] = set()
-    for module in model.modules():
-        if getattr(module, "role", "") == "embedding":
-            found |= {id(parameter) for parameter in module.parameters(recurse=True)}
-        left_out = getattr(module, "no_decay", ())
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() < 2 or name.startswith(("b_", "bias")) or name in left_out:
-                found.add(id(parameter))
-    return found
-
-
 def build_adam(
     config: RunConfig,
     parameters: Mapping[str, nn.Parameter],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pointsman.control import named_routers, set_top_k, step_end
+from pointsman.control import named_routers, set_top_k, step_end, undecayed
 from pointsman.delivery import deliveries
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import parallelize
@@ -39,7 +39,6 @@ from pointsman_lab.training.optimizer import (
     gradient_norm,
     learning_rate,
     lr_scales,
-    not_matrices,
     optimizer_tensors,
     rates_on_device,
     restore_optimizer,
@@ -100,8 +99,8 @@ class TrainingState:
         self.objective = task.objective(self.model, config)
         self.tokens_per_step = self.batches.tokens_per_step
         self.parameters = trainable(self.model)
-        undecayed = not_matrices(self.model) if config.decay_on == "matrices" else ()
-        self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), undecayed)
+        left_out = undecayed(self.model) if config.decay_on == "matrices" else ()
+        self.optimizer = build_adam(config, self.parameters, lr_scales(self.model), left_out)
         if config.cuda_graph or (device.type == "cuda" and ranks.count == 1):  # no tensor joins sharded parameters
             rates_on_device(self.optimizer, device)
         self.schedule = config.top_k_schedule

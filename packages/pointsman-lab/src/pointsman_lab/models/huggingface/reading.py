@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pointsman._errors import RunError, did_you_mean
 from pointsman.ops.feed_forward import ACTIVATIONS
@@ -93,7 +93,7 @@ def read_config(config: Any, where: str, router: str | None = None) -> tuple[Dec
             top_k=int(config.num_experts_per_tok),
             router=rule_of(config, found).spec if router is None else router,
             moe_layers=_moe_layers(config, found),
-            activation=str(config.hidden_act),
+            activation=cast(Any, str(config.hidden_act)),  # the settings refuse others
             shared_experts=shared,
             shared_gate=found.kind == "qwen2_moe",
             qk_norm=norm,

@@ -65,7 +65,7 @@ class VisionTransformerConfig(ModelConfig):
     num_experts: int = 8
     router: str = "vmoe"
     moe_layers: str = "last:2:2"
-    activation: str = "gelu"
+    activation: Literal["relu", "gelu", "silu"] = "gelu"
     dropout: float = 0.0
     image_size: int = 224
     patch: int = 32
