@@ -80,6 +80,8 @@ def first_training(values: argparse.Namespace) -> None:
     tokenizer = byte_tokenizer()
     model = small_mixtral(len(tokenizer), layers=4)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+    if values.balance == "pointsman":
+        hf.balance(model)
     text = read(tokenizer, values.data, 0, values.steps * BATCH * LENGTH)
     log = train_on(model, text, values.out, values.steps, 3e-3, values.seed)
     model.save_pretrained(values.out)
@@ -115,6 +117,7 @@ def main() -> None:
     commands = flags.add_subparsers(required=True)
     first = commands.add_parser("train")
     first.add_argument("--out", type=Path, default=Path("hf-mixtral"))
+    first.add_argument("--balance", choices=("own", "pointsman"), default="own", help="the class's loss, or hf.balance")
     first.set_defaults(run=first_training, steps=1000)
     more = commands.add_parser("continue")
     more.add_argument("model")

@@ -205,6 +205,7 @@ CHANGED_ELSEWHERE = {
     "parallel.launch": "a scratch folder, and the ranks of this run",
     "testing": "a scratch folder",
     "testing.trainers.loops": "a scratch folder",
+    "testing.trainers.others": "a scratch folder",
     "testing.trainers.run": "a scratch folder, and the two ranks of a check",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     values = parser().read(words)
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
     from pointsman.testing.trainers import BALANCES, TRAINERS
     from pointsman.testing.trainers.run import find_trainer, installed
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 VOCABULARY, DIM, LENGTH = 64, 32, 12
 RATE = 0.1
@@ -82,6 +82,14 @@ class Trainer:
         """Each layer's gate, whose first argument is hidden states, and its weight [E, dim]."""
         raise NotImplementedError
 
+    def patched(self) -> AbstractContextManager[Any]:
+        """What lets the trainer's code run on a CPU."""
+        return nullcontext()
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """What a gate was given, as [tokens, dim] in the order of the batch."""
+        return hidden.reshape(-1, hidden.shape[-1])
+
     def experts(self, model: nn.Module) -> list[Tensor]:
         """Weights [E, …] of the experts of the first layer as the forward uses them."""
         raise NotImplementedError
@@ -141,7 +149,7 @@ def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
 
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if found:
             return
         for group in optimizer.param_groups:
@@ -149,11 +157,16 @@ def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 if id(parameter) in names and parameter.grad is not None:
                     found[names[id(parameter)]] = parameter.grad.detach().double().clone()
 
-    handle = register_optimizer_step_pre_hook(keep)
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(callable(one) for one in (*args[1:], *kwargs.values())):  # a closure makes the gradients in the step
+            keep(optimizer, args, kwargs)
+
+    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(keep))
     try:
         yield found
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def stepped(trainer: Trainer, steps: Sequence[Sequence[Batch]], setting: Setting) -> dict[str, Tensor]:
@@ -197,11 +210,11 @@ def hidden_states(trainer: Trainer, model: nn.Module, batches: Sequence[Batch]) 
 
         def keep(_: nn.Module, args: Any, kwargs: Mapping[str, Any], place: int = place) -> None:
             hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-            found[-1][place] = hidden.detach().reshape(-1, hidden.shape[-1])
+            found[-1][place] = trainer.read(hidden.detach())
 
         handles.append(gate.register_forward_pre_hook(keep, with_kwargs=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), trainer.patched():
             for one in batches:
                 found.append([torch.empty(0)] * len(gates))
                 model(**one)

@@ -134,7 +134,7 @@ class OfLayers(Trainer):
                 weight.mul_(2)
                 if setting.layers > 1:  # every layer prefers another expert
                     weight.view(setting.experts, -1)[place % setting.experts, 0] += 1.0
-        return model.train()
+        return model.to(torch.bfloat16 if setting.bf16 else torch.float32).train()
 
     def gates(self, model: nn.Module) -> list[tuple[nn.Module, Tensor]]:
         layers: Any = model.layers
@@ -147,7 +147,7 @@ class OfLayers(Trainer):
         if setting.compiled:
             ready = torch.compile(ready, backend="aot_eager")
         optimizer = torch.optim.SGD(model.parameters(), RATE)
-        with self.patched(), torch.autocast("cpu", torch.bfloat16, enabled=setting.bf16):
+        with self.patched():
             for batches in steps:
                 self.backward(ready, batches, setting)
                 self.before_step(model)

@@ -179,8 +179,10 @@ def replay(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     try:
         with record_routing(plain) as records, torch.no_grad():
             plain(**batches[0])
-    except ValueError:
-        raise NotApplicable("its routing cannot be replayed") from None
+        with replay_routing(plain, records):
+            pass
+    except ValueError as error:
+        raise NotApplicable(f"its routing cannot be replayed: {str(error).split(': ')[1]}") from None
     found = {}
     for shift in (0, 1):
         model = trainer.model(asked)
@@ -223,12 +225,13 @@ def precision(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     forms += [form.topk(asked.k, -1).values for form in forms]
     forms += [form / form.sum(-1, keepdim=True) for form in forms[4:]]
     forms.append(torch.softmax(forms[3], -1))
-    off = [
-        float((one.double().reshape(form.shape) - form).abs().max() / form.abs().max())
-        for one in outputs
-        for form in forms
-        if one.is_floating_point() and one.numel() == form.numel()
-    ]
+    off = []
+    for one in (output.double() for output in outputs if output.is_floating_point()):
+        for form in [form for form in forms if form.numel() == one.numel()]:
+            shaped = one.reshape(form.shape)
+            chosen = torch.where(shaped == 0, 0.0, form)  # a dense form of the choice has zeros elsewhere
+            for wanted in (chosen, chosen / chosen.sum(-1, keepdim=True)):
+                off.append(float((shaped - wanted).abs().max() / wanted.abs().max()))
     if not off:
         raise NotApplicable("its gate returns neither logits nor probabilities")
     return min(off) < 1e-5, f"the gate's output is off by {min(off):.1g} of its largest value"

@@ -162,6 +162,14 @@ class Rows(torch.utils.data.Dataset[Batch]):
         return self.rows[place]
 
 
+def quiet(trainer: Any) -> Any:
+    """A trainer of transformers that prints nothing."""
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
 def stacked(examples: Sequence[Batch]) -> Batch:
     return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
 
@@ -170,7 +178,7 @@ class TransformersTrainer(OfTransformers):
     """`transformers.Trainer`."""
 
     name = "trainer"
-    packages = ("transformers", "accelerate", "torch")
+    packages: Sequence[str] = ("transformers", "accelerate", "torch")
 
     def arguments(self, steps: Sequence[Sequence[Batch]], setting: Setting, folder: str) -> dict[str, Any]:
         return {
@@ -180,6 +188,7 @@ class TransformersTrainer(OfTransformers):
             "disable_tqdm": True, "logging_strategy": "no", "dataloader_pin_memory": False, "bf16": setting.bf16,
             "gradient_checkpointing": setting.checkpointing, "torch_compile": setting.compiled,
             "torch_compile_backend": "aot_eager" if setting.compiled else None, "remove_unused_columns": False,
+            "log_level": "error",
         }  # fmt: skip
 
     def trainer(
@@ -188,12 +197,14 @@ class TransformersTrainer(OfTransformers):
         from transformers import Trainer as Stock
         from transformers import TrainingArguments
 
-        return self.ordered(Stock)(
-            model,
-            TrainingArguments(**{**self.arguments(steps, setting, folder), **changes}),
-            train_dataset=Rows(steps),
-            data_collator=stacked,
-            optimizers=self.optimizers(model),
+        return quiet(
+            self.ordered(Stock)(
+                model,
+                TrainingArguments(**{**self.arguments(steps, setting, folder), **changes}),
+                train_dataset=Rows(steps),
+                data_collator=stacked,
+                optimizers=self.optimizers(model),
+            )
         )
 
     def optimizers(self, model: nn.Module) -> tuple[Any, Any]:

@@ -1,0 +1,194 @@
+"""The MoE layers of Megatron-core and NeMo Automodel, trained as their own trainers do it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from pointsman.testing.trainers.case import BIAS_RATE, DIM, Batch, NotApplicable, Setting
+from pointsman.testing.trainers.engines import OfEngine
+from pointsman.testing.trainers.layers import HIDDEN, Layer
+
+
+class Megatron(OfEngine):
+    """Megatron-core's `MoELayer`; the loss and its scale are made by `forward_step_calc_loss` of its schedules."""
+
+    name = "megatron"
+    packages = ("megatron-core", "torch")
+    asked_ours = False
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        router = importlib.import_module("megatron.core.transformer.moe.router")
+        with ExitStack() as stack:
+            stack.enter_context(super().patched())
+            stack.enter_context(  # its product is Transformer Engine's, for a GPU only
+                mock.patch.object(
+                    router, "router_gating_linear", lambda x, weight, bias, dtype: x.to(dtype) @ weight.to(dtype).T
+                )
+            )
+            stack.enter_context(mock.patch.object(router, "save_to_aux_losses_tracker"))  # a log on a GPU
+            yield
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """Megatron's own router is given [S, B, dim], ours [B, S, dim]."""
+        return super().read(hidden if self.asked_ours else hidden.transpose(0, 1))
+
+    def layer(self, setting: Setting, place: int) -> Layer:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.experts import SequentialMLP
+        from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from pointsman.engines.megatron import router
+
+        self.asked_ours = setting.balance == "pointsman"
+        start_group()
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        own: dict[str, Any] = {"moe_router_load_balancing_type": "none"}
+        if setting.balance == "own" and setting.coefficient:
+            own = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": setting.coefficient}
+        if setting.balance == "own" and setting.bias:
+            own |= {
+                "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+                "moe_router_bias_update_rate": BIAS_RATE,
+            }  # fmt: skip
+        config = TransformerConfig(
+            num_layers=1, hidden_size=DIM, num_attention_heads=2, num_moe_experts=setting.experts,
+            moe_router_topk=setting.k, moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN,
+            moe_ffn_hidden_size=HIDDEN, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu,
+            use_cpu_initialization=True, bias_activation_fusion=False, moe_router_pre_softmax=setting.k == 1,
+            moe_router_dtype="fp32", **own,
+        )  # fmt: skip
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts = ModuleSpec(module=SequentialMLP, submodules=linear)
+        given = {} if setting.balance == "own" else {"router": router(self.spec(setting))}
+        layer = MoELayer(config, MoESubmodules(experts, **given), layer_number=1)
+
+        def call(moe: Any, hidden: Tensor, real: Tensor) -> Tensor:
+            padding = None if bool(real.all()) else ~real
+            found: Tensor = moe(hidden.transpose(0, 1).contiguous(), padding_mask=padding)[0]
+            return found.transpose(0, 1)
+
+        return Layer(layer, call)
+
+    def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
+        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+        config = next(module.config for module in model.modules() if hasattr(module, "config"))
+        for one in batches:
+            output = model(**one)
+            loss, _ = forward_step_calc_loss(
+                model, output.total, lambda total, out=output: (total, out.labels, {}), config, None, False,
+                len(batches), [], 1, True,
+            )  # fmt: skip
+            loss.backward()
+
+    def before_step(self, model: Any) -> None:
+        from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
+
+        config = model.layers[0].moe.config
+        if config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([model], config)
+
+    def bias(self, moe: Any) -> Tensor:
+        found: Tensor = moe.router.expert_bias
+        return found
+
+    def experts(self, model: nn.Module) -> list[Tensor]:
+        layers: Any = model.layers
+        local = layers[0].moe.experts.local_experts
+        return [
+            torch.stack([one.linear_fc1.weight for one in local]),
+            torch.stack([one.linear_fc2.weight for one in local]),
+        ]
+
+
+def start_group() -> None:
+    """A process group of one, where there is none."""
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": HashStore()}
+        dist.init_process_group("gloo", **alone)  # type: ignore[arg-type]
+
+
+class Nemo(OfEngine):
+    """NeMo Automodel's `MoE`; the losses' scale is set as its recipes do, once a step."""
+
+    name = "nemo"
+    packages = ("nemo-automodel", "torch")
+
+    def layer(self, setting: Setting, place: int) -> Layer:
+        from nemo_automodel.components.models.common.utils import BackendConfig
+        from nemo_automodel.components.moe.config import MoEConfig
+        from nemo_automodel.components.moe.layers import MoE
+
+        from pointsman.engines.nemo import replace_gates
+
+        own = setting.balance == "own"
+        config = MoEConfig(
+            n_routed_experts=setting.experts, n_shared_experts=0, n_activated_experts=setting.k, n_expert_groups=1,
+            n_limited_groups=1, train_gate=True, gate_bias_update_factor=BIAS_RATE if own and setting.bias else 0.0,
+            aux_loss_coeff=setting.coefficient if own else 0.0, route_scale=1.0, dim=DIM, inter_dim=HIDDEN,
+            moe_inter_dim=HIDDEN, dtype=torch.float32, score_func=self.scores(setting), norm_topk_prob=True,
+            softmax_before_topk=True,
+        )  # fmt: skip
+        backend = BackendConfig(linear="torch", rms_norm="torch", attn="sdpa", dispatcher="torch", experts="torch")
+        layer = MoE(config, backend)
+        if not own:
+            replace_gates(layer, self.spec(setting))
+        return Layer(layer, lambda moe, hidden, real: moe(hidden, padding_mask=~real))
+
+    def scores(self, setting: Setting) -> str:
+        return "sigmoid" if setting.bias else "softmax"
+
+    def backward(self, model: Any, batches: Sequence[Batch], setting: Setting) -> None:
+        from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
+        from nemo_automodel.recipes.base_recipe import BaseRecipe
+
+        recipe = mock.Mock(pp_enabled=False)
+        recipe._get_cp_group_size.return_value = 1
+        labels = torch.stack([(one["labels"][:, 1:] != -100).sum() for one in batches]).sum()
+        BaseRecipe._set_moe_aux_loss_backward_scale(recipe, num_batches=len(batches), num_label_tokens=int(labels))
+        for one in batches:
+            (model(**one).total / labels).backward()
+        assert MoEAuxLossAutoScaler.main_loss_backward_scale is not None
+
+    def after_step(self, model: Any) -> None:
+        super().after_step(model)
+        for layer in model.layers:
+            if layer.moe.gate.bias_update_factor > 0:
+                layer.moe.gate.update_bias()
+
+    def own(self, moe: Any) -> Any:
+        return moe.gate
+
+    def bias(self, moe: Any) -> Tensor:
+        found: Tensor = moe.gate.e_score_correction_bias
+        return found
+
+
+class NemoSigmoid(Nemo):
+    """The same with sigmoid scores, as DeepSeek-V3 has them."""
+
+    name = "nemo-sigmoid"
+    sigmoid = True
+
+    def scores(self, setting: Setting) -> str:
+        return "sigmoid"
+
+    def spec(self, setting: Setting) -> str:
+        raise NotApplicable("the balance losses of our routers are of the softmax, whatever the gate")
