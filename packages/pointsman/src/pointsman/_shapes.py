@@ -32,6 +32,7 @@ SHAPES: dict[str, Any] = {
     "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
+        "tuned": {"*": {"*": str}},
     },
     "finetune.json": {
         "task!": str, "classes!": [str], "fingerprint": str, "freeze!": [str], "balance!": MAYBE, "pooling!": str,

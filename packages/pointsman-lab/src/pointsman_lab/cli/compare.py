@@ -19,6 +19,7 @@ from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_impor
 
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
+    from pointsman_lab.training.compare import Plan
 
 EPILOG = """examples:
   pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
@@ -27,6 +28,8 @@ EPILOG = """examples:
     --out runs/mine                                       # adds a row
   pointsman compare --task sst2,sst5 --out runs/mine      # fine-tunes every row
   pointsman compare --routers smoe --data enwik8 --processes 8  # a run on 8
+  pointsman compare --routers smoe,xmoe --tune learning_rate=5e-4..1.6e-2 \\
+    --tune router_lr_scale=1,4,16 --out runs/fair
 
 After an interruption the same command continues. The table is also written as
 CSV, Markdown, LaTeX and as a page.
@@ -35,7 +38,8 @@ CSV, Markdown, LaTeX and as a page.
 
 TRAINING_FLAGS = (
     "--seeds", "--data", "--tokenizer", "--preset", "--steps", "--train-top-k", "--k-schedule", "--eval-tokens",
-    "--tensorboard", "--track", "--set", "--processes", *RANK_FLAGS,
+    "--tensorboard", "--track", "--set", "--processes", "--tune",
+    *RANK_FLAGS,
 )  # fmt: skip
 
 
@@ -45,6 +49,8 @@ def parser() -> Parser:
     flags.add_argument("--seeds")
     told = "runs or fine-tunings at a time, one thread each (default: as many as cores where the model is small)"
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
+    told = "choose this setting for each row by successive halving, on a seed of its own: KEY=A,B,C or KEY=LOW..HIGH"
+    flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)
     add_rank_flags(flags)
@@ -74,6 +80,7 @@ def run(arguments: Sequence[str]) -> int:
         print(write_page(values.out), file=sys.stderr)
         return 0
     if values.processes:
+        flags.without_effect(values, ["--tune"], "with --processes: tune without it first")
         flags.without_effect(values, ["--jobs"], "with --processes: one run after another has all of them")
     from pointsman_lab.report.results import write_tables
     from pointsman_lab.training.compare import Plan, compare, default_jobs
@@ -94,6 +101,8 @@ def run(arguments: Sequence[str]) -> int:
     if code is None:
         with joined(values, device) as (ranks, layout, device):
             display = Display()
+            if values.tune:
+                plan = tuned_plan(plan, values.tune, values.out, device, values.jobs)
             alone = values.jobs is None and ranks.count == 1
             with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
                 compare(
@@ -108,6 +117,21 @@ def run(arguments: Sequence[str]) -> int:
         fine_tune_comparison(values, values.out, device)
     print(f"\n{write_page(values.out)}", file=sys.stderr)
     return 0
+
+
+def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: int | None) -> Plan:
+    """The plan with the settings that `--tune` finds; prints each row's curve."""
+    from pointsman_lab.report.cell import metric
+    from pointsman_lab.training.compare import compare, default_jobs
+    from pointsman_lab.training.tune import tuned
+
+    with Display() as display, stop_on_signals() as stop:
+
+        def train(one: Plan, folder: Path) -> None:
+            many = default_jobs(one.base, device) if jobs is None else jobs
+            compare(one, folder, device=device, jobs=many, progress=display, stop=stop, data_progress=display.data)
+
+        return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better)
 
 
 def write_page(out: Path) -> str:

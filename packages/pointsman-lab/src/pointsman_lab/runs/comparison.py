@@ -28,6 +28,7 @@ def write_plan(
     command: str,
     kernels: Mapping[str, str],
     data: str,
+    tuned: Mapping[str, Mapping[str, str]] | None = None,
 ) -> None:
     """Writes comparison.json.
 
@@ -36,9 +37,11 @@ def write_plan(
         routers: specs in the table's order. seeds: in order.
         command: the command line that asked for the comparison last.
         kernels: of all its runs. data: the fingerprint of their corpus.
+        tuned: settings of single rows, which `compare --tune` chose.
     """
     grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
     values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
+    values |= {"tuned": dict(tuned)} if tuned else {}
     write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,20 @@ class Plan:
         routers: specs in the table's order.
         seeds: in order.
         command: the words that asked for it last, for the page.
+        tuned: router -> {"row": what was asked for, setting: its own value} (`compare --tune`).
     """
 
     base: RunConfig
     routers: tuple[str, ...]
     seeds: tuple[int, ...]
     command: str = ""
+    tuned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def config(self, router: str, seed: int) -> RunConfig:
         """The settings of one run."""
-        return replace(self.base, model=replace(self.base.model, router=router), seed=seed)
+        own = {key: value for key, value in self.tuned.get(router, {}).items() if key not in ("row", "router_lr_scale")}
+        base = self.base.with_overrides(own) if own else self.base
+        return replace(base, model=replace(base.model, router=router), seed=seed)
 
     def settings(self) -> dict[str, Any]:
         """Everything but routers and seeds, as JSON."""
@@ -107,7 +111,10 @@ def merged(plan: Plan, out: Path) -> Plan:
             f"{out} is evaluated in another way: {told}; choose another --out, or name its other rows and seeds as "
             f"well ({'; '.join(others)}): they are then evaluated anew"
         )
-    return replace(plan, routers=routers, seeds=seeds, command=_whole_command(plan.command, routers, len(seeds)))
+    held = {**before.get("tuned", {}), **plan.tuned}
+    return replace(
+        plan, routers=routers, seeds=seeds, tuned=held, command=_whole_command(plan.command, routers, len(seeds))
+    )
 
 
 def _whole_command(command: str, routers: Sequence[str], seeds: int) -> str:
@@ -163,6 +170,7 @@ def compare(
     if ranks.count > 1:
         check_ranks(plan.base, ranks)
     whole = ranks.by_first(lambda: merged(plan, out))
+    plan = replace(plan, tuned=whole.tuned)
     task = one_after_another(ranks, lambda: pretraining_task(plan.base, data_progress))
     task.check(plan.base)
     check_models([plan.config(router, 0) for router in plan.routers], task, layout or Layout(ranks.count))
@@ -201,7 +209,7 @@ def _begun(base: RunConfig, whole: Plan, out: Path, task: Task) -> Kernels:
         kernels = choose_kernels(base, None)
     write_plan(
         out, settings=whole.settings(), routers=whole.routers, seeds=whole.seeds, command=whole.command,
-        kernels=kernels.to_dict(), data=task.fingerprint,
+        kernels=kernels.to_dict(), data=task.fingerprint, tuned=whole.tuned,
     )  # fmt: skip
     return kernels
 

@@ -1,0 +1,166 @@
+"""`compare --tune`: each row's settings by successive halving, on a seed that is not used for results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pointsman import MoE
+from pointsman._errors import RunError
+from pointsman._files import write_whole
+from pointsman._grid import NONE, Grid
+from pointsman.routers.frame.entries import BASELINES
+from pointsman_lab.runs.comparison import read_comparison, read_plan
+from pointsman_lab.runs.paths import slug
+from pointsman_lab.training.compare import Plan
+from pointsman_lab.training.k_schedule import parse_top_k
+
+SEED = 1000
+SHARES = (8, 4, 2)
+"""A round trains for one part in so many of the steps; after each the better half of a row's choices goes on."""
+ROUTER = "router_lr_scale"
+CURVE = "tuning.json"
+Choice = tuple[tuple[str, str], ...]
+
+
+def choices(told: Sequence[str]) -> list[Choice]:
+    """All combinations of `KEY=A,B,C` or `KEY=LOW..HIGH`, which doubles from LOW on.
+
+    Raises:
+        RunError: a text of another form.
+    """
+    columns = []
+    for one in told:
+        key, _, values = one.partition("=")
+        ends = re.fullmatch(r"([^.,]+(?:\.\d+)?[^.,]*)\.\.(.+)", values)
+        try:
+            found = _doubled(*map(float, ends.groups())) if ends else values.split(",")
+        except ValueError:
+            found = []
+        if not key or not all(found) or len(set(found)) < 2:
+            raise RunError(f"--tune {one!r}: allowed is KEY=A,B,C or KEY=LOW..HIGH with 0 < LOW < HIGH")
+        columns.append([(key, value) for value in found])
+    if len({column[0][0] for column in columns}) < len(columns):
+        raise RunError("--tune: a key is given twice; name all its values in one")
+    return list(product(*columns))
+
+
+def _doubled(low: float, high: float) -> list[str]:
+    if not 0 < low < high < math.inf:
+        raise ValueError
+    return [f"{low * 2**power:g}" for power in range(round(math.log2(high / low)) + 1)]
+
+
+def spec_of(row: str, choice: Choice) -> str:
+    """The row with the choice's scale of the router's learning rate."""
+    scale = dict(choice).get(ROUTER, "1")
+    if float(scale) == 1:
+        return row
+    return "|".join(re.sub(r"^[^@+]+", rf"\g<0>:lr_scale={scale}", part) for part in row.split("|"))
+
+
+def takes(row: str, choice: Choice) -> bool:
+    """Whether the row has what the choice changes: a router that learns, for another scale of its rate."""
+    spec = spec_of(row, choice)
+    if spec == row:
+        return True
+    if row in BASELINES:
+        return False
+    try:
+        routers = [MoE(8, 8, num_experts=4, top_k=2, router=part).router for part in spec.split("|")]
+    except ValueError:
+        return False
+    return any(parameter.requires_grad for router in routers for parameter in router.parameters())
+
+
+def tuned(
+    plan: Plan,
+    told: Sequence[str],
+    out: Path,
+    train: Callable[[Plan, Path], object],
+    say: Callable[[str], None],
+    lower_is_better: Callable[[str], bool],
+) -> Plan:
+    """The plan with each row's settings; rows that the comparison in `out` has already keep theirs.
+
+    The rounds are comparisons in `out`-tuning, which go on after an interruption; its tuning.json has every figure.
+
+    Args:
+        train: trains a plan in a directory.
+        say: gets the table of each row's choices.
+        lower_is_better: of a metric's name.
+
+    Raises:
+        RunError: the seed of the tuning is among the plan's, or a text of another form.
+    """
+    if SEED in plan.seeds:
+        raise RunError(f"--tune uses seed {SEED}, which is then no seed of a result: fewer --seeds")
+    before = read_plan(out) or {}
+    held = before.get("tuned", {})
+    names = {one.get("row", name): name for name, one in held.items()}
+    rows = [row for row in plan.routers if row not in names]
+    left = {row: [choice for choice in choices(told) if takes(row, choice)] for row in rows}
+    curve: dict[str, dict[str, list[Any]]] = {row: {_text(one): [] for one in left[row]} for row in rows}
+    k = parse_top_k(plan.base.train_top_k, plan.base.model.num_experts)[-1]
+    for share in SHARES:
+        steps = max(1, plan.base.steps // share)
+        for choice in choices(told):
+            settings = {key: value for key, value in choice if key != ROUTER}
+            base = plan.base.with_overrides({
+                **settings, "steps": str(steps), "eval_top_k": str(k), "eval_split": "valid",
+            })  # fmt: skip
+            specs = {row: spec_of(row, choice) for row in rows if choice in left[row]}
+            if not specs:
+                continue
+            folder = out.with_name(f"{out.name}-tuning") / f"{steps}-{slug(_text(choice))}"
+            train(replace(plan, base=base, routers=tuple(specs.values()), seeds=(SEED,)), folder)
+            done = read_comparison(folder).runs
+            for row, spec in specs.items():
+                [result] = done[spec, SEED].results("valid").values()  # a dense row has its own k
+                curve[row][_text(choice)].append(_value(result, lower_is_better))
+        for row, of in left.items():
+            best = sorted(of, key=lambda one: curve[row][_text(one)][-1])
+            left[row] = best[: 1 if share == SHARES[-1] else max(2, math.ceil(len(best) / 2))]
+    picked = {spec_of(row, of[0]): {"row": row, **dict(of[0])} for row, of in left.items()}
+    write_whole(out.with_name(f"{out.name}-tuning") / CURVE, json.dumps({"seed": SEED, "k": k, "curve": curve}) + "\n")
+    for row, values in curve.items():
+        say(_table(row, values, _text(left[row][0]), plan.base.steps))
+    routers = tuple(names.get(row) or spec_of(row, left[row][0]) for row in plan.routers)
+    return replace(plan, routers=routers, tuned={**held, **picked})
+
+
+def _value(result: Mapping[str, Any], lower_is_better: Callable[[str], bool]) -> float:
+    value = result.get("value")
+    sign = 1 if lower_is_better(result["metric"]) else -1
+    return math.inf if value is None else sign * float(value)
+
+
+def _text(choice: Choice) -> str:
+    return " ".join(f"{key}={value}" for key, value in choice)
+
+
+def _table(row: str, values: Mapping[str, Sequence[float]], best: str, steps: int) -> str:
+    """The curve of a row; what was left out after a round has no figure in the next."""
+    lines = [
+        [text, *(f"{abs(one):.4f}" for one in found), *[NONE] * (len(SHARES) - len(found)), "chosen" * (text == best)]
+        for text, found in values.items()
+    ]
+    header = [f"{row}, seed {SEED}", *(f"{max(1, steps // share)} steps" for share in SHARES), ""]
+    return Grid(header, lines, labels=1).text() + edges(values, best)
+
+
+def edges(values: Mapping[str, Sequence[float]], best: str) -> str:
+    """A line for each setting whose chosen value is its least or largest: the best one may lie beyond it."""
+    told = ""
+    for key, value in (pair.split("=", 1) for pair in best.split()):
+        of = [pair.split("=", 1)[1] for text in values for pair in text.split() if pair.startswith(f"{key}=")]
+        numbers = [float(one) for one in of if re.fullmatch(r"[-+.\de]+", one)]
+        if numbers and len(set(numbers)) > 1 and float(value) in (min(numbers), max(numbers)):
+            told += f"\n{key}={value} is at the edge of what was tried: the best value may lie beyond it"
+    return told
