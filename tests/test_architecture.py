@@ -22,8 +22,8 @@ FOLDERS = {
 ROOMS = {
     "pointsman": (
         "_errors", "_shapes", "_files", "_values", "_grid", "intervals", "ranks", "routing", "auxiliary", "ops",
-        "kernels", "experts", "routers", "delivery", "layer", "traces", "control", "replay", "parallel", "diagnostics",
-        "hf", "engines", "testing",
+        "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "replay", "parallel",
+        "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
         "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",

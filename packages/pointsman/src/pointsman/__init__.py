@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pointsman.control import freeze, materialize, param_groups, record_routing, set_top_k, step_end, track_steps
+    from pointsman.conversion import upcycle
     from pointsman.delivery import add_losses, losses, set_loss_scale
     from pointsman.layer import MoE
     from pointsman.replay import replay_routing
@@ -33,6 +34,7 @@ __all__ = [
     "set_top_k",
     "step_end",
     "track_steps",
+    "upcycle",
 ]
 
 
@@ -42,6 +44,7 @@ _HOMES = {
     "routers.frame.registry": ("build_router", "build_routers", "list_routers"),
     "delivery": ("add_losses", "losses", "set_loss_scale"),
     "layer": ("MoE",),
+    "conversion": ("upcycle",),
     "replay": ("replay_routing",),
 }
 

@@ -1,0 +1,67 @@
+"""upcycle: MoE layers that compute what feed-forward layers of one's own did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pointsman
+
+
+class Gated(nn.Module):
+    """Names and order that say nothing of what is what."""
+
+    def __init__(self, activation: Any = F.silu, bias: bool = False) -> None:
+        super().__init__()
+        self.c = nn.Linear(24, 16, bias=bias)
+        self.a, self.b = nn.Linear(16, 24, bias=bias), nn.Linear(16, 24, bias=bias)
+        self.activation, self.drop = activation, nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.drop(self.a(x) * self.activation(self.b(x))))
+        return out
+
+
+def plain(activation: nn.Module, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 24, bias=bias), activation, nn.Linear(24, 16))
+
+
+@pytest.mark.parametrize("mlp", [Gated(), Gated(F.gelu, True), plain(nn.ReLU()), plain(nn.GELU(), False)])
+@pytest.mark.parametrize("router", ["smoe", "xmoe", "hyperrouter", "loss-free"])
+def test_the_output_is_the_dense_layers_for_every_k(mlp: nn.Module, router: str) -> None:
+    hidden = torch.randn(2, 5, 16)
+    (moe,) = pointsman.upcycle([mlp.eval()], 4, router)
+    assert not moe.training
+    assert moe.experts.dropout == (0.1 if isinstance(mlp, Gated) else 0)
+    for k in (1, 2, 4):
+        pointsman.set_top_k(moe, k)
+        torch.testing.assert_close(moe(hidden), mlp(hidden), rtol=1e-5, atol=1e-6)
+
+
+def test_each_layer_its_own_dtype_mode_and_noise() -> None:
+    mlps = [plain(nn.ReLU()), plain(nn.ReLU()).bfloat16().eval()]
+    one, two = pointsman.upcycle(mlps, 4)
+    assert (one.training, two.training) == (True, False)
+    assert two.experts.w_in.dtype == torch.bfloat16
+    assert torch.equal(one.experts.w_in[3], mlps[0][0].weight)  # type: ignore[index, union-attr]
+    (noisy,) = pointsman.upcycle(mlps[:1], 4, noise=0.1)
+    far = noisy.experts.w_in - one.experts.w_in
+    assert float((far.std() / one.experts.w_in.std()).detach()) == pytest.approx(0.1, rel=0.1)
+
+
+def test_what_is_no_such_layer_is_refused() -> None:
+    for mlps, router, told in (
+        ([plain(nn.Tanh())], "smoe", "no activation of"),
+        ([nn.Linear(16, 16)], "smoe", "module 0, Linear: allowed are modules of two or three nn.Linear"),
+        ([plain(nn.ReLU()), nn.Sequential(plain(nn.ReLU()), nn.LayerNorm(16))], "smoe", "module 1, Sequential"),
+        ([plain(nn.ReLU())], "smoe:renormalize=false", "do not sum to 1"),
+        ([plain(nn.ReLU())], "hash", "reads more than hidden states"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pointsman.upcycle(mlps, 4, router)
+    with pytest.raises(ValueError, match="noise=-1"):
+        pointsman.upcycle([], 4, noise=-1)
