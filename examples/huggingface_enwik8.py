@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import pointsman
 from pointsman import hf
-from pointsman_lab.data import open_corpus
+from pointsman_lab.data.corpus import open_corpus
 
 LENGTH = 256
 BATCH = 16

@@ -27,7 +27,7 @@ from transformers import (
 
 import pointsman
 from pointsman import hf
-from pointsman_lab.data import open_corpus
+from pointsman_lab.data.corpus import open_corpus
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

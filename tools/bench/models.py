@@ -36,8 +36,9 @@ from pointsman.control import step_end
 from pointsman.delivery import add_losses
 from pointsman.layer import MoE
 from pointsman.ops.kernels import using
-from pointsman_lab.models import build_model, preset_config
+from pointsman_lab.models.config import build_model
 from pointsman_lab.recipes import preset
+from pointsman_lab.registry import preset_config
 from pointsman_lab.tasks.language_modelling.generation import Sampling, generate
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import choose_kernels

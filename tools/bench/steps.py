@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pointsman.ops.kernels import using
-from pointsman_lab.data import open_corpus
+from pointsman_lab.data.corpus import open_corpus
 from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.kernels import choose_kernels

@@ -9,8 +9,9 @@ import pytest
 
 from pointsman._errors import RunError
 from pointsman._files import user_cache_folder
-from pointsman_lab.data import Vocabulary, cache
+from pointsman_lab.data import cache
 from pointsman_lab.data.cache import Built, Write, cached
+from pointsman_lab.data.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary.of_bytes(b"abcd")
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.data import DataSpec, list_corpora, parse_data
+from pointsman_lab.data.catalog import DataSpec, list_corpora, parse_data
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from pointsman._errors import RunError
-from pointsman_lab.data import Vocabulary, catalog, corpus, download, load_corpus, sources
-from pointsman_lab.data.corpus import Corpus
+from pointsman_lab.data import catalog, corpus, download, sources
+from pointsman_lab.data.corpus import Corpus, load_corpus
+from pointsman_lab.data.vocabulary import Vocabulary
 
 TEXT = "".join(f"line {number} of a small text\n" for number in range(200))
 TINY_ENWIK8 = bytes(range(9, 100)) * 10  # 910 bytes: 700, 110 and 100

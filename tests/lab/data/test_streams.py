@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
-from pointsman_lab.data import IGNORE, BatchStream, EvalStream, streams
+from pointsman_lab.data import streams
+from pointsman_lab.data.streams import IGNORE, BatchStream, EvalStream
 
 
 def test_columns_are_contiguous_and_rows_go_on() -> None:

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 
 from pointsman._errors import RunError
-from pointsman_lab.data import Vocabulary, load_corpus
+from pointsman_lab.data.corpus import load_corpus
 from pointsman_lab.data.subwords import (
     Subwords,
     as_tokenizer,
@@ -19,6 +19,7 @@ from pointsman_lab.data.subwords import (
     read_vocabulary,
     save_tokenizer,
 )
+from pointsman_lab.data.vocabulary import Vocabulary
 
 WORDS = [a + b + c for a in ("ro", "gate", "ex", "to") for b in ("ut", "per", "k", "soft") for c in ("ing", "er", "s")]
 TEXT = "".join(f"def {one}(hidden):\n    return {two}  # naïve – 例\n\n" for one in WORDS for two in WORDS[::7])

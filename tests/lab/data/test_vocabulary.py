@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman._errors import RunError
-from pointsman_lab.data import Vocabulary
+from pointsman_lab.data.vocabulary import Vocabulary
 
 
 def of_words(text: str) -> Vocabulary:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pointsman_lab.models import TransformerXLConfig, preset_config
 from pointsman_lab.models.config import parse_moe_layers
-from pointsman_lab.registry import presets
+from pointsman_lab.models.transformer_xl import TransformerXLConfig
+from pointsman_lab.registry import preset_config, presets
 
 
 @pytest.mark.parametrize(

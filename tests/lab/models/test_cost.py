@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pointsman_lab.models import TransformerXL, TransformerXLConfig, preset_config
 from pointsman_lab.models.cost import Protocol, cost_row, cost_table, inference_flops, parameter_table
-from pointsman_lab.registry import find_preset
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman_lab.registry import find_preset, preset_config
 
 SMALL = preset_config("small", 204)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
-from pointsman_lab.models import Decoder, DecoderConfig
+from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.huggingface import load_theirs
 from pointsman_lab.models.memory import Memory
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pointsman_lab.models import TransformerXL, TransformerXLConfig, build_model, preset_config
-from pointsman_lab.models.config import parse_moe_layers
+from pointsman_lab.models.config import build_model, parse_moe_layers
 from pointsman_lab.models.cost import cost_row, inference_flops
-from pointsman_lab.registry import family, presets
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
+from pointsman_lab.registry import family, preset_config, presets
 
 
 def test_every_preset_is_of_a_family_that_builds_it() -> None:

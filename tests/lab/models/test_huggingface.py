@@ -7,7 +7,7 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman.control import named_routers
-from pointsman_lab.models import Decoder, DecoderConfig
+from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.huggingface import difference, from_transformers, to_transformers
 
 SHAPE: dict[str, Any] = {

@@ -9,9 +9,11 @@ from torch import nn
 import pointsman
 from pointsman import MoE, record_routing
 from pointsman.experts.modules import BaseExperts
-from pointsman_lab.models import Decoder, DecoderConfig, TransformerXL, TransformerXLConfig, blocks
+from pointsman_lab.models import blocks
 from pointsman_lab.models.cost import Protocol, inference_flops, parameter_table
+from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.traced_attention import traced_attention
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 B = 2
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from pointsman import AttentionTrace, MoE, RoutingContext, freeze, record_routing, set_top_k
 from pointsman.routers.frame.stages import Mixer
-from pointsman_lab.models import Memory, TransformerXL, TransformerXLConfig
+from pointsman_lab.models.memory import Memory
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 
 VOCABULARY = 31
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pointsman_lab.data import Corpus, load_corpus
+from pointsman_lab.data.corpus import Corpus, load_corpus
 from pointsman_lab.models.transformer_xl import TransformerXLConfig
 from pointsman_lab.training.config import RunConfig
 

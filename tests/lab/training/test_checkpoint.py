@@ -18,7 +18,7 @@ from torch import Tensor
 from pointsman._errors import RunError
 from pointsman._files import alone
 from pointsman.ops.kernels import Kernels
-from pointsman_lab.data import Corpus
+from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.runs import checkpoints as module
 from pointsman_lab.runs.checkpoints import (

@@ -25,7 +25,7 @@ from pointsman.kernels import router as router_kernel
 from pointsman.ops.kernels import Kernels, using
 from pointsman.routers.frame.stages import TopK
 from pointsman.routers.mutual import posterior
-from pointsman_lab.data import Corpus
+from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.runs.checkpoints import open_checkpoint
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pointsman import add_losses
-from pointsman_lab.data import Corpus
+from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.tasks.language_modelling.task import LanguageModelling
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Diverged

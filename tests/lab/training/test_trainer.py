@@ -23,7 +23,7 @@ from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.ops.kernels import Kernels, using
-from pointsman_lab.data import Corpus
+from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.evaluation.passes import PLAIN
 from pointsman_lab.runs.checkpoints import open_checkpoint, steps_of
 from pointsman_lab.runs.directory import RunDirectory

@@ -293,7 +293,7 @@ def test_a_test_part_without_rows_is_refused(data: Path, tmp_path: Path) -> None
 
 
 def test_a_language_model_is_no_encoder(data: Path, run: Path) -> None:
-    from pointsman_lab.data import Vocabulary
+    from pointsman_lab.data.vocabulary import Vocabulary
 
     with pytest.raises(RunError, match="for encoders, which read pieces"):
         CrossLingual(load_xtreme("xnli", data), Finetuning("xnli"), Vocabulary.of_bytes(b"abc"), None)

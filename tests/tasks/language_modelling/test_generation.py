@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from pointsman._errors import RunError
-from pointsman_lab.data import Vocabulary
-from pointsman_lab.models import Decoder, DecoderConfig, TransformerXL, TransformerXLConfig
+from pointsman_lab.data.vocabulary import Vocabulary
+from pointsman_lab.models.decoder import Decoder, DecoderConfig
+from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.language_modelling.generation import (
     Sampling,
     TextStream,

@@ -230,7 +230,7 @@ def _of_hugging_face(name: str, settings: Settings, watch: Progress | None) -> d
     from pointsman.hf import replace_routers
     from pointsman.hf.loading import load_model, load_tokenizer
     from pointsman.hf.text import refuse_unknown_tokens
-    from pointsman_lab.data import open_corpus
+    from pointsman_lab.data.corpus import open_corpus
 
     if settings.changes:
         raise RunError(f"--set {next(iter(settings.changes))}: only for runs, not for Hugging Face models")

@@ -100,7 +100,7 @@ def read_texts(data: str) -> Iterator[str | list[dict[str, str]]]:
     path = Path(data)
     if path.is_file():
         return _lines(path) if path.suffix in (".jsonl", ".json") else _pieces(path)
-    from pointsman_lab.data import open_corpus
+    from pointsman_lab.data.corpus import open_corpus
 
     corpus = open_corpus(data)
     return iter([corpus.vocabulary.decode(corpus.split("test"))])

@@ -192,8 +192,13 @@ def compare(
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         setup = partial(_trainer, plan.base, kernels, device)
-        here = partial(setup, task, ranks, layout)
-        do_all(runs, titles, setup, here, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
+        if jobs is not None and min(jobs, len(runs)) > 1:
+            do_all(runs, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
+            return whole
+        work = setup(task, ranks, layout)
+        for run, progress.title in zip(runs, titles, strict=True):
+            work(run, progress, stop)
+            ended()
     return whole
 
 

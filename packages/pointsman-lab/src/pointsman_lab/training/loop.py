@@ -107,19 +107,18 @@ class TrainingLoop:
                     self.save()
                 return
             with self.times:
-                self.one_step()
+                due = (state.step + 1) % config.log_every == 0 or state.step + 1 == config.steps
+                with self._diverging():
+                    row = state.train_step(self.monitor, self.stop, read=due)
+                self._tell(row, due)
             if self._due(config.checkpoint_every) or self._stopping():
                 self.save()
             if self._stopping():
                 self._wait_for_save()
                 raise Interrupted(self.directory.path, state.step)
 
-    def one_step(self) -> None:
-        """One optimizer step, its line of metrics and the display."""
-        step = self.state.step + 1
-        due = step % self.config.log_every == 0 or step == self.config.steps
-        with self._diverging():
-            row = self.state.train_step(self.monitor, self.stop, read=due)
+    def _tell(self, row: dict[str, Any], due: bool) -> None:
+        """A step's line on the display and, if it is due, in the metrics; and what the monitor saw."""
         if "loss" in row:
             self.times.step(row.pop("step_seconds"), row.pop("work_seconds"))
             self.figures = {**row, "tokens_per_second": self.state.tokens_per_step / self.times.steps[-1]}

@@ -15,7 +15,7 @@ from pointsman.delivery import deliveries
 from pointsman.parallel.layout import Layout
 from pointsman.parallel.shard import parallelize
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.data import BatchStream
+from pointsman_lab.data.streams import BatchStream
 from pointsman_lab.models.capture import Recorder
 from pointsman_lab.models.memory import Memory
 from pointsman_lab.progress import Monitor, Stop

@@ -16,10 +16,10 @@ from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.kernels import using
 from pointsman.routing import Routing
-from pointsman_lab.data import EvalStream, Vocabulary
 from pointsman_lab.data.catalog import Level
+from pointsman_lab.data.streams import EvalStream
 from pointsman_lab.data.task_streams import Encoded, collate
-from pointsman_lab.data.vocabulary import IdArray
+from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext
 from pointsman_lab.finetuning.settings import Finetuning
 from pointsman_lab.models.classifier import Classifier

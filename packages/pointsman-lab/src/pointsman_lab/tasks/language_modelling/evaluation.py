@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman.ranks import ALONE, Ranks
-from pointsman_lab.data import EvalStream
 from pointsman_lab.data.catalog import Level
-from pointsman_lab.data.streams import IGNORE
+from pointsman_lab.data.streams import IGNORE, EvalStream
 from pointsman_lab.data.vocabulary import IdArray
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, divides_rows, evaluated
 from pointsman_lab.models.capture import Recorder

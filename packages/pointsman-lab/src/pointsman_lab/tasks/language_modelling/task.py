@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.diagnostics.diagnose import Batch, Reader
-from pointsman_lab.data import BatchStream, Corpus, EvalStream, Vocabulary, open_corpus
+from pointsman_lab.data.corpus import Corpus, open_corpus
 from pointsman_lab.data.download import DataProgress
+from pointsman_lab.data.streams import BatchStream, EvalStream
 from pointsman_lab.data.subwords import has_tokenizer
+from pointsman_lab.data.vocabulary import Vocabulary
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.capture import CudaRecorder
 from pointsman_lab.models.config import build_model
