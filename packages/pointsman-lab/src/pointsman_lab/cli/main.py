@@ -31,6 +31,8 @@ COMMANDS = {
     "generate": "continue prompts with a run's language model, at any k",
     "verify": "say whether a folder is whole, and what in it would be refused",
     "check": "say what a trainer does to the router of a mixture of experts",
+    "share": "write one file of a run, a comparison or an audit",
+    "open": "open such a file: nothing in it is run",
     "trace": "compare recorded routings; simulate serving one",
     "hf": "change the routers of a Hugging Face model",
 }

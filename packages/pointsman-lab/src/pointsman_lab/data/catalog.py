@@ -125,6 +125,8 @@ def list_corpora() -> dict[str, str]:
 
 def unknown_data(name: str) -> RunError:
     """The error for a name that is neither a corpus nor a path."""
+    if Path(name).suffix or "/" in name:
+        return RunError(f"there is no file or folder {name!r} here: --data takes the path of yours")
     return RunError(f"no corpus and no file or folder is called {name!r}: {_choices(name, CORPORA)}")
 
 

@@ -68,7 +68,7 @@ def write_record(folder: Path) -> Path | None:
             entries[path] = {"path": path, "files": packed(run)}
     if not entries:
         return None
-    lines = (_line(entries[path]) for path in sorted(entries))
+    lines = (line_of(entries[path]) for path in sorted(entries))
     return write_whole(folder / RECORD, "".join(line + "\n" for line in lines))
 
 
@@ -98,7 +98,7 @@ def restore(folder: Path, into: Path | None = None) -> list[Path]:
                 file = scratch.joinpath(run.name, *name.split("/"))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with open_new(file) as opened:
-                    opened.write(_written(content).encode())
+                    opened.write(written(content).encode())
             (scratch / run.name).replace(run)
         made.append(run)
     return made
@@ -221,7 +221,7 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
-def _line(entry: Mapping[str, Any]) -> str:
+def line_of(entry: Mapping[str, Any]) -> str:
     files = {
         name: to_columns(content) if name.endswith(METRICS) else content for name, content in entry["files"].items()
     }
@@ -246,7 +246,7 @@ def _is_kept(name: str) -> bool:
     return found is not None and (found[1] == METRICS or (found[1] not in LEFT_OUT and shape_of(found[1]) is not None))
 
 
-def _written(content: Any) -> str:
+def written(content: Any) -> str:
     if isinstance(content, list):
         return "".join(json.dumps(row) + "\n" for row in content)
     return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,106 @@
+"""`pointsman share DIR` and `pointsman open FILE`: a run, a comparison or an audit for somebody else, as one file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pointsman._errors import RunError
+from pointsman._values import printable
+from pointsman_lab.cli.options import Parser, check_device
+
+ENDING = ".pointsman"
+EPILOG = """examples:
+  pointsman share runs/mine
+  pointsman open mine.pointsman
+
+The file has settings, figures, the thinned curves, the routers' source files and the papers; neither weights nor data.
+`pointsman open` makes the folder, its tables and its page again, and shows the source. It runs none of it.
+"""
+
+
+def parser() -> Parser:
+    flags = Parser("share", "Write one file of a run, a comparison or an audit.", EPILOG)
+    flags.add_argument("folder", type=Path, metavar="DIR", help="a run, a comparison or an audit")
+    flags.common("the file to write (default: NAME.pointsman)", settings="", folder=False)
+    return flags
+
+
+def run(words: Sequence[str]) -> int:
+    values = parser().read(words)
+    check_device(values.device)
+    from pointsman_lab.runs.comparison import read
+    from pointsman_lab.runs.sharing import share
+
+    out = values.out or Path(f"{values.folder.resolve().name}{ENDING}")
+    if out.is_dir():
+        raise RunError(f"pointsman share: --out {out}: this is a folder; allowed is a file")
+    print(share(values.folder, out, bibtex(read(values.folder).routers)))
+    return 0
+
+
+def bibtex(routers: Sequence[str]) -> str:
+    """An entry for the paper of each router and mixer that is known here."""
+    from pointsman.routers.frame.registry import MIXERS, ROUTERS
+
+    names = dict.fromkeys(name for spec in routers for name in re.split(r"[+@|]|:[^+@|]*", spec) if name)
+    told: dict[str, str] = {}
+    for name in names:
+        paper = (ROUTERS | MIXERS)[name].paper if name in ROUTERS | MIXERS else ""
+        for part in paper.split("; "):
+            number = re.search(r"arXiv (\d{4}\.\d{4,5})", part)
+            year = re.search(r"\b(19|20)\d\d\b", part)
+            if number or year:
+                rows = [f"  title = {{{part}}}", f"  note = {{router {name} of pointsman}}"]
+                rows += [f"  year = {{{year[0]}}}"] if year else []
+                rows += [f"  eprint = {{{number[1]}}}", "  archiveprefix = {arXiv}"] if number else []
+                key = f"{re.sub('[^a-z0-9]', '', name)}-{number[1] if number else (year or [''])[0]}"
+                told[key] = f"@misc{{{key},\n" + ",\n".join(rows) + "\n}\n"
+    return "\n".join(told.values())
+
+
+def open_parser() -> Parser:
+    flags = Parser("open", "Open a file of `pointsman share`.", EPILOG)
+    flags.add_argument("file", type=Path, metavar="FILE", help="a file of `pointsman share`")
+    flags.common("the folder to make (default: the file's name without its ending)", settings="")
+    return flags
+
+
+def run_open(words: Sequence[str]) -> int:
+    values = open_parser().read(words)
+    check_device(values.device)
+    from pointsman_lab.report import write_report
+    from pointsman_lab.report.results import write_tables
+    from pointsman_lab.runs.sharing import open_shared
+
+    out = values.out or Path(values.file.name.removesuffix(ENDING))
+    if out == values.file:
+        raise RunError(f"pointsman open: {values.file}: --out is missing: the file's name has no ending {ENDING}")
+    found = open_shared(values.file, out)
+    for source in found.sources:
+        print(f"--- {source}, as the sender had it; nothing of it was run")
+        print(printable_source(source))
+        print(f"--- end of {source}; read it, then name it with --import {source} to evaluate with it\n")
+    for module in found.modules:
+        print(printable(f"routers came from the module {module!r}, which is not in the file"))
+    data = found.data
+    size = f", {data['bytes']:,} bytes, sha256 {data['sha256']}" if "sha256" in data else ""
+    mark = f", fingerprint {data['fingerprint']}" if data.get("fingerprint") else ""
+    print(printable(f"data: {data['name']}{size}{mark}; not in the file: name yours with --data"))
+    if (out / "comparison.json").is_file():
+        print(write_tables(out))
+    try:
+        print(f"page: {write_report(out)}", file=sys.stderr)
+    except RunError as missing:
+        print(f"no page: {missing}", file=sys.stderr)
+    print(out)
+    return 0
+
+
+def printable_source(file: Path) -> str:
+    """A source file without what a terminal would obey."""
+    from pointsman._files import read_text
+
+    return "\n".join(printable(line) for line in read_text(file).splitlines())

@@ -1,0 +1,171 @@
+"""One file of a run, a comparison or an audit for somebody else: compressed JSON, without weights and without data.
+
+Its records are those of `compact`, read back through the same checks. Python files that the sender imported routers
+from are carried as text, under `sources/` of the receiver's folder, and are executed by nobody unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._files import (
+    checksum,
+    disk_errors,
+    open_new,
+    parse_json,
+    read_ordinary,
+    read_whole_json,
+    replacing,
+    scratch_folder,
+    within,
+    write_whole,
+)
+from pointsman._shapes import MOST_OTHERS, check_shape
+from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, write_record, written
+from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
+
+FORMAT, VERSION = "pointsman-share", 1
+SOURCES = "sources"
+HERE = "@shared@"
+"""Stands for the receiver's folder in recorded paths."""
+SHAPE = {
+    "kind!": str, "name!": str, "comparison!": dict | None, "record!": str, "sources!": {"*": str}, "modules!": [str],
+    "data!": {"name!": str, "fingerprint": str, "bytes": int, "sha256": str}, "papers!": str,
+}  # fmt: skip
+_SOURCE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}\.py")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What `open_shared` wrote: the folder, the sources in it, modules that the sender imported, data and papers."""
+
+    folder: Path
+    sources: tuple[Path, ...]
+    modules: tuple[str, ...]
+    data: Mapping[str, Any]
+    papers: str
+
+
+def share(folder: Path, out: Path, papers: str = "") -> Path:
+    """Writes the file.
+
+    Raises:
+        RunError: the folder holds no finished run, or is damaged.
+    """
+    plan = read_whole_json(folder / COMPARISON)
+    if plan is not None:
+        with disk_errors(folder, "the comparison's record was not written"):
+            file = write_record(folder)
+        if file is None:
+            raise RunError(f"{folder}: no run of this comparison is finished: there is nothing to share")
+        record, settings = read_ordinary(file).decode(), plan.get("settings") or {}
+    else:
+        if not (folder / CONFIG).is_file() or not (folder / EVALUATION).is_file():
+            raise RunError(f"{folder}: no finished run, comparison or audit: there is nothing to share")
+        files = packed(folder)
+        settings = files[CONFIG]
+        record = line_of({"path": "runs/shared/seed-0", "files": files}) + "\n"
+    sources: dict[str, str] = {}
+    moved: dict[str, str] = {}
+    for name in (one for one in settings.get("imports") or () if isinstance(one, str)):
+        if name.endswith(".py"):
+            known = slug(Path(name).name)
+            if known in sources or not _SOURCE.fullmatch(known):
+                known = f"{len(sources)}-{known}"
+            try:
+                sources[known] = read_ordinary(Path(name)).decode()
+            except (OSError, UnicodeDecodeError) as error:
+                raise RunError(f"{folder}: the routers' file {name} cannot be read: {error}") from None
+            moved[name] = f"{HERE}/{SOURCES}/{known}"
+    modules = [one for one in settings.get("imports") or () if isinstance(one, str) and not one.endswith(".py")]
+    data, place = _data(str(settings.get("data") or ""), plan or {})
+    if place:
+        moved[place] = Path(place).name
+    told = {
+        "format": FORMAT, "version": VERSION, "kind": "run" if plan is None else "comparison",
+        "name": folder.resolve().name, "comparison": _moved(plan, moved), "record": _moved(record, moved),
+        "sources": sources, "modules": modules, "data": data, "papers": papers,
+    }  # fmt: skip
+    with replacing(out) as aside, open_new(aside) as opened:
+        opened.write(zlib.compress(json.dumps(told, allow_nan=False).encode(), 9))
+    return out
+
+
+def _data(name: str, plan: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """What is known of the data, and its path where it is a file of the sender."""
+    path = Path(name.partition(":")[0])
+    found: dict[str, Any] = {"name": name}
+    if isinstance(plan.get("data"), str):
+        found["fingerprint"] = plan["data"]
+    if not path.is_file():
+        return found, ""
+    return found | {"name": path.name, **checksum(path.resolve())}, str(path)
+
+
+def _moved(value: Any, moved: Mapping[str, str]) -> Any:
+    """JSON, or lines of JSON, with other paths."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    for old, new in moved.items():
+        text = text.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])
+    return text if isinstance(value, str) else json.loads(text)
+
+
+def open_shared(file: Path, out: Path) -> Opened:
+    """Writes the run or comparison of a file into a new folder.
+
+    Raises:
+        RunError: no such file, it is damaged or too large, or the folder is not empty.
+    """
+    told = _read(file)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out}: it exists and is not empty; choose another --out")
+    here = str(out.resolve())
+    record = _moved(told["record"], {HERE: here})
+    with scratch_folder(out.absolute().parent) as scratch:
+        with open_new(scratch / RECORD) as opened:
+            opened.write(record.encode())
+        entries = list(read_record(scratch))  # checked before anything is written
+        if not entries or (told["comparison"] is None and len(entries) > 1):
+            raise RunError(f"{file}: damaged: {len(entries)} runs in it")
+    if told["comparison"] is None:
+        for name, content in entries[0]["files"].items():
+            write_whole(within(out, *name.split("/")), written(content))
+    else:
+        write_whole(out / COMPARISON, json.dumps(_moved(told["comparison"], {HERE: here}), indent=2) + "\n")
+        write_whole(out / RECORD, record)
+    sources = [write_whole(within(out, SOURCES, name), text) for name, text in told["sources"].items()]
+    if told["papers"]:
+        write_whole(out / "papers.bib", told["papers"])
+    return Opened(out, tuple(sources), tuple(told["modules"]), told["data"], told["papers"])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        raw = read_ordinary(file)
+    except FileNotFoundError:
+        raise RunError(f"{file}: no such file") from None
+    except OSError as error:
+        raise RunError(f"{file}: {error.strerror or error}") from None
+    try:
+        unpacking = zlib.decompressobj()
+        text = unpacking.decompress(raw, MOST_OTHERS)
+        if unpacking.unconsumed_tail:
+            raise RunError(f"{file}: more than {MOST_OTHERS:,} bytes when unpacked")
+        told = parse_json(text.decode())
+    except (zlib.error, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{file}: not a file of `pointsman share`, or damaged ({error})") from None
+    if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
+        raise RunError(f"{file}: not a file of `pointsman share` of version {VERSION}")
+    check_shape(told, SHAPE, str(file))
+    if bad := next((name for name in told["sources"] if not _SOURCE.fullmatch(name)), None):
+        raise RunError(f"{file}: a source called {bad!r}: only names of Python files are allowed")
+    return told

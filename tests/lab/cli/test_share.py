@@ -1,0 +1,140 @@
+"""`pointsman share` and `pointsman open`: what goes along, what is moved, and what a stranger's file may not do."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman_lab.cli.main import main
+from pointsman_lab.runs.comparison import read
+from tests.lab.report.fixtures import dump, write_comparison, write_run
+
+SOURCE = "print('run by nobody')\nraise SystemExit('unasked')\n"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "sender").mkdir()
+    (tmp_path / "receiver").mkdir()
+    monkeypatch.chdir(tmp_path / "sender")
+
+
+def change(file: Path, **values: Any) -> None:
+    dump(file, json.loads(file.read_text()) | values)
+
+
+def test_a_comparison_arrives_whole_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_comparison(Path("mine"), ["smoe", "xmoe@loss-free+similarity:tau=0.1"], [0, 1])
+    assert main(["share", "mine"]) == 0
+    before = read(Path("mine"))
+    Path("mine.pointsman").rename(tmp_path / "receiver" / "mine.pointsman")
+    monkeypatch.chdir(tmp_path / "receiver")
+    capsys.readouterr()
+    assert main(["open", "mine.pointsman"]) == 0
+    assert "xmoe@loss-free+similarity" in capsys.readouterr().out
+    after = read(Path("mine"))
+    assert after.routers == before.routers
+    assert {key: run.results() for key, run in after.runs.items()} == {
+        key: run.results() for key, run in before.runs.items()
+    }
+    papers = Path("mine/papers.bib").read_text()
+    assert {"1701.06538", "2204.09179", "2408.15664"} <= set(papers.replace("{", " ").replace("}", " ").split())
+    assert Path("mine/report.html").is_file()
+    assert Path("mine/table.tex").is_file()
+    assert main(["open", "mine.pointsman"]) == 2
+    assert "it exists and is not empty" in capsys.readouterr().err
+
+
+def test_source_and_data_of_the_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(SOURCE + "# \x1b[31mred\n")
+    Path("mytext.txt").write_text("a few words\n" * 9)
+    run = write_run(Path("run"))
+    here = str(Path("mine.py").resolve())
+    change(run / "config.json", imports=[here, "a.module"], data=str(Path("mytext.txt").resolve()) + ":level=char")
+    (run / "vocabulary.json").write_text("{}")
+    (run / "explorer.json").write_text("{}")
+    assert main(["share", "run", "--out", str(tmp_path / "receiver" / "a.pointsman")]) == 0
+    monkeypatch.chdir(tmp_path / "receiver")
+    capsys.readouterr()
+    assert main(["open", "a.pointsman", "--out", "theirs"]) == 0
+    said = capsys.readouterr().out
+    assert "raise SystemExit" in said
+    assert "\x1b" not in said
+    assert "mytext.txt, 108 bytes, sha256" in said
+    assert "'a.module'" in said
+    assert not [name for name in sys.modules if name.startswith("pointsman_import_")]
+    assert Path("theirs/sources/mine.py").read_text() == SOURCE + "# \x1b[31mred\n"
+    config = json.loads(Path("theirs/config.json").read_text())
+    assert config["imports"][0] == str(Path("theirs/sources/mine.py").resolve())
+    assert config["data"] == "mytext.txt:level=char"
+    assert str(tmp_path / "sender") not in "".join(file.read_text() for file in Path("theirs").glob("*.json"))
+    assert not Path("theirs/vocabulary.json").exists()
+    assert not Path("theirs/explorer.json").exists()
+
+
+def test_missing_data_are_no_nearest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", "mytext.txt", "--out", "t"]) == 2
+    said = capsys.readouterr().err
+    assert "no file or folder 'mytext.txt'" in said
+    assert "text8" not in said
+
+
+def test_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    write_run(Path("begun"))
+    Path("begun/evaluation.json").unlink()
+    for folder in ("empty", "begun", "none"):
+        assert main(["share", folder]) == 2
+        assert not Path(f"{folder}.pointsman").exists()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def packed(**changes: Any) -> bytes:
+    write_run(Path("good"))
+    assert main(["share", "good"]) == 0
+    told = json.loads(zlib.decompress(Path("good.pointsman").read_bytes()))
+    return zlib.compress(json.dumps(told | changes).encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sources": {"../evil.py": "x"}}, "only names of Python files"),
+        ({"sources": {"a/b.py": "x"}}, "only names of Python files"),
+        ({"sources": {"CON.sh": "x"}}, "only names of Python files"),
+        ({"record": '{"format": 2, "path": "../x/seed-0", "files": {}}\n'}, "no run of a record"),
+        ({"record": ""}, "0 runs"),
+        ({"version": 2}, "of version 1"),
+        ({"data": 3}, "data"),
+        ({"modules": [3]}, "modules"),
+    ],
+)
+def test_strangers_files(changes: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.pointsman").write_bytes(packed(**changes))
+    assert main(["open", "bad.pointsman"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert says in said[0]
+    assert not Path("bad").exists()
+    assert sorted(file.name for file in Path().iterdir()) == ["bad.pointsman", "good", "good.pointsman"]
+
+
+def test_a_bomb_and_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    for content, says in [
+        (zlib.compress(bytes(2**27)), "when unpacked"),
+        (b"noise", "not a file of `pointsman share`"),
+        (packed()[:200], "not a file of `pointsman share`"),
+    ]:
+        Path("bad.pointsman").write_bytes(content)
+        assert main(["open", "bad.pointsman"]) == 2
+        assert says in capsys.readouterr().err
