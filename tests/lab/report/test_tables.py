@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
 from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.results import tidy
 from pointsman_lab.report.tables import ComparisonTable
@@ -231,3 +232,41 @@ def test_experts_a_token_are_a_column_where_they_are_not_k(tmp_path: Path) -> No
     table = ComparisonTable.read(path)
     assert [row[table.grid().header.index("experts/token")] for row in table.grid().rows] == ["-", "4.00 ± 0.00"]
     assert [row["experts_per_token"] for row in tidy(read_comparison(path)) if row["k"] == 8] == [8, 8, 4, 4]
+
+
+def test_names_baseline_and_columns_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_comparison(tmp_path / "mine", ["smoe", "xmoe:gate=sigmoid", "hyperrouter"], [0, 1, 2])
+    base = ["compare", "--out", str(tmp_path / "mine")]
+    assert main([*base, "--names", "smoe=Plain,xmoe:gate=sigmoid=X & Co", "--baseline", "hyperrouter"]) == 0
+    said = capsys.readouterr().out
+    assert "Plain" in said
+    assert "smoe" not in said
+    assert "Paired differences to hyperrouter" in said
+    assert main([*base, "--columns", "k=8,seeds"]) == 0
+    table = ComparisonTable.read(tmp_path / "mine")
+    assert table.baseline == "hyperrouter"
+    assert list(table.grid().header) == ["router", "k=8", "seeds"]
+    assert [row[0] for row in table.grid().rows] == ["Plain", "X & Co", "hyperrouter"]
+    latex = (tmp_path / "mine" / "table.tex").read_text()
+    assert r"\label{tab:table}" in latex
+    assert r"\texttt{X \& Co}" in latex
+    caption = next(line for line in latex.splitlines() if r"\caption" in line)
+    assert caption.count(". ") == 0
+    assert "Router & $k=8$ & Seeds" in latex
+    assert "smoe,0,1" in (tmp_path / "mine" / "results.csv").read_text()  # the figures keep the specs
+    page = (tmp_path / "mine" / "report.html").read_text("utf-8")
+    assert "X &amp; Co" in page
+    assert '"Plain"' in page
+    for words, says in [
+        (["--names", "smo=Plain"], "allowed is ROW=TEXT: did you mean 'smoe'"),
+        (["--names", "hyperrouter=Plain"], "two rows would have the same name"),
+        (["--baseline", "smoo"], "did you mean 'smoe'"),
+        (["--columns", "k=9"], "did you mean 'k=8'"),
+        (["--columns", "k=8", "--steps", "3"], "--steps has no effect"),
+    ]:
+        before = (tmp_path / "mine" / "comparison.json").read_bytes()
+        assert main([*base, *words]) == 2
+        assert says in capsys.readouterr().err
+        assert (tmp_path / "mine" / "comparison.json").read_bytes() == before
+    assert main([*base, "--names", "smoe="]) == 0
+    assert "smoe" in capsys.readouterr().out

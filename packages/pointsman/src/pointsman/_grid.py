@@ -13,6 +13,7 @@ from typing import Any
 from pointsman._values import printable
 
 _NUMBER = re.compile(r"[+-]?[0-9]")
+_SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 NONE = "-"
 """The cell of a figure that does not exist."""
 
@@ -54,6 +55,17 @@ class Grid:
         best = {(row, kept.index(column)) for row, column in self.best if column in kept}
         return replace(self, header=[self.header[i] for i in kept], rows=rows, best=best)
 
+    def only(self, columns: Sequence[str]) -> Grid:
+        """The first column and these, in this order, by their titles."""
+        at = [0, *(list(self.header).index(name) for name in columns)]
+        rows = [[row[i] for i in at] for row in self.rows]
+        best = {(row, at.index(column)) for row, column in self.best if column in at}
+        return replace(self, header=[self.header[i] for i in at], rows=rows, best=best, hints={})
+
+    def named(self, names: Mapping[str, str]) -> Grid:
+        """The grid with other names in its first column."""
+        return replace(self, rows=[[names.get(row[0], row[0]), *row[1:]] for row in self.rows])
+
     def text(self, *, rule: bool = True) -> str:
         """Aligned columns, the first to the left and the others to the right; a rule below the header."""
         lines = [[printable(cell) for cell in line] for line in (self.header, *self.rows)]
@@ -82,8 +94,15 @@ class Grid:
         lines = [self.header, rule, *rows]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
-    def latex(self, header: Sequence[str] | None = None) -> str:
-        """A LaTeX table for the booktabs package; `header`: column titles in LaTeX, instead of the grid's own."""
+    def latex(self, header: Sequence[str] | None = None, label: str = "") -> str:
+        """A LaTeX table for the booktabs package. Its caption is the first sentence, the others are a comment.
+
+        Args:
+            header: column titles in LaTeX, instead of the grid's own.
+            label: what follows "tab:" in its label; by default the caption's first words.
+        """
+        first, *others = _SENTENCE.split(self.caption)
+        label = label or "-".join(re.findall(r"[a-z0-9]+", first.lower())[:4])
         lines = [
             r"\toprule",
             " & ".join(header or map(escape_latex, self.header)) + r" \\",
@@ -96,7 +115,9 @@ class Grid:
                 "% needs \\usepackage{booktabs}",
                 r"\begin{table}",
                 r"  \centering",
-                rf"  \caption{{{escape_latex(self.caption)}}}",
+                rf"  \caption{{{escape_latex(first)}}}",
+                *([rf"  \label{{tab:{label}}}"] if label else []),
+                *(f"  % {sentence}" for sentence in others),
                 rf"  \begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
                 *(f"    {line}" for line in lines),
                 r"  \end{tabular}",

@@ -33,6 +33,7 @@ SHAPES: dict[str, Any] = {
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
         "tuned": {"*": {"*": str}},
+        "shown": {"names": {"*": str}, "baseline": str | None, "columns": [str]},
     },
     "finetune.json": {
         "task!": str, "classes!": [str], "fingerprint": str, "freeze!": [str], "balance!": MAYBE, "pooling!": str,

@@ -6,8 +6,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pointsman._errors import RunError
 from pointsman_lab.cli.finetune import TASK_FLAGS, add_compare_flags, fine_tune_comparison, settings_of_comparison
@@ -51,6 +52,11 @@ def parser() -> Parser:
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
     told = "choose this setting for each row by successive halving, on a seed of its own: KEY=A,B,C or KEY=LOW..HIGH"
     flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
+    told = "call rows otherwise in tables and page: smoe=Plain,xmoe=X-MoE"
+    flags.add_argument("--names", type=words, default=[], metavar="ROW=TEXT,…", help=told)
+    flags.add_argument("--baseline", metavar="ROW", help="the row that differences are taken against (the first)")
+    told = "the table's columns, by their titles: k=1,k=8,entropy,seeds"
+    flags.add_argument("--columns", type=words, default=[], metavar="A,B", help=told)
     add_run_flags(flags)
     add_compare_flags(flags)
     add_rank_flags(flags)
@@ -61,6 +67,12 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     flags = parser()
     values = flags.read(arguments)
+    showing = bool(values.names or values.baseline or values.columns)
+    if showing and not values.routers and not values.task and values.out:
+        flags.without_effect(values, TRAINING_FLAGS, "without --routers: only tables and page are made again")
+        print(shown(values))
+        print(f"\n{write_page(values.out)}", file=sys.stderr)
+        return 0
     if not values.routers and not (values.task and values.out):
         raise RunError("pointsman compare: --routers is missing: name one or more, as in --routers smoe,hyperrouter")
     if not values.task:
@@ -112,7 +124,7 @@ def run(arguments: Sequence[str]) -> int:
                 )  # fmt: skip
     if code or in_a_rank():
         return code or 0
-    print(write_tables(values.out))
+    print(shown(values) if showing else write_tables(values.out))
     if values.task:
         fine_tune_comparison(values, values.out, device)
     print(f"\n{write_page(values.out)}", file=sys.stderr)
@@ -132,6 +144,18 @@ def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: in
             compare(one, folder, device=device, jobs=many, progress=display, stop=stop, data_progress=display.data)
 
         return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better)
+
+
+def shown(values: Any) -> str:
+    """The table as --names, --baseline and --columns show it from now on."""
+    from pointsman_lab.report.results import write_tables
+    from pointsman_lab.report.tables import ComparisonTable
+    from pointsman_lab.runs.comparison import read_comparison, with_shown, write_shown
+
+    plan = with_shown(values.out, values.names, values.baseline, values.columns)
+    ComparisonTable.of(replace(read_comparison(values.out), shown=plan["shown"]))  # refuses a column before it is kept
+    write_shown(values.out, plan)
+    return write_tables(values.out)
 
 
 def write_page(out: Path) -> str:

@@ -14,11 +14,12 @@ from pointsman_lab.cli.hf import check_out
 from pointsman_lab.cli.options import Parser, choose_device, whole
 
 EPILOG = """examples:
-  pointsman compress allenai/OLMoE-1B-7B-0924 --experts 0.5 --method reap --data en.txt,code.py --out olmoe-half
-  pointsman compress my-mixtral --experts 6 --method m-smoe --heal 200 --out my-mixtral-6
+  pointsman compress allenai/OLMoE-1B-7B-0924 --data en.txt,code.py --out half
+  pointsman compress my-mixtral --experts 6 --method m-smoe --heal 200 --out six
 
-The folder holds a model that transformers alone loads, compression.json and compression.md. Every second row of the
-text calibrates, the others verify. docs/huggingface.md names the methods.
+The folder holds a model that transformers alone loads, compression.json and
+compression.md. Every second row of the text calibrates, the others verify.
+docs/huggingface.md names the methods.
 """
 
 

@@ -16,8 +16,9 @@ EPILOG = """examples:
   pointsman share runs/mine
   pointsman open mine.pointsman
 
-The file has settings, figures, the thinned curves, the routers' source files and the papers; neither weights nor data.
-`pointsman open` makes the folder, its tables and its page again, and shows the source. It runs none of it.
+The file has settings, figures, thinned curves, the routers' source files and
+the papers; neither weights nor data. `pointsman open` makes the folder, its
+tables and its page again, and shows the source. It runs none of it.
 """
 
 

@@ -41,7 +41,7 @@ class Forms(ABC):
 
     def latex(self) -> str:
         """LaTeX for the booktabs package, of the first grid; the best of each column in bold."""
-        return self.shown_grids()[0].latex()
+        return self.shown_grids()[0].latex(label=self.file)
 
     def write(self, directory: Path) -> list[Path]:
         """Writes FILE.txt, .csv, .md and .tex, each whole or not at all; returns their paths."""

@@ -84,7 +84,7 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
 
 def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool = True) -> str:
     """The page as a string; the arguments are those of `write_report`."""
-    table = ComparisonTable.of(comparison, baseline=baseline)
+    table = replace(ComparisonTable.of(comparison, baseline=baseline), names={})  # renamed below, everywhere
     found = {
         "tasks": sections.tasks(comparison, baseline=baseline),
     }
@@ -94,16 +94,32 @@ def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool 
         data |= each.data
     if not quotes:
         data["inside"]["explorer"] = {"texts": [], "routers": []}
+    values = {
+        **context(comparison, table, data, [title for each in added for title in each.titles]),
+        "totals": [table.grid() for entry in entries() for table in entry.tables(comparison)],
+        **found,
+    }
+    names = comparison.shown.get("names", {})
+    data = renamed(data, names)
     return fill(
         "page.html.j2",
         javascript="\n".join([asset(name) for name in SCRIPTS] + [asset("section.js", each.package) for each in added]),
         json=embed(data),
         data=data,
-        **context(comparison, table, data, [title for each in added for title in each.titles]),
         added=added,
-        totals=[table.grid() for entry in entries() for table in entry.tables(comparison)],
-        **found,
+        **renamed(values, names),
     )
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """The values of the page with other names for rows, wherever one stands alone."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {renamed(key, names): renamed(one, names) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(renamed(one, names) for one in value)
+    return value.named(names) if isinstance(value, Grid) else value
 
 
 def task_sections(comparison: Comparison) -> list[Sections]:

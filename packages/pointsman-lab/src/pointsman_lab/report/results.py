@@ -49,8 +49,8 @@ class Differences(Forms):
 
     @property
     def caption(self) -> str:
-        metric = self.table.metric
-        what = f"Paired differences to {self.table.baseline} in {metric.label} ({metric.direction}): mean"
+        metric, baseline = self.table.metric, self.table.label(self.table.baseline)
+        what = f"Paired differences to {baseline} in {metric.label} ({metric.direction}): mean"
         if not self._intervals:
             return f"{what}. None has three seeds, so none has an interval."
         return (
@@ -74,7 +74,7 @@ class Differences(Forms):
                 cells.append(paired.text(metric.decimals))
                 told |= {(i, j)} if paired.sign and len(paired.values) >= LEAST_SEEDS else set()
             rows.append([router, *cells])
-        return Grid(["router", *self.table.titles], rows, told, self.caption)
+        return Grid(["router", *self.table.titles], rows, told, self.caption).named(self.table.names)
 
     def shown_grids(self) -> list[Grid]:
         return [self.grid()]
@@ -96,7 +96,7 @@ class Differences(Forms):
 
     def latex(self) -> str:
         """A LaTeX table for the booktabs package."""
-        return self.grid().latex(["Router", *(f"${title}$" for title in self.table.titles)])
+        return self.grid().latex(["Router", *(f"${title}$" for title in self.table.titles)], self.file)
 
 
 def tidy(comparison: Comparison) -> Iterator[dict[str, Any]]:

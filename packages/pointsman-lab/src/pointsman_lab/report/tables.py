@@ -58,6 +58,7 @@ class ComparisonTable(Forms):
         metric: of the cells. split: of the data.
         baseline: the row that is subtracted in paired differences.
         audit: whether the rows are audits of models, which have no seeds and no costs.
+        names: router -> what the tables call it. columns: titles of those that the table shows; () = all.
         repeats: whether seeds s and s + 1000 j are fine-tunings of one run, which count once in what is bold.
     """
 
@@ -68,6 +69,8 @@ class ComparisonTable(Forms):
     split: str = "test"
     audit: bool = False
     repeats: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] = ()
 
     @classmethod
     def read(cls, path: Path, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
@@ -81,6 +84,7 @@ class ComparisonTable(Forms):
     @classmethod
     def of(cls, comparison: Comparison, *, baseline: str | None = None, split: str = "test") -> ComparisonTable:
         """The table of a comparison; errors as `read` raises them."""
+        baseline = baseline or comparison.shown.get("baseline")
         if baseline is not None and baseline not in comparison.routers:
             raise RunError(f"baseline {baseline!r}: {did_you_mean(baseline, comparison.routers)}")
         results = [row for run in comparison.runs.values() for row in run.results(split).values()]
@@ -93,7 +97,17 @@ class ComparisonTable(Forms):
         ks = sorted({k for row in rows for k in row.quality})
         first = baseline or (comparison.routers[0] if comparison.routers else NONE)
         audit = bool(comparison.runs) and all(run.is_audit for run in comparison.runs.values())
-        return cls(rows, ks, metric(names.pop() if names else "bits_per_character"), first, split, audit)
+        measure, names_of = metric(names.pop() if names else "bits_per_character"), comparison.shown.get("names", {})
+        columns = comparison.shown.get("columns", ())
+        table = cls(rows, ks, measure, first, split, audit, names=names_of, columns=columns)
+        for name in columns:
+            if name not in (known := table.header[1:]):
+                raise RunError(f"column {name!r}: {did_you_mean(name, known)}")
+        return table
+
+    def label(self, router: str) -> str:
+        """What the tables call a router."""
+        return self.names.get(router, router)
 
     def quality(self, row: Row, top_k: int) -> Cell:
         """One cell; empty where the row has none."""
@@ -137,10 +151,15 @@ class ComparisonTable(Forms):
             ]
             for row in self.rows
         ]
-        header = ["router", *self.titles, *(title.lower() for title in self._tail)]
         winners = [self.best(k) for k in self.top_k]
         best = {(i, j) for i, row in enumerate(self.rows) for j, won in enumerate(winners, 1) if row.router in won}
-        return Grid(header, rows, best, self.caption)
+        grid = Grid(self.header, rows, best, self.caption).named(self.names)
+        return grid.only(self.columns) if self.columns else grid
+
+    @property
+    def header(self) -> list[str]:
+        """The titles of all columns."""
+        return ["router", *self.titles, *(title.lower() for title in self._tail)]
 
     @property
     def _tail(self) -> list[str]:
@@ -167,7 +186,7 @@ class ComparisonTable(Forms):
         rows = [
             [name, *(cell.shown(self.metric, sign=True) for cell in of.values())] for name, of in differences.items()
         ]
-        return Grid(["router", *self.titles], rows, caption=self.difference_caption)
+        return Grid(["router", *self.titles], rows, caption=self.difference_caption).named(self.names)
 
     @property
     def experts_title(self) -> list[str]:
@@ -195,8 +214,8 @@ class ComparisonTable(Forms):
     @property
     def difference_caption(self) -> str:
         return (
-            f"Paired differences to {self.baseline}: same seed, data order and initial weights; mean ± sample standard "
-            f"deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
+            f"Paired differences to {self.label(self.baseline)}: same seed, data order and initial weights; mean ± "
+            f"sample standard deviation of the per-seed differences in {self.metric.label} ({self.metric.direction})."
         )
 
     @property
@@ -229,8 +248,10 @@ class ComparisonTable(Forms):
 
     def latex(self) -> str:
         """A LaTeX table for the booktabs package."""
-        titles = [f"${title}$" for title in self.titles]
-        return self.grid().latex(["Router", *titles, *self._tail])
+        titles = ["Router", *(f"${title}$" for title in self.titles), *self._tail]
+        shown = dict(zip(self.header, titles, strict=True))
+        grid = self.grid()
+        return grid.latex([shown[name] for name in grid.header], self.file)
 
     def rich(self) -> Any:
         """The table for a terminal, as a `rich.table.Table`."""

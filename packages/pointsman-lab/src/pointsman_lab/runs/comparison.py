@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,42 @@ def write_plan(
     grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
     values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
     values |= {"tuned": dict(tuned)} if tuned else {}
+    if shown := (read_plan(out) or {}).get("shown"):
+        values["shown"] = shown
     write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
+
+
+def write_shown(out: Path, plan: Mapping[str, Any]) -> None:
+    """Keeps the plan that `with_shown` gave."""
+    write_whole(out / COMPARISON, json.dumps(plan, indent=2) + "\n")
+
+
+def with_shown(out: Path, names: Sequence[str], baseline: str | None, columns: Sequence[str]) -> dict[str, Any]:
+    """comparison.json with how tables and page show it; what is not given stays as it was.
+
+    Args:
+        names: ROW=TEXT, for rows that are called otherwise; ROW= takes the name back.
+        baseline: the row that differences are taken against. columns: titles of the table's columns.
+
+    Raises:
+        RunError: there is no such row; the titles are checked when the table is made.
+    """
+    plan = dict(required_plan(out))
+    shown = dict(plan.get("shown") or {})
+    called = dict(shown.get("names") or {})
+    rows = [label(spec) for spec in plan["routers"]]
+    for text in names:
+        row = max((one for one in rows if text.startswith(f"{one}=")), key=len, default=None)
+        if row is None:
+            raise RunError(f"--names {text!r}: allowed is ROW=TEXT: {did_you_mean(text.rpartition('=')[0], rows)}")
+        called[row] = text[len(row) + 1 :] or row
+    if len({called.get(row, row) for row in rows}) < len(rows):
+        raise RunError("--names: two rows would have the same name")
+    if baseline is not None and baseline not in rows:
+        raise RunError(f"--baseline {baseline!r}: {did_you_mean(baseline, rows)}")
+    shown |= {"names": {row: name for row, name in called.items() if name != row}}
+    shown |= {name: value for name, value in (("baseline", baseline), ("columns", list(columns))) if value}
+    return {**plan, "shown": shown}
 
 
 def read_plan(out: Path) -> Mapping[str, Any] | None:
@@ -106,6 +141,7 @@ class Comparison:
         single: whether this is one run and no comparison.
         command: the command line that made it; "" where it is not known.
         planned: whether it is a comparison directory.
+        shown: how tables and page show it: names, baseline, columns (`write_shown`).
     """
 
     path: Path
@@ -116,6 +152,7 @@ class Comparison:
     single: bool = False
     command: str = ""
     planned: bool = True
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, router: str) -> list[RunRecord]:
         """The runs of one router that have begun, in the order of seeds."""
@@ -144,7 +181,8 @@ def read_comparison(path: Path) -> Comparison:
         run = read_run(config.parent)
         if run.router in routers and run.seed in seeds:
             runs[run.router, run.seed] = run
-    return Comparison(path, plan.get("settings", {}), routers, seeds, runs, command=str(plan.get("command", "")))
+    command, shown = str(plan.get("command", "")), plan.get("shown") or {}
+    return Comparison(path, plan.get("settings", {}), routers, seeds, runs, command=command, shown=shown)
 
 
 def gather(runs: Sequence[RunRecord]) -> Comparison:
