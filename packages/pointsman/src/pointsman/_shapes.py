@@ -121,13 +121,23 @@ def unpacked(text: str, size: int) -> bytes:
     """The `size` bytes that base64 of zlib holds; ValueError if it holds another number, of which no more are made."""
     if not 0 <= size <= MOST_OTHERS:
         raise ValueError(f"{size:,} bytes; at most {MOST_OTHERS:,} are unpacked")
+    content = inflated(base64.b64decode(text), size)
+    if len(content) != size:
+        raise ValueError(f"it does not hold {size:,} bytes")
+    return content
+
+
+def inflated(packed: bytes, most: int = MOST_OTHERS) -> bytes:
+    """What zlib packed, at most so many bytes; ValueError if it is more, of which no more are made, or cut."""
     try:
         stream = zlib.decompressobj()
-        content = stream.decompress(base64.b64decode(text), size + 1)
+        content = stream.decompress(packed, most + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from None
-    if len(content) != size or not stream.eof:
-        raise ValueError(f"it does not hold {size:,} bytes")
+    if len(content) > most:
+        raise ValueError(f"more than {most:,} bytes when unpacked")
+    if not stream.eof:
+        raise ValueError("it is cut")
     return content
 
 

@@ -27,7 +27,7 @@ from pointsman._files import (
     within,
     write_whole,
 )
-from pointsman._shapes import MOST_OTHERS, check_shape
+from pointsman._shapes import check_shape, inflated
 from pointsman_lab.runs.compact import RECORD, line_of, packed, read_record, write_record, written
 from pointsman_lab.runs.paths import COMPARISON, CONFIG, EVALUATION, slug
 
@@ -114,7 +114,7 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
     text = value if isinstance(value, str) else json.dumps(value)
     for old, new in moved.items():
         text = text.replace(json.dumps(old)[1:-1], json.dumps(new)[1:-1])
-    return text if isinstance(value, str) else json.loads(text)
+    return text if isinstance(value, str) else parse_json(text)
 
 
 def open_shared(file: Path, out: Path) -> Opened:
@@ -154,14 +154,8 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"{file}: {error.strerror or error}") from None
     try:
-        unpacking = zlib.decompressobj()
-        text = unpacking.decompress(raw, MOST_OTHERS)
-        if unpacking.unconsumed_tail:
-            raise RunError(f"{file}: more than {MOST_OTHERS:,} bytes when unpacked")
-        told = parse_json(text.decode())
-    except (zlib.error, ValueError) as error:
-        if isinstance(error, RunError):
-            raise
+        told = parse_json(inflated(raw).decode())
+    except ValueError as error:
         raise RunError(f"{file}: not a file of `pointsman share`, or damaged ({error})") from None
     if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("version") != VERSION:
         raise RunError(f"{file}: not a file of `pointsman share` of version {VERSION}")
