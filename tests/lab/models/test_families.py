@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pointsman_lab.models.config import build_model, parse_moe_layers
-from pointsman_lab.models.cost import cost_row, inference_flops
+from pointsman_lab.models.cost import cost_a_token, cost_row, inference_flops
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.registry import family, preset_config, presets
 
@@ -63,6 +63,28 @@ def test_plain_leaves_an_extra_layer_out() -> None:
     model = TransformerXL(replace(SMALL, router="plain", moe_layers="after:2"))
     assert model.inserted is None
     assert TransformerXL(replace(SMALL, router="dense", moe_layers="after:2")).inserted is not None
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts"), [("all", "ffn"), ("after:2", "ffn"), ("after:2", "base"), ("every:2", "base")]
+)
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_matched_dense_model_costs_what_k_experts_cost(layers: str, experts: str, k: int) -> None:
+    shape = replace(SMALL, moe_layers=layers, experts=experts, top_k=k, pre_norm=True)
+    sparse, dense = (build_model(replace(shape, router=router)) for router in ("smoe", "dense-matched"))
+    places = {"all": 3, "after:2": 1, "every:2": 2}[layers]
+    assert inference_flops(dense, k) == inference_flops(sparse, k) - 2 * places * 1280 * 4 * 16  # the router's scores
+    assert (dense.inserted is None) == (sparse.inserted is None)
+    one, other = (cost_a_token(replace(shape, router=router), 8, 0) for router in ("smoe", "dense-matched"))
+    assert other["active"] == other["total"] == sum(parameter.numel() for parameter in dense.parameters())
+    assert one["total"] == sum(parameter.numel() for parameter in sparse.parameters())
+    assert 0 <= one["active"] - other["active"] < 0.1 * other["active"]  # the router, and k output biases for one
+    tokens = torch.arange(10).reshape(2, 5)
+    dense(tokens).logits.sum().backward()
+    assert all(parameter.grad is not None for name, parameter in dense.named_parameters() if "feed_forward" in name)
+    if layers == "after:2" and experts == "base":
+        plain = build_model(replace(shape, router="plain")).eval()
+        assert torch.equal(dense.eval()(tokens).logits, plain(tokens).logits)  # it starts as the identity
 
 
 def test_layers_without_feed_forward() -> None:

@@ -47,7 +47,7 @@ def test_an_evaluation_says_what_it_is_of() -> None:
     seconds = [{"kind": "train", "step_seconds": one} for one in (1.0, 5.0, 2.0)]
     record = evaluation_record(
         step=7, protocol={"tokens": 5, "data": "x"}, results=results, router_parameters=3, parameters=9,
-        metrics=[*seconds, {"kind": "valid"}],
+        metrics=[*seconds, {"kind": "valid"}], cost={"flops": 5},
     )  # fmt: skip
     assert record["step_seconds"] == 2.0
     asked: dict[str, Any] = {"step": 7, "protocol": {"tokens": 5}, "split": "test", "top_k": (1, 2)}

@@ -21,7 +21,8 @@ PAIR = {"experts!": [int], "lift!": MAYBE, "tokens!": int}
 LAYERS = {"*": {"top1": MAYBE, "sets": MAYBE}}
 EVALUATION = {
     "checkpoint": str, "protocol": dict, "results": [RESULT], "routing": [dict], "parameters": int | None,
-    "router_parameters": int | None, "step_seconds": MAYBE, "change_from_pretrained": {"layers": LAYERS},
+    "router_parameters": int | None, "cost": {"*": int}, "step_seconds": MAYBE,
+    "change_from_pretrained": {"layers": LAYERS},
 }  # fmt: skip
 SHAPES: dict[str, Any] = {
     "config.json": {"model": dict, "seed": int, "steps": int | None, "preset": str | None, "data": str},

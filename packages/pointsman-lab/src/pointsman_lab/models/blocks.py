@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class FeedForward(nn.Module):
     """
 
     role = "feed-forward"
+    starts_at_zero = False
     ranks: Ranks = ALONE
 
     def __init__(
@@ -83,6 +84,32 @@ class FeedForward(nn.Module):
         else:
             units = ACTIVATIONS[self.activation](linear(hidden, self.w_gate)) * units
         return linear(dropout(units, self.dropout, self.training, self.ranks), self.w_out, self.b_out)
+
+
+class ResidualFeedForward(nn.Module):
+    """A dense layer like base experts (`experts.modules.BaseExperts`): x + f(norm(x)) in turn, its input contained.
+
+    As theirs, the last map of each sublayer starts at 0, so that the layer starts as the identity.
+    """
+
+    contains_input = True
+
+    def __init__(self, dim: int, sublayers: Sequence[FeedForward]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Norm(dim) for _ in sublayers)
+        self.sublayers = nn.ModuleList(sublayers)
+        self.dropout = sublayers[0].dropout
+        for sublayer in sublayers:
+            sublayer.starts_at_zero = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim]."""
+        for norm, sublayer in zip(self.norms, self.sublayers, strict=True):
+            hidden = hidden + sublayer(norm(hidden))
+        return hidden
+
+
+Sublayer = MoE | FeedForward | ResidualFeedForward | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +228,7 @@ class FeedForwardLayer(nn.Module):
     def __init__(
         self,
         dim: int,
-        inner: MoE | FeedForward | None,
+        inner: Sublayer,
         *,
         dropout: float,
         pre_norm: bool,
@@ -209,11 +236,11 @@ class FeedForwardLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.moe = inner if isinstance(inner, MoE) else None
-        self.feed_forward = inner if isinstance(inner, FeedForward) else None
-        bare = inner is None or (isinstance(inner, MoE) and inner.contains_input)
+        self.feed_forward = inner if isinstance(inner, FeedForward | ResidualFeedForward) else None
+        bare = inner is None or bool(getattr(inner, "contains_input", False))
         self.feed_forward_norm = None if bare else norm(dim)
         # a dense baseline sets its own rate for the whole sublayer
-        self.feed_forward_dropout = inner.dropout if isinstance(inner, FeedForward) else dropout
+        self.feed_forward_dropout = dropout if self.feed_forward is None else self.feed_forward.dropout
         self.pre_norm = pre_norm
 
     @property
@@ -254,7 +281,7 @@ class TransformerLayer(FeedForwardLayer):
     """Attention with memory, then the feed-forward sublayer. Its memory is its input."""
 
     def __init__(
-        self, dim: int, attention: RelativeAttention, inner: MoE | FeedForward | None, *, dropout: float, pre_norm: bool
+        self, dim: int, attention: RelativeAttention, inner: Sublayer, *, dropout: float, pre_norm: bool
     ) -> None:
         super().__init__(dim, inner, dropout=dropout, pre_norm=pre_norm)
         self.attention = attention

@@ -90,7 +90,9 @@ class ModelConfig:
         expert_hidden_dim: inner width of each expert; None = `hidden_dim`.
         num_experts, top_k, router: of each sparse layer; `a|b` cycles specs over them. Baselines stand for a router:
             "dense" and "dense-dropout" put one feed-forward layer as wide as all experts in the place of each sparse
-            layer, "plain" one as wide as one expert (equal FLOPs at k = 1), and nothing where `after:` would add one.
+            layer; "dense-matched" one with the FLOPs of `top_k` experts, also where `after:` adds one (of base experts
+            three residual sublayers); "plain" one as wide as one expert, and nothing where `after:` would add one: the
+            papers' dense models, which are cheaper.
         moe_layers: which layers are sparse (`layout.parse_moe_layers`).
         attention_only: layers without any feed-forward sublayer.
         activation: "relu", "gelu" or "silu".

@@ -13,19 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pointsman.experts.modules import BaseExperts
 from pointsman.layer import MoE
 from pointsman.ops.drawing import dropout
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame.registry import BASELINES, build_router, split_specs
 from pointsman.routers.frame.router import Router
 from pointsman.routing import RouterState
-from pointsman_lab.models.blocks import FeedForward, FeedForwardLayer, LayerContext, RouterStates, no_view
+from pointsman_lab.models.blocks import (
+    FeedForward,
+    FeedForwardLayer,
+    LayerContext,
+    ResidualFeedForward,
+    RouterStates,
+    no_view,
+)
+from pointsman_lab.models.blocks import Sublayer as Sublayer
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.models.initial import seeded
 from pointsman_lab.models.memory import Memory, Output, newest
 
 Config = TypeVar("Config", bound=ModelConfig)
-Sublayer = MoE | FeedForward | None
 DENSE_DROPOUT = {"dense": 0.0, "dense-dropout": 0.1}
 
 
@@ -54,7 +62,7 @@ class Stack(nn.Module, Generic[Config]):
     def build_layers(
         self,
         layer: Callable[[Sublayer], nn.Module],
-        inserted: Callable[[MoE | FeedForward], FeedForwardLayer],
+        inserted: Callable[[Sublayer], FeedForwardLayer],
         *,
         causal: bool,
         causal_training: bool | None = None,
@@ -89,13 +97,18 @@ class Stack(nn.Module, Generic[Config]):
         if layout.after is not None and self._specs[0] != "plain":
             self.inserted = inserted(self._sparse("inserted", 0, experts))
 
-    def _sparse(self, name: str, place: int, experts: dict[str, Any]) -> MoE | FeedForward:
+    def _sparse(self, name: str, place: int, experts: dict[str, Any]) -> MoE | FeedForward | ResidualFeedForward:
         """What stands in the `place`-th sparse place: experts, or a baseline."""
         config = self.config
         spec = self._specs[place % len(self._specs)]
         if spec in BASELINES:
-            blocks = config.shared_experts + (1 if spec == "plain" else config.num_experts)
+            chosen = {"plain": 1, "dense-matched": config.top_k}.get(spec, config.num_experts)
+            blocks = config.shared_experts + chosen
             dropout = DENSE_DROPOUT.get(spec, config.dropout)
+            if spec == "dense-matched" and config.experts == "base":
+                width = config.expert_width * blocks
+                each = [self._dense(width, dropout, experts) for _ in range(BaseExperts.sublayers_each)]
+                return ResidualFeedForward(config.dim, each)
             return self._dense(config.expert_width * blocks, dropout, experts, blocks=blocks)
         with seeded(config.seed, f"{name}.router"):
             router = build_router(

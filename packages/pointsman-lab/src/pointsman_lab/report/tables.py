@@ -22,6 +22,9 @@ from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.evaluation import over_layers
 from pointsman_lab.runs.record import RunRecord
 
+COSTS = ("MFLOP", "Active", "Params")
+COUNTED = " MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones;"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -32,6 +35,7 @@ class Row:
         quality: k -> the metric over seeds.
         entropy: of the full distribution before mixing, in nats, mean over tokens and layers, at the largest k.
         router_parameters: trainable parameters of all routers; None for dense models.
+        cost: of a token at the k of training: "flops", "active" and "total" parameters; empty where not recorded.
         step_seconds: median training step.
         experts: mean number of experts a token at the largest k, where the evaluation recorded it.
         done, missing: seeds with and without an evaluation.
@@ -47,6 +51,7 @@ class Row:
     done: Sequence[int]
     missing: Sequence[int]
     ranges: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    cost: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,14 +169,26 @@ class ComparisonTable(Forms):
     @property
     def _tail(self) -> list[str]:
         """The titles of the columns after those of k."""
-        return ["Entropy", *self.experts_title, *([] if self.audit else ["Router params", "s/step", "Seeds"])]
+        costs = ["Router params", *(COSTS if self.counted else ()), "s/step", "Seeds"]
+        return ["Entropy", *self.experts_title, *([] if self.audit else costs)]
+
+    @property
+    def counted(self) -> bool:
+        """Whether some row says what a token costs; records of earlier versions do not."""
+        return any(row.cost for row in self.rows)
 
     def _costs(self, row: Row) -> list[str]:
         return [
             NONE if row.router_parameters is None else f"{row.router_parameters:,}",
+            *(self._counts(row) if self.counted else ()),
             NONE if row.step_seconds.mean is None else f"{row.step_seconds.mean:.3g}",
             f"{len(row.done)}/{len(row.done) + len(row.missing)}",
         ]
+
+    @staticmethod
+    def _counts(row: Row) -> list[str]:
+        cost = row.cost
+        return [f"{cost['flops'] / 1e6:.3g}", f"{cost['active']:,}", f"{cost['total']:,}"] if cost else [NONE] * 3
 
     def quality_grid(self) -> Grid:
         """Routers x k alone."""
@@ -207,7 +224,8 @@ class ComparisonTable(Forms):
         return (
             f"{self.metric.label} on the {self.split} split ({self.metric.direction}); mean ± sample standard "
             "deviation over seeds. Entropy: nats, of the router's full distribution, mean over tokens and layers at "
-            "the largest k; router params: trainable ones; s/step: median training step. Bold: significantly "
+            f"the largest k; router params: trainable ones;{COUNTED if self.counted else ''} s/step: median training "
+            "step. Bold: significantly "
             "different from every other row (95 % intervals of the paired differences, corrected for their number)."
         )
 
@@ -232,13 +250,24 @@ class ComparisonTable(Forms):
     def csv(self) -> str:
         """Comma-separated, full precision, one line a router."""
         per_k = [name for k in self.top_k for name in (f"k={k} mean", f"k={k} std", f"k={k} seeds")]
-        tail = ["entropy mean", "entropy std", "router parameters", "step seconds", "seeds done", "seeds missing"]
+        costs = ["FLOPs a token", "active parameters", "parameters"] if self.counted else []
+        tail = [
+            "entropy mean",
+            "entropy std",
+            "router parameters",
+            *costs,
+            "step seconds",
+            "seeds done",
+            "seeds missing",
+        ]
         rows = []
         for row in self.rows:
             line: list[Any] = [row.router, self.metric.name, self.split]
             for cell in (self.quality(row, k) for k in self.top_k):
                 line += [cell.mean, cell.std, len(cell.values)]
-            line += [row.entropy.mean, row.entropy.std, row.router_parameters, row.step_seconds.mean]
+            line += [row.entropy.mean, row.entropy.std, row.router_parameters]
+            line += [row.cost.get(name) for name in ("flops", "active", "total")] if self.counted else []
+            line.append(row.step_seconds.mean)
             rows.append([*line, *(" ".join(map(str, seeds)) or None for seeds in (row.done, row.missing))])
         return Grid(["router", "metric", "split", *per_k, *tail], rows).csv()
 
@@ -273,6 +302,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         quality={k: Cell(values) for k, values in sorted(quality.items())},
         entropy=_at_largest_k(done, split, "entropy"),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
+        cost=next((run.evaluation["cost"] for run in done if run.evaluation.get("cost")), {}),
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],

@@ -17,6 +17,7 @@ def evaluation_record(
     router_parameters: int,
     parameters: int,
     metrics: Iterable[Mapping[str, Any]],
+    cost: Mapping[str, int],
 ) -> dict[str, Any]:
     """The content of evaluation.json.
 
@@ -25,6 +26,7 @@ def evaluation_record(
         protocol: how the results came about: data, lengths, budget of tokens, …
         results: one for each k, with "split", "top_k", "metric", "value".
         router_parameters, parameters: trainable ones.
+        cost: of a token (`models.cost.cost_a_token`).
         metrics: rows of metrics.jsonl; "step_seconds" is the median over the training rows.
     """
     seconds = [row["step_seconds"] for row in metrics if row["kind"] == "train"]
@@ -35,6 +37,7 @@ def evaluation_record(
         "results": list(results),
         "router_parameters": router_parameters,
         "parameters": parameters,
+        "cost": dict(cost),
         "step_seconds": statistics.median(seconds) if seconds else None,
     }
 

@@ -24,6 +24,7 @@ from pointsman_lab.data.download import DataProgress
 from pointsman_lab.data.vocabulary import Symbols
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.config import build_model
+from pointsman_lab.models.cost import cost_a_token
 from pointsman_lab.registry import trains
 from pointsman_lab.runs.evaluation import evaluation_record, is_current
 from pointsman_lab.training.config import RunConfig
@@ -169,6 +170,7 @@ class Task(ABC):
             router_parameters=sum(parameter.numel() for parameter in routers.values()),
             parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
             metrics=metrics,
+            cost=cost_a_token(config.model, config.segment_length or 1, config.memory_length),
         )
         return {**record, **self.further_results(model, config)}
 
