@@ -325,3 +325,8 @@ def test_memory_does_not_grow_with_the_text() -> None:
         tracemalloc.stop()
         assert sum(result.tokens.values()) > 10 * count
     assert peaks[1] < 1.5 * peaks[0] + 2**20
+
+
+def test_a_text_of_one_row_has_no_schedules() -> None:
+    result = hf.audit(zoo.tiny_model("mixtral"), tokenizer(), [texts(1)[0][:30]], top_k=(1, 2))
+    assert any("k by layer left out: the text is too short" in note for note in result.notes), result.notes

@@ -120,6 +120,8 @@ def schedules(
     levels = sorted({*(k for k in ks if k <= min(own)), *own})
     if len(levels) < 2:
         return [], None
+    if not search or not held_out:
+        return [], "k by layer left out: the text is too short to be divided in two; read more of it"
     losses: dict[tuple[int, ...], float] = {}
 
     def loss(schedule: Sequence[int]) -> float:
