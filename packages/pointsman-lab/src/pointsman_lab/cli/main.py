@@ -35,6 +35,7 @@ COMMANDS = {
     "open": "open such a file: nothing in it is run",
     "trace": "compare recorded routings; simulate serving one",
     "hf": "change the routers of a Hugging Face model",
+    "completion": "write a script by which a shell completes these words",
 }
 OVER_RANKS = ("train",)
 """The commands that torchrun may start on several ranks."""
@@ -44,6 +45,7 @@ EXTRAS = {
     "track": ("tensorboard", "wandb", "trackio"),
     "vision": ("PIL", "scipy"),
     "text": ("sentencepiece",),
+    "completion": ("shtab",),
 }
 """The packages of each extra of pyproject.toml that commands import."""
 USAGE = """usage: pointsman COMMAND [options]
