@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,11 @@ EPILOG = """examples:
   pointsman check my_loop.py:step
   pointsman check all --out check
 
-TRAINER is {trainers}; all; or a step of your own,
-FILE.py:function, called as step(model, batches): one optimizer step on a list
-of micro-batches. Exit code 1: a line does not hold.
+TRAINER is
+{trainers};
+all; or a step of your own, FILE.py:function, called as step(model, batches):
+one optimizer step on a list of micro-batches.
+Exit code 1: a line does not hold.
 """
 MARKS = {True: "yes", False: "**no**", None: "-"}
 
@@ -32,7 +35,7 @@ def parser() -> Parser:
     flags = Parser(
         "check",
         "Say what a trainer does to the router of a tiny mixture of experts, beside float64.",
-        EPILOG.format(trainers=names.replace("lightning, ", "lightning,\n")),
+        EPILOG.format(trainers=textwrap.fill(names, 78)),
     )
     flags.add_argument("trainer", metavar="TRAINER", help="a name, all, or FILE.py:function")
     flags.add_argument(
