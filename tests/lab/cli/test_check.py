@@ -33,7 +33,7 @@ def test_a_step_of_ones_own_and_its_record(
     assert "takes no max_norm" in told[3]
     rows = json.loads(Path("found/check.json").read_text())
     assert [row["holds"] for row in rows] == [True, False, None]
-    assert "| top-k | **no** |" in Path("found/check.md").read_text()
+    assert "| mine.py:step | own | yes | **no** | - |" in Path("found/check.md").read_text()
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pointsman.testing.trainers.engines import LoopOfExperts
+from pointsman.testing.trainers.nvidia import start_group
 
 DIM, HIDDEN, EXPERTS = 16, 24, 4
 
@@ -33,19 +35,8 @@ class Built:
     own: Callable[[], Tensor]
 
 
-def start_megatron(expert_parallel: int = 1) -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo", **({} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()})
-        )
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
-
-
 def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -55,7 +46,9 @@ def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
 
     from pointsman.engines.megatron import router
 
-    start_megatron()
+    start_group()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
     config = TransformerConfig(
         num_layers=1, hidden_size=DIM, num_attention_heads=2, num_moe_experts=EXPERTS, moe_router_topk=k,
         moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN, moe_ffn_hidden_size=HIDDEN,
@@ -117,7 +110,7 @@ def olmo_core(spec: str | None, k: int = 2, **settings: Any) -> Built:
         num_experts=EXPERTS, hidden_size=HIDDEN, router=router, lb_loss_weight=None, capacity_factor=float(EXPERTS)
     )
     layer = config.build(DIM)
-    layer.experts = LoopOfExperts()  # OLMo's own are Triton kernels, for a GPU only
+    layer.experts = LoopOfExperts(EXPERTS, DIM)  # OLMo's own are Triton kernels, for a GPU only
 
     def weights() -> dict[str, Tensor]:
         return {name: value.detach() for name, value in layer.experts.named_parameters()}
@@ -127,23 +120,6 @@ def olmo_core(spec: str | None, k: int = 2, **settings: Any) -> Built:
         return found
 
     return Built(layer, getattr(layer.router, "router", None), layer, weights, own)
-
-
-class LoopOfExperts(nn.Module):
-    """Called as OLMo calls its experts: one expert after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w_gate, self.w_in = (nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, DIM)) for _ in range(2))
-        self.w_out = nn.Parameter(0.1 * torch.randn(EXPERTS, DIM, HIDDEN))
-
-    def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
-        assert counts.tolist() == torch.bincount(indices.flatten(), minlength=EXPERTS).tolist()
-        output = torch.zeros_like(x)
-        for expert in range(EXPERTS):
-            hidden = F.silu(x @ self.w_gate[expert].T) * (x @ self.w_in[expert].T)
-            output = output + (weights * (indices == expert)).sum(-1, keepdim=True) * (hidden @ self.w_out[expert].T)
-        return output
 
 
 def nemo(spec: str | None, k: int = 2, **settings: Any) -> Built:

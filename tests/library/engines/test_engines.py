@@ -68,7 +68,8 @@ def build(engine: str) -> Callable[..., Built]:
 
 def ours(built: Built, spec: str, k: int) -> pointsman.MoE:
     """Our layer with the weights of the engine's."""
-    layer = pointsman.MoE(DIM, HIDDEN, EXPERTS, top_k=k, router=spec, activation="silu", gated=True, bias=False)
+    shape = {"activation": "silu", "gated": True, "bias": False, "attach_losses": True}
+    layer = pointsman.MoE(DIM, HIDDEN, EXPERTS, top_k=k, router=spec, **shape)  # type: ignore[arg-type]
     layer.experts.load_state_dict(built.experts())
     return layer
 
@@ -174,6 +175,21 @@ def test_settings_of_the_engines_own_router_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"lb_loss_weight=0\.01 is MoELinearRouter's"):
         RouterConfig(spec="smoe", top_k=2).build(DIM, EXPERTS, lb_loss_weight=0.01)
+
+
+def test_megatrons_schedule_sets_the_scale_of_the_losses() -> None:
+    """Between forward and backward, into the tensor that the router's forward made."""
+    utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    gradients = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(0)
+        built = BUILDERS["megatron"][1]("smoe:balance=0.5")
+        output = built.run(torch.ones(2, 5, DIM) + torch.arange(DIM))
+        utils.MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale))
+        (output * 0).sum().backward()
+        gradients.append(built.router.score.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0] / 4)
 
 
 def test_olmo_divides_the_losses_as_it_divides_its_own() -> None:

@@ -84,7 +84,7 @@ class PointsmanRouter(Router):  # type: ignore[misc]
             tokens = len(probs) if real is None else real.sum()
             routing = replace(routing, losses={name: loss * tokens for name, loss in routing.losses.items()})
         if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
-            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0, device=probs.device)
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device=probs.device)
         # Megatron's schedule writes the main loss's scale into this tensor between forward and backward
         return deliver(probs, self.router, routing, MoEAuxLossAutoScaler.main_loss_backward_scale), chosen
 

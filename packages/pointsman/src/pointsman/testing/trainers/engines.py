@@ -105,10 +105,10 @@ class OlmoCore(OfEngine):
 class LoopOfExperts(nn.Module):
     """Called as OLMo calls its experts: one expert after the other."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, dim: int = DIM) -> None:
         super().__init__()
-        self.w_gate, self.w_in = (nn.Parameter(torch.empty(experts, HIDDEN, DIM)) for _ in range(2))
-        self.w_out = nn.Parameter(torch.empty(experts, DIM, HIDDEN))
+        self.w_gate, self.w_in = (nn.Parameter(0.1 * torch.randn(experts, HIDDEN, dim)) for _ in range(2))
+        self.w_out = nn.Parameter(0.1 * torch.randn(experts, dim, HIDDEN))
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
         output = torch.zeros_like(x)

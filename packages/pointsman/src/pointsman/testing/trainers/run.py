@@ -36,8 +36,8 @@ Made on {date} by `pointsman check all --out DIR`, on a CPU, with
 {versions}.
 
 Each line is held against float64 on tiny models ([what the lines mean](trainers.md)). "yes": the line holds; **no**:
-it does not; "-": the trainer has no such thing. Balance "own" is the loss or bias of the model's class or of the
-engine; "pointsman" is `pointsman.hf.balance`, or a router of ours in the engine's layer.
+it does not; "-": the trainer has no such thing; empty: the line was not run. "own" is the loss or bias of the model's
+class or of the engine; "pointsman" is `pointsman.hf.balance`, or a router of ours in the engine's layer.
 """
 
 
@@ -54,15 +54,12 @@ def matrix(found: Mapping[tuple[str, str], Sequence[Verdict]], missing: Sequence
     """The page: a table of trainers and lines, then what was found where a line does not hold or has no meaning."""
     packages = sorted({package for name, _ in found for package in find_trainer(name).packages})
     said = textwrap.fill(", ".join(f"{package} {version(package)}" for package in packages), 119)
-    rows = [list(one) for one in found]
     marks = {True: "yes", False: "**no**", None: "-"}
-    columns = list(next(iter(found.values())))
-    lines = [
-        "| line | " + " | ".join(f"{name}, {balance}" for name, balance in rows) + " |",
-        "|---" * (len(rows) + 1) + "|",
-    ]
-    for place, column in enumerate(columns):
-        lines.append(f"| {column.line} | " + " | ".join(marks[one[place].holds] for one in found.values()) + " |")
+    by_line = [{one.line: marks[one.holds] for one in verdicts} for verdicts in found.values()]
+    columns = [line for line in LINES if any(line in row for row in by_line)]
+    lines = ["| trainer | balance | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    for (name, balance), row in zip(found, by_line, strict=True):
+        lines.append(f"| {name} | {balance} | " + " | ".join(row.get(line, "") for line in columns) + " |")
     parts = [HEAD.format(date=datetime.now(UTC).date(), versions=said)]
     if missing:
         parts.append(f"Not installed: {', '.join(missing)}.\n")
