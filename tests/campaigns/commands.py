@@ -88,7 +88,6 @@ class CommandLines(Campaign):
     def prepare(self, folder: Path) -> None:
         self.fixtures = folder
         _tiny_stdlib(folder)
-        sys.modules["umap"] = None  # type: ignore[assignment] - compiles for half a minute
         fixtures.make_all(folder)
         with fixtures.inside(folder):
             (folder / "bad.toml").write_text("steps = \n")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -79,7 +78,6 @@ class Damage(Campaign):
 
     def prepare(self, folder: Path) -> None:
         self.fixtures = folder
-        sys.modules["umap"] = None  # type: ignore[assignment] - compiles for half a minute
         fixtures.make_all(folder)
         shutil.copytree(folder / "hf", folder / "good")
         self.files = {
