@@ -22,8 +22,8 @@ FOLDERS = {
 ROOMS = {
     "pointsman": (
         "_errors", "_shapes", "_files", "_values", "_grid", "intervals", "ranks", "routing", "auxiliary", "ops",
-        "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "replay", "parallel",
-        "diagnostics", "hf", "engines", "testing",
+        "kernels", "experts", "routers", "delivery", "layer", "conversion", "traces", "control", "recording",
+        "replay", "parallel", "diagnostics", "hf", "engines", "testing",
     ),
     "pointsman_lab": (
         "progress", "registry", "models", "data", "runs", "evaluation", "training", "recipes", "finetuning", "report",
@@ -35,6 +35,7 @@ ROOMS = {
 EXCEPTIONS = {
     ("delivery", "hf"): "add_losses takes Hugging Face models, too: imported when it is handed one",
     ("control", "hf"): "its functions take Hugging Face models, too: imported when they are handed one",
+    ("recording", "hf"): "record_routing does, too",
     ("replay", "hf"): "replay_routing does, too",
 }
 CIRCLES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.control import record_routing
+from pointsman.recording import record_routing
 from pointsman.routers.frame.registry import build_router, list_mixers, list_routers
 from pointsman_lab.models.encoder import Encoder, EncoderConfig, buckets
 

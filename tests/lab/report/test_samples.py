@@ -132,7 +132,8 @@ def test_pca_of_a_line_and_of_one_point() -> None:
 
 @pytest.mark.slow
 def test_samples_of_a_real_run_are_the_models_own(trained: Path) -> None:
-    from pointsman.control import record_routing, set_top_k
+    from pointsman.control import set_top_k
+    from pointsman.recording import record_routing
     from pointsman_lab.training.run import load_run
 
     path = trained / "runs" / "smoe" / "seed-0"

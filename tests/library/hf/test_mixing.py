@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pointsman import hf, step_end
-from pointsman.control import named_routers, record_routing
+from pointsman.control import named_routers
+from pointsman.recording import record_routing
 from tests.library.hf import zoo
 from tests.library.hf.test_replace import IDS, logits, spread
 

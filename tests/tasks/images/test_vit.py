@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pointsman import add_losses
-from pointsman.control import record_routing
+from pointsman.recording import record_routing
 from pointsman_lab.registry import preset_config
 from pointsman_lab.tasks.images.vit import POSITIONS, VisionTransformer, VisionTransformerConfig, resized
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pointsman._errors import Stopped
-from pointsman.control import record_routing, set_top_k
+from pointsman.control import set_top_k
 from pointsman.experts import apply
 from pointsman.ops.kernels import Kernels, using
+from pointsman.recording import record_routing
 from pointsman_lab.evaluation.passes import EvaluationContext
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate, quality

@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pointsman.control import freeze, materialize, param_groups, record_routing, set_top_k, step_end, track_steps
+    from pointsman.control import freeze, materialize, param_groups, set_top_k, step_end, track_steps
     from pointsman.conversion import upcycle
     from pointsman.delivery import add_losses, losses, set_loss_scale
     from pointsman.layer import MoE
+    from pointsman.recording import record_routing
     from pointsman.replay import replay_routing
     from pointsman.routers.frame.registry import build_router, build_routers, list_routers
     from pointsman.routers.frame.router import Router
@@ -45,6 +46,7 @@ _HOMES = {
     "delivery": ("add_losses", "losses", "set_loss_scale"),
     "layer": ("MoE",),
     "conversion": ("upcycle",),
+    "recording": ("record_routing",),
     "replay": ("replay_routing",),
 }
 

@@ -1,12 +1,10 @@
-"""Functions for any model with MoE layers: k, recording, freezing, step ends, materializing."""
+"""Functions for any model with MoE layers: k, freezing, step ends, materializing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +18,6 @@ from pointsman.routers.frame.stage_values import Loss
 from pointsman.routers.frame.stages import Sigmoid
 from pointsman.routers.papers.noisy_topk import Noisy
 from pointsman.routers.papers.topk import LinearScorer
-from pointsman.routing import Routing, RoutingContext
-from pointsman.traces.trace import TraceWriter
-
-Callback = Callable[[str, Routing, RoutingContext | None], None]
-Observer = Callable[[str, Routing, RoutingContext | None, Tensor], None]
-KNOWN = (
-    "known are MoE and Router of pointsman, and of transformers the classes with a gate beside their experts "
-    "(Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS, …; docs/huggingface-compatibility.md names all)"
-)
 
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
@@ -103,166 +92,6 @@ def _has_huggingface_parts(module: nn.Module) -> bool:
     return any(
         type(part).__module__.startswith(("transformers.models.", "transformers_modules.")) for part in module.modules()
     )
-
-
-class Listened(NamedTuple):
-    """What is known of a layer before it runs: E, its router, and whether a bias enters its choice."""
-
-    num_experts: int
-    router: str
-    biased: bool
-
-
-class Listener(Protocol):
-    """Observes the routing layers of one model.
-
-    Attributes:
-        layers: name -> what is known of the layer.
-    """
-
-    layers: dict[str, Listened]
-
-    def hooks(self, observe: Observer) -> list[RemovableHandle]:
-        """Calls observe(layer, routing, context, hidden [tokens, dim]), all detached, at every forward of a layer."""
-
-
-class _OwnListener:
-    """Observes the routers of this library."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.layers = {
-            name: Listened(router.num_experts, router.spec, isinstance(getattr(router.select, "bias", None), Tensor))
-            for name, router in named_routers(model)
-        }
-
-    def hooks(self, observe: Observer) -> list[RemovableHandle]:
-        def hook_of(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-                # (kwargs, routing); without kwargs where another thread takes its own hooks away at this moment
-                routing: Routing = rest[-1]
-                given = rest[0] if len(rest) > 1 else {}
-                context = args[1] if len(args) > 1 else given.get("context")
-                hidden = (args[0] if args else given["hidden"]).detach()
-                with torch.no_grad():
-                    observe(name, routing.detach(), context, hidden.reshape(-1, hidden.shape[-1]))
-
-            return hook
-
-        routers = named_routers(self.model)
-        return [router.register_forward_hook(hook_of(name), with_kwargs=True) for name, router in routers]
-
-
-def listener(model: nn.Module, asked: str) -> Listener:
-    """What observes the routers of a model, or the gates of a Hugging Face MoE.
-
-    Raises:
-        ValueError: the model has neither; the message begins with `asked`, the name of the caller.
-    """
-    if is_huggingface(model):
-        from pointsman.hf.listen import GateListener  # transformers is imported only for its own models
-
-        return GateListener(model, asked)
-    own = _OwnListener(model)
-    if not own.layers:
-        raise ValueError(f"{asked}: {type(model).__name__} has no MoE layer, no router and no gate: {KNOWN}")
-    return own
-
-
-class Records(dict[str, Routing]):
-    """What `record_routing` keeps: layer name -> the Routing of its last forward, detached."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self.model = model
-        self.contexts: dict[str, RoutingContext | None] = {}
-
-    def save(self, path: str | Path, token_ids: Tensor | None = None, *, logits: bool = False) -> Path:
-        """Writes the last forward as a routing trace (`pointsman.traces`); padding is left out.
-
-        Args:
-            token_ids: [B, T], what the model was given, where the routers were not; without it and without a padding
-                mask the tokens count as one sequence.
-            logits: whether the logits are kept, too.
-
-        Raises:
-            ValueError: nothing was recorded.
-        """
-        with TraceWriter(Path(path), logits=logits) as writer:
-            writer.model = self.model
-            for name, routing in self.items():
-                writer.forward(name, routing, self.contexts.get(name), token_ids)
-        return Path(path)
-
-
-class record_routing:  # noqa: N801 - used like a function
-    """`with record_routing(model) as records:` records[layer name] = that layer's last Routing, detached.
-
-        with record_routing(model) as records:
-            model(tokens)
-        records.save("last.safetensors")                          # this forward, as a routing trace
-        with record_routing(model).save("trace.safetensors"):     # every forward inside, in bounded memory
-            ...
-
-    With a callback, each forward's (name, routing, context) is handed to it, and nothing is kept. The model is one with
-    MoE layers or routers of this library, or any mixture of experts of transformers that `pointsman.hf.audit` knows.
-
-    Raises:
-        ValueError: the model has no router.
-    """
-
-    def __init__(self, model: nn.Module, callback: Callback | None = None) -> None:
-        self._model, self._listener, self._callback = model, listener(model, "record_routing"), callback
-        self._handles: list[RemovableHandle] = []
-        self.records = Records(type(model).__name__)
-
-    def __enter__(self) -> Records:
-        self._handles = self._listener.hooks(self._take)
-        return self.records
-
-    def _take(self, name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-        if self._callback is None:
-            self.records[name] = routing
-            self.records.contexts[name] = context
-        else:
-            self._callback(name, routing, context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    @contextmanager
-    def save(self, path: str | Path, *, weights: bool = True, logits: bool = False) -> Iterator[TraceWriter]:
-        """`with record_routing(model).save(path):` writes all forwards inside as one routing trace.
-
-        Sequences are the rows of the token ids that the model is given, without padding; each forward adds its rows,
-        so that with a key-value cache each step is one of its own.
-        """
-        given: list[Tensor | None] = [None]
-
-        def look(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            values = (*args, *(kwargs.get(name) for name in ("input_ids", "tokens")))
-            whole = [
-                one for one in values if isinstance(one, Tensor) and one.dim() == 2 and not one.is_floating_point()
-            ]
-            given[0] = whole[0].detach() if whole else None
-
-        with TraceWriter(Path(path), weights=weights, logits=logits) as writer:
-            writer.model = self.records.model
-
-            def take(name: str, routing: Routing, context: RoutingContext | None, hidden: Tensor) -> None:
-                ids = given[0] if given[0] is not None and given[0].numel() == len(routing.experts) else None
-                writer.forward(name, routing, context, ids)
-
-            self._handles = [
-                self._model.register_forward_pre_hook(look, with_kwargs=True), *self._listener.hooks(take),
-            ]  # fmt: skip
-            try:
-                yield writer
-            finally:
-                self.__exit__(None, None, None)
 
 
 def freeze(model: nn.Module, *roles: str) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import did_you_mean
-from pointsman.control import KNOWN, is_huggingface, named_routers
+from pointsman.control import is_huggingface, named_routers
+from pointsman.recording import KNOWN
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 

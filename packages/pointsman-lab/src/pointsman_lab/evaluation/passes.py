@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._errors import RunError
-from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.observe import evaluating
 from pointsman.ranks import ALONE, Ranks
+from pointsman.recording import record_routing
 from pointsman.routing import Routing, RoutingContext
 from pointsman_lab.progress import Progress, Stop, check_stop
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import number, ratio, table
 from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.observe import evaluating, layer_gradients, named_layers
 from pointsman.diagnostics.specialisation import Specialisation, weight_similarity
 from pointsman.diagnostics.statistics import Fluctuation, Load
+from pointsman.recording import record_routing
 from pointsman.routing import Routing
 
 WINDOW = 100

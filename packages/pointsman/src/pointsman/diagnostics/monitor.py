@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from pointsman._values import check_whole
-from pointsman.control import Listened, listener, named_routers
+from pointsman.control import named_routers
 from pointsman.diagnostics.base import Moments, unmixed
 from pointsman.diagnostics.base import counts as expert_counts
 from pointsman.diagnostics.statistics import Margin, entropies, load_summary
 from pointsman.ranks import ALONE
+from pointsman.recording import Listened, listener
 from pointsman.routing import Routing, RoutingContext
 
 logger = logging.getLogger("pointsman.routing")

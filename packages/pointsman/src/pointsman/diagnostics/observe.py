@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pointsman.control import Observer, listener, named_routers
+from pointsman.control import named_routers
 from pointsman.delivery import without_losses
 from pointsman.layer import MoE
+from pointsman.recording import Observer, listener
 from pointsman.routing import RoutingContext
 
 

@@ -14,11 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from pointsman._errors import did_you_mean
-from pointsman.control import KNOWN, Listened
 from pointsman.diagnostics import Fluctuation
 from pointsman.hf.counterpart import correction_bias
 from pointsman.hf.forms import Form, NotAGateError
 from pointsman.hf.gates import candidates, no_gate, read_any, survey
+from pointsman.recording import KNOWN, Listened
 from pointsman.routing import Routing, RoutingContext
 
 ROLES = ("router", "experts")

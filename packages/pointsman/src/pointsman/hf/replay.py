@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pointsman.control import KNOWN
 from pointsman.hf.gates import Gate, no_gate, survey
 from pointsman.hf.listen import Given
 from pointsman.hf.surgery.routed import ClassRule
+from pointsman.recording import KNOWN
 from pointsman.traces import RoutingTrace
 from pointsman.traces.trace import hash_of
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pointsman.control import record_routing
 from pointsman.diagnostics.observe import evaluating
 from pointsman.hf.loading import load_model
+from pointsman.recording import record_routing
 
 MOST = 3  # names in a message
 

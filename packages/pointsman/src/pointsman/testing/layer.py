@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pointsman.control import materialize, record_routing, set_top_k, step_end
+from pointsman.control import materialize, set_top_k, step_end
 from pointsman.delivery import add_losses, losses, set_loss_scale
 from pointsman.layer import MoE
 from pointsman.ops.kernels import PLAIN, using
+from pointsman.recording import record_routing
 from pointsman.replay import replay_routing
 from pointsman.routing import Routing, RoutingContext
 from pointsman.testing.case import Case, context_for, expect, expect_close, expect_equal, route

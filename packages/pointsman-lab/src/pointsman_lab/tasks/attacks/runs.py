@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from pointsman._errors import RunError
-from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.control import named_routers, set_top_k
 from pointsman.diagnostics.base import map_routing
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
 from pointsman.ops.kernels import using
+from pointsman.recording import record_routing
 from pointsman.routing import Routing
 from pointsman_lab.data.catalog import Level
 from pointsman_lab.data.streams import EvalStream

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pointsman.control import named_routers, record_routing, set_top_k
+from pointsman.control import named_routers, set_top_k
 from pointsman.delivery import without_losses
 from pointsman.diagnostics.observe import evaluating
 from pointsman.diagnostics.statistics import Fluctuation
+from pointsman.recording import record_routing
 from pointsman.routing import Routing
 from pointsman_lab.progress import Progress, Stop, check_stop
 from pointsman_lab.tasks.images.augment import evaluation_batches

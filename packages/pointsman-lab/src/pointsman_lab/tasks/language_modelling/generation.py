@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pointsman._errors import RunError, did_you_mean
-from pointsman.control import named_routers, record_routing
+from pointsman.control import named_routers
+from pointsman.recording import record_routing
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 
 HELD = 8  # ids that wait for the rest of their character, at most

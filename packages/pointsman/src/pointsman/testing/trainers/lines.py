@@ -171,7 +171,7 @@ def _biases(trainer: Trainer, setting: Setting, *models: torch.nn.Module) -> lis
 
 def replay(trainer: Trainer, setting: Setting) -> tuple[bool, str]:
     """A recorded routing is routed again in the trainer's step, its second forward under checkpointing included."""
-    from pointsman.control import record_routing
+    from pointsman.recording import record_routing
     from pointsman.replay import replay_routing
 
     batches, asked = [batch(rows(2, 3, equal=False))], replaced(setting, checkpointing=True)
