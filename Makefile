@@ -61,7 +61,7 @@ check: $(DEV)
 
 bench: $(DEV)
 	$(INSTALL) --editable 'packages/pointsman-lab[bench]'
-	$(BIN)/python -m tools.bench --out benchmarks/results
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench --out benchmarks/results/layer.md
 
 results: $(RUN)
 	$(BIN)/python -m tools.results

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pointsman.kernels import choice as on_gpu
 from pointsman.ops.kernels import Kernels, using
-from tools.bench.cases import Case
-from tools.bench.implementations import IMPLEMENTATIONS, Implementation
+from tools.bench.peers import IMPLEMENTATIONS, Case, Implementation
 
 ROOT = Path(__file__).parents[2]
 WARM, ROUNDS = 0.5, 20
@@ -211,7 +210,7 @@ def steps(record: Record) -> None:
     for k in (2,) if record.tiny else (2, 9, 16):
         for way in ("eager",) if record.device.type != "cuda" else ("eager", "graph"):
             state = Steps(way, str(record.device), {**settings, "train_top_k": str(k)})
-            record[f"{way}_k{k}"] = figures = {**state.measure(0), **state.launches()}
+            record[f"{way}_k{k}"] = figures = {**state.measure(), **state.launches()}
             found.append(f"{way} k {k}: {1e3 * figures['total']:.1f} ms" if "total" in figures else way)
             del state
     record["summary"] = "; ".join(found)

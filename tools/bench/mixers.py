@@ -6,26 +6,25 @@
 
 The shape of `time` is Mutual-Inform's medium model (6 layers, dim 352, 16 experts, k 2, 512 tokens) without its output
 layer, which would hide the mixers; `--output` adds one of 267,735 words and takes the forward pass alone, as the paper
-does. Run it on a machine that does nothing else; `--out FILE` keeps the seconds of every turn.
+does. `--out FILE` keeps the seconds of every turn; OMP_NUM_THREADS=1 for the processor time of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pointsman import AttentionTrace, RoutingContext, build_router, step_end
 from pointsman._files import write_whole
 from pointsman.ops.visible import Visible
+from pointsman.routers.frame.router import Router
 from pointsman.routers.mutual.mixers import AttentionInform
 from pointsman.routers.mutual.posterior import head_entropies
 from pointsman.routers.mutual.token_mixer import Neighbours, TokenMixer
@@ -33,84 +32,53 @@ from pointsman.testing.peak import peak_bytes
 from pointsman_lab.models.blocks import RelativeAttention, RelativeContext
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.registry import preset_config
-from tools.bench.report import machine
+from tools.bench.turns import Call, drawn, kept_bytes, machine, measured, ratio
 
 SPECS = ("smoe", "smoe+similarity", "smoe+attention")
 WORDS = 267_735
 
 
-def kept_bytes(run: Callable[[], Tensor], model: nn.Module) -> int:
-    """Bytes that the graph of `run` keeps for backward, parameters apart, each storage once."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = run()
-    total = sum(kept.values())
-    del alive
-    return total
-
-
 def whole_model(args: argparse.Namespace) -> None:
     vocabulary = WORDS if args.output else 256
-    device = torch.device(args.device)
     models = {
-        spec: TransformerXL(preset_config("mutual-medium", vocabulary, router=spec)).to(device).train()
-        for spec in SPECS
-    }
-    seconds: dict[str, list[float]] = {spec: [] for spec in SPECS}
-    memories = {}
-    for spec, model in models.items():
-        memories[spec] = None
-        if args.memory:
-            with torch.no_grad():
-                tokens = torch.randint(vocabulary, (args.batch, args.memory), device=device)
-                memories[spec] = model(tokens, tokens, memory_length=args.memory).memory
+        spec: TransformerXL(preset_config("mutual-medium", vocabulary, router=spec)).train() for spec in SPECS
+    }  # fmt: skip
 
     def forward(spec: str, tokens: Tensor) -> Tensor:
-        output = models[spec](tokens, None if args.output else tokens, memories[spec], memory_length=args.memory)
-        return output.logits if args.output else output.hidden
+        output = models[spec](tokens, None if args.output else tokens)
+        found: Tensor = output.logits if args.output else output.hidden
+        return found
 
-    # on one thread the processor's time, which other programs do not lengthen
-    clock = time.thread_time if args.threads == 1 and device.type == "cpu" else time.perf_counter
+    def backward(spec: str, tokens: Tensor) -> None:
+        forward(spec, tokens).square().mean().backward()  # type: ignore[no-untyped-call]
 
-    def once(spec: str, tokens: Tensor) -> float:
-        models[spec].zero_grad()
-        wait(device)
-        start = clock()
-        if args.output:
-            with torch.no_grad():
-                forward(spec, tokens)
-        else:
-            forward(spec, tokens).square().mean().backward()
-        wait(device)
-        spent = clock() - start
-        step_end(models[spec])
-        return spent
+    def call(spec: str) -> Call:
+        shape = args.batch, args.length
+        batch = drawn(lambda generator: torch.randint(vocabulary, shape, generator=generator))
 
-    for repeat in range(args.repeats + 1):
-        torch.manual_seed(repeat)
-        tokens = torch.randint(vocabulary, (args.batch, args.length), device=device)
-        for spec in SPECS:
-            spent = once(spec, tokens)
-            if repeat:  # the first warms up
-                seconds[spec].append(spent)
+        def once() -> None:
+            models[spec].zero_grad()
+            if args.output:
+                with torch.no_grad():
+                    forward(spec, batch())
+            else:
+                backward(spec, batch())
+            step_end(models[spec])
+
+        return once
+
+    seconds = measured({spec: call(spec) for spec in SPECS}, args.repeats)
     what = "forward, with output layer" if args.output else "forward and backward, no output layer"
+    print(f"{what}; {args.batch} x {args.length} tokens, {torch.get_num_threads()} thread(s)")
+    tokens = torch.randint(vocabulary, (args.batch, args.length))
     bare_kept = bare_peak = 0
-    print(f"{what}; {args.batch} x {args.length} tokens, memory {args.memory}, {torch.get_num_threads()} thread(s)")
     for spec in SPECS:
-        pairs = [mine / bare for mine, bare in zip(seconds[spec], seconds[SPECS[0]], strict=True)]
         least = min(seconds[spec]) / min(seconds[SPECS[0]])
-        line = f"{spec:18} {1e3 * min(seconds[spec]):9.1f} ms   x {least:.3f}   paired {statistics.median(pairs):.3f}"
+        paired = 1 / ratio(seconds[spec], seconds[SPECS[0]])
+        line = f"{spec:18} {1e3 * min(seconds[spec]):9.1f} ms   x {least:.3f}   paired {paired:.3f}"
         if not args.output:
-            kept = kept_bytes(lambda spec=spec: forward(spec, tokens), models[spec])
-            peak = peak_bytes(lambda spec=spec: forward(spec, tokens).square().mean().backward())
+            kept = kept_bytes(partial(forward, spec, tokens), list(models[spec].parameters()))
+            peak = peak_bytes(partial(backward, spec, tokens))
             bare_kept, bare_peak = bare_kept or kept, bare_peak or peak
             line += f"   kept for backward {kept / 2**20:7.1f} MB x {kept / bare_kept:.3f}"
             line += f"   peak {peak / 2**20:7.1f} MB x {peak / bare_peak:.3f}"
@@ -120,21 +88,19 @@ def whole_model(args: argparse.Namespace) -> None:
         write_whole(args.out, json.dumps({"machine": machine(), "command": command, "seconds": seconds}, indent=1))
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def attended(hidden: Tensor, heads: int = 8) -> AttentionTrace:
     """The trace of one relative attention over `hidden` [B, T, dim]."""
     batch, length, dim = hidden.shape
     attention = RelativeAttention(dim, heads, dim // heads, dropout=0.0)
-    biases = torch.randn(2, heads, dim // heads)
-    trace = attention(
-        hidden, hidden.new_zeros(batch, 0, dim), RelativeContext(torch.randn(length, dim), *biases), True
-    )[1]
+    content, position = torch.randn(2, heads, dim // heads)
+    context = RelativeContext(positions=torch.randn(length, dim), content_bias=content, position_bias=position)
+    trace: AttentionTrace | None = attention(hidden, hidden.new_zeros(batch, 0, dim), context, True)[1]
     assert trace is not None
     return trace
+
+
+def _backward(router: Router, hidden: Tensor, context: RoutingContext) -> None:
+    router(hidden, context).weights.square().sum().backward()
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -145,7 +111,7 @@ def memory(args: argparse.Namespace) -> None:
         for length in (1024, 2048, 4096, 8192):
             hidden = torch.randn(1, length, dim, requires_grad=True)
             context = RoutingContext(attention=attended(hidden) if "attention" in spec else None)
-            peaks.append(peak_bytes(lambda r=router, h=hidden, c=context: r(h, c).weights.square().sum().backward()))
+            peaks.append(peak_bytes(partial(_backward, router, hidden, context)))
         grown = "  ".join(f"{peak / 2**20:8.1f}" for peak in peaks)
         print(f"{spec:34} {grown}   8k over 1k: {peaks[-1] / peaks[0]:.2f}", flush=True)
 
@@ -199,13 +165,13 @@ def neighbours(args: argparse.Namespace) -> None:
         for pairs in (inputs, independent):
             if pairs is independent and mixer.needs:
                 break
-            found = [measured(mixer, hidden, context) for hidden, context in pairs]
+            found = [neighbours_of(mixer, hidden, context) for hidden, context in pairs]
             own, effective = (torch.stack([getattr(each, name) for each in found]) for name in ("own", "effective"))
             line += f" {own.mean():10.5f} {effective.mean():11.2f}  "
         print(line, flush=True)
 
 
-def measured(mixer: TokenMixer, hidden: Tensor, context: RoutingContext) -> Neighbours:
+def neighbours_of(mixer: TokenMixer, hidden: Tensor, context: RoutingContext) -> Neighbours:
     """Of one layer; the head of lowest entropy is that of this text."""
     if isinstance(mixer, AttentionInform) and context.attention is not None:
         visible = Visible(hidden.shape[1], context.attention.key.shape[2])
@@ -218,15 +184,11 @@ def main() -> None:
     parser.add_argument("what", choices=("time", "memory", "neighbours"))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--memory", type=int, default=0, help="time: positions of memory before the tokens")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", action="store_true", help="time: with the paper's output layer, forward only")
     parser.add_argument("--out", type=Path, help="time: a file for the seconds of every turn")
     parser.add_argument("--run", help="neighbours: a run directory instead of initial weights")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     {"time": whole_model, "memory": memory, "neighbours": neighbours}[args.what](args)
 
 

@@ -6,10 +6,6 @@
     python -m tools.bench.models images        tiny-vit against timm's ViT: a training step, and inference
     python -m tools.bench.models experts       experts_implementation="pointsman" against grouped_mm and eager
 
-One process; all take turns on the same new inputs, in every round in another order. A rate is the median over rounds, a
-ratio the median of the ratios round by round. On one thread (OMP_NUM_THREADS=1) the clock is this process's processor
-time, so that other programs on the machine matter little.
-
 Peers train as their own scripts do: Mixtral and our decoder with fused Adam; XLM-R with AdamW and logits of every
 place, as transformers' run_mlm; timm's VisionTransformer with fused AdamW, as ours. Mixtral generates by
 its `generate`, and by a bare loop of forwards with its cache, which does less.
@@ -18,9 +14,7 @@ its `generate`, and by a bare loop of forwards with its cache, which does less.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pointsman._files import write_whole
 from pointsman._grid import Grid
 from pointsman.control import step_end
 from pointsman.delivery import add_losses
@@ -43,9 +36,8 @@ from pointsman_lab.tasks.language_modelling.generation import Sampling, generate
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.kernels import choose_kernels
 from pointsman_lab.training.optimizer import build_adam, trainable
-from tools.bench.report import machine
+from tools.bench.turns import Call, drawn, page, table
 
-Call = Callable[[], object]
 PROMPT, NEW = 32, 64
 MASKED_ROUTERS = ("plain", "switch", "xmoe", "switch+similarity", "switch+attention")
 IMAGE_ROUTERS = ("smoe", "vmoe", "xmoe", "hyperrouter", "vmoe+similarity")
@@ -59,43 +51,6 @@ EXPERT_CASES = (
     *((name, torch.float32, backward) for name in ("small", "tall", "many experts") for backward in (False, True)),
     ("decode", torch.float32, False), ("small", torch.bfloat16, True), ("decode", torch.bfloat16, False),
 )  # fmt: skip
-
-
-def drawn(draw: Callable[[torch.Generator], Any]) -> Callable[[], Any]:
-    """Calls `draw` with a generator that begins the same for every implementation."""
-    generator = torch.Generator().manual_seed(1)
-    return lambda: draw(generator)
-
-
-def measured(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, one a round, after a round of warm-up."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-1, rounds):
-        names = list(calls)
-        at = turn % len(names)
-        for name in names[at:] + names[:at]:
-            began = clock()
-            calls[name]()
-            if turn >= 0:
-                times[name].append(clock() - began)
-    return times
-
-
-def table(title: str, calls: Mapping[str, Call], rounds: int, count: int, unit: str, peers: Sequence[str]) -> Grid:
-    """Rates, and the time of the fastest peer over each.
-
-    Args:
-        count: of `unit`s in a call.
-    """
-    times = measured(calls, rounds)
-    base = times[min(peers, key=lambda peer: statistics.median(times[peer]))]
-    rows = []
-    for name, own in times.items():
-        ratio = statistics.median(theirs / mine for mine, theirs in zip(own, base, strict=True))
-        rows.append([name, f"{count / statistics.median(own):,.0f}", f"{ratio:.2f}"])
-    fastest = next(name for name, own in times.items() if own is base)
-    return Grid([title, f"{unit} a second", f"times {fastest}"], rows, code=False)
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Call:
@@ -329,13 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("--out", type=Path, metavar="FILE.md", help="write the tables to this file, too")
     values = flags.parse_args(arguments)
     command = f"python -m tools.bench.models {values.case} --rounds {values.rounds}"
-    where = [f"- {name}: {value}" for name, value in machine().items()]
-    text = "\n".join(
-        [f"# `{command}`", "", *where, *(f"\n{grid.markdown()}" for grid in CASES[values.case](values.rounds)), ""]
-    )
-    print(text)
-    if values.out:
-        write_whole(values.out, text)
+    page(command, CASES[values.case](values.rounds), values.out)
 
 
 if __name__ == "__main__":

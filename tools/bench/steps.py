@@ -1,7 +1,4 @@
-"""Training steps of HyperRouter's small Transformer-XL: eager, compiled, and as CUDA graphs.
-
-A worker process (`worker.serve`) trains one run in one of these ways and answers the same requests as for a layer.
-"""
+"""Training steps of HyperRouter's small Transformer-XL, eager or as CUDA graphs: a stage of `benchmarks/gpu`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from pointsman_lab.training.state import TrainingState
 SETTINGS = {"preset": "small", "router": "hyperrouter", "data": "stdlib"}
 """HyperRouter's small model; its batches are 22 x 512 tokens after a memory of 512."""
 
-WAYS = ("eager", "compiled", "graph")
 FIRST, STEPS = 12, 10  # warm-up steps (memory, compilation, graph capture), and steps of a measurement
 
 Settings = Mapping[str, Any]
@@ -31,7 +27,7 @@ class Steps:
     """A run under way.
 
     Args:
-        way: one of `WAYS`.
+        way: "eager" or "graph".
         device: where it trains; graphs need a CUDA device.
         settings: of the run: what `recipes.preset` takes, its name as "preset".
     """
@@ -44,16 +40,11 @@ class Steps:
         task = LanguageModelling(corpus)
         self.state = TrainingState(task.prepared(config), task, self.device)
         self.kernels = choose_kernels(config, None, self.device)
-        if way == "compiled":
-            self.state.model.compile(dynamic=False)
         with using(self.kernels):
             for _ in range(FIRST):
                 self.state.train_step()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
 
-    def measure(self, turn: int) -> dict[str, float]:
+    def measure(self) -> dict[str, float]:
         """Mean seconds of a few consecutive steps, after one step of warm-up."""
         with using(self.kernels):
             self.state.train_step()
@@ -79,12 +70,6 @@ class Steps:
         events = [event for event in found.events() or () if event.device_type.name == "CUDA"]
         busy = sum(event.time_range.elapsed_us() for event in events) / 1e6  # of one stream: they do not overlap
         return {"launches": len(events), "idle": max(0.0, 1 - busy / took)}
-
-    def memory(self, turn: int) -> dict[str, float]:
-        """Peak bytes reserved on the device; memory in a graph's pool is never released."""
-        if self.device.type != "cuda":
-            return {}
-        return {"memory": torch.cuda.max_memory_reserved(self.device)}
 
     def _now(self) -> float:
         if self.device.type == "cuda":

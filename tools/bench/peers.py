@@ -1,4 +1,4 @@
-"""The implementations: our layer, its limit and its peers, each a function of hidden states with router and experts.
+"""The layer's implementations: ours, its limit and its peers, each a function of hidden states [tokens, dim].
 
 Peers use their own routers. All experts do the same work: ReLU, no biases (st-moe-pytorch has only gated experts; their
 width gives the same number of operations).
@@ -16,9 +16,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.layer import MoE
-from tools.bench.cases import Case
 
 Layer = Callable[[Tensor], Tensor]
+LIMIT = "limit"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and one batch.
+
+    Attributes:
+        tokens: rows of a batch; peers that need sequences get sequences of 512 tokens, or one shorter sequence.
+        dim, hidden_dim, num_experts, k: the layer; experts are ReLU, without biases.
+        dtype: "float32" or "bfloat16".
+        train: forward and backward, or forward alone (decoding).
+    """
+
+    name: str
+    tokens: int
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    k: int
+    dtype: str = "float32"
+    train: bool = True
+    device: str = "cpu"
+
+    @property
+    def label(self) -> str:
+        layer = f"d {self.dim}, hidden {self.hidden_dim}, {self.num_experts} experts, k {self.k}, {self.dtype}"
+        return f"{self.name}: {self.tokens} tokens, {layer}, forward{' + backward' if self.train else ''}"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the two matrix products of each assignment."""
+        return 4 * self.tokens * self.k * self.dim * self.hidden_dim * (3 if self.train else 1)
 
 
 @dataclass(frozen=True)
@@ -45,58 +77,46 @@ def pointsman(case: Case) -> tuple[Layer, nn.Module]:
     return layer, layer
 
 
-def dense(case: Case) -> tuple[Layer, nn.Module]:
-    """A plain torch feed-forward layer on k copies of each token."""
-    inward, outward = nn.Linear(case.dim, case.hidden_dim, False), nn.Linear(case.hidden_dim, case.dim, False)
+def limit(case: Case) -> tuple[Layer, nn.Module]:
+    """The same matrix products as a dense chain, in chunks that fit in cache."""
+    rows = case.tokens * case.k
+    chunk = rows if case.device != "cpu" else min(rows, 2048)
+    inward = torch.randn(case.hidden_dim, case.dim) / case.dim**0.5
+    outward = torch.randn(case.dim, case.hidden_dim) / case.hidden_dim**0.5
+    module = nn.ParameterList([inward, outward, torch.randn(chunk, case.dim)])
 
     def layer(hidden: Tensor) -> Tensor:
-        output: Tensor = outward(F.relu(inward(hidden.repeat(case.k, 1))))
-        return output[: hidden.shape[0]]
+        with torch.no_grad():
+            for start in range(0, rows, chunk):
+                part = module[2][: min(chunk, rows - start)]
+                F.linear(F.linear(part, module[0]).relu_(), module[1])
+        return hidden
 
-    return layer, nn.ModuleList([inward, outward])
+    return layer, module
 
 
-class Limit(nn.Module):
-    """The same matrix products as a dense chain, in chunks that fit in cache."""
+class EightLines(nn.Module):
+    """Sort, two grouped products, weighted sum: what one writes without a library."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, dim: int, hidden: int, experts: int, k: int) -> None:
         super().__init__()
-        self.device, self.dtype = case.device, getattr(torch, case.dtype)
-        self.rows = case.tokens * case.k
-        self.chunk = self.rows if case.device != "cpu" else min(self.rows, 2048)
-        self.inward = torch.randn(case.hidden_dim, case.dim, dtype=self.dtype, device=case.device) / case.dim**0.5
-        self.outward = torch.randn(case.dim, case.hidden_dim, dtype=self.dtype, device=case.device)
-        self.outward /= case.hidden_dim**0.5
-        self.input = torch.randn(self.chunk, case.dim, dtype=self.dtype, device=case.device)
+        self.router, self.k, self.num_experts = nn.Linear(dim, experts, False), k, experts
+        self.w_in = nn.Parameter(torch.randn(experts, dim, hidden) / dim**0.5)
+        self.w_out = nn.Parameter(torch.randn(experts, hidden, dim) / hidden**0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for start in range(0, self.rows, self.chunk):
-            part = self.input[: min(self.chunk, self.rows - start)]
-            F.linear(F.linear(part, self.inward).relu_(), self.outward)
-        return hidden
+        rows = hidden.flatten(0, -2)  # [N, dim]
+        logits, experts = self.router(rows).topk(self.k, -1)  # [N, k]
+        order = experts.flatten().argsort(stable=True)  # [N * k], by expert
+        ends = torch.bincount(experts.flatten(), minlength=self.num_experts).cumsum(0).int()
+        units = F.grouped_mm(rows[order // self.k], self.w_in, offs=ends).relu()
+        results = F.grouped_mm(units, self.w_out, offs=ends) * logits.softmax(-1).flatten()[order, None]
+        return torch.zeros_like(rows).index_add_(0, order // self.k, results).view_as(hidden)
 
 
-def limit(case: Case) -> tuple[Layer, nn.Module]:
-    module = Limit(case)
-    return module, module
-
-
-def experts_limit(case: Case) -> tuple[Layer, nn.Module]:
-    """For few tokens: reads once the weights of as many experts as uniform routing would use."""
-    dtype = getattr(torch, case.dtype)
-    used = min(case.num_experts, round(case.num_experts * (1 - (1 - case.k / case.num_experts) ** case.tokens)))
-    weights = torch.randn(case.num_experts, 2 * case.dim * case.hidden_dim, device=case.device).to(dtype)
-    order = torch.randperm(case.num_experts)
-    turn = 0
-
-    def layer(hidden: Tensor) -> Tensor:
-        nonlocal turn
-        for _ in range(used):
-            weights[int(order[turn % case.num_experts])].view(torch.int64).sum()
-            turn += 1
-        return hidden
-
-    return layer, nn.Module()
+def eight_lines(case: Case) -> tuple[Layer, nn.Module]:
+    layer = EightLines(case.dim, case.hidden_dim, case.num_experts, case.k)
+    return layer, layer
 
 
 def transformers(implementation: str) -> Callable[[Case], tuple[Layer, nn.Module]]:
@@ -238,6 +258,11 @@ def _on_gpu(case: Case) -> bool:
     return case.device != "cpu"
 
 
+def _top_two(case: Case) -> bool:
+    """What libraries for two experts a token in float32 compute."""
+    return case.k == 2 and case.dtype == "float32" and case.train
+
+
 def _pairs_fit(case: Case) -> bool:
     """Whether batched_mm's copies of expert weights, one for every assignment, take at most 2 GiB."""
     return case.tokens * case.k * 2 * case.dim * case.hidden_dim * 4 < 2 << 30
@@ -245,31 +270,17 @@ def _pairs_fit(case: Case) -> bool:
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "pointsman": Implementation(pointsman),
+    "eight lines": Implementation(eight_lines),
     "transformers grouped_mm": Implementation(transformers("grouped_mm"), "transformers"),
     "transformers eager": Implementation(transformers("eager"), "transformers"),
     "transformers batched_mm": Implementation(transformers("batched_mm"), "transformers", _pairs_fit),
-    "st-moe-pytorch": Implementation(
-        st_moe, "st_moe_pytorch", lambda case: case.k == 2 and case.dtype == "float32" and case.train
-    ),
-    "mixture-of-experts": Implementation(
-        mixture_of_experts, "mixture_of_experts", lambda case: case.k == 2 and case.dtype == "float32" and case.train
-    ),
-    "megablocks": Implementation(
-        megablocks, "megablocks", lambda case: case.device != "cpu" and case.dtype == "bfloat16"
-    ),
+    "st-moe-pytorch": Implementation(st_moe, "st_moe_pytorch", _top_two),
+    "mixture-of-experts": Implementation(mixture_of_experts, "mixture_of_experts", _top_two),
+    "megablocks": Implementation(megablocks, "megablocks", lambda case: _on_gpu(case) and case.dtype == "bfloat16"),
     "scattermoe": Implementation(scattermoe, "scattermoe", _on_gpu),
     "liger": Implementation(liger, "liger_kernel", _on_gpu),
-    "sonicmoe": Implementation(sonicmoe, "sonicmoe", lambda case: case.device != "cpu" and case.dtype == "bfloat16"),
-    "dense, stock torch": Implementation(dense, suits=lambda case: case.train),
-    "limit": Implementation(limit, suits=lambda case: case.train),
-    "limit (reading weights)": Implementation(experts_limit, suits=lambda case: not case.train),
+    "sonicmoe": Implementation(sonicmoe, "sonicmoe", lambda case: _on_gpu(case) and case.dtype == "bfloat16"),
+    LIMIT: Implementation(limit, suits=lambda case: case.train),
 }
-MODULES = (
-    "transformers.models.nemotron_h.modeling_nemotron_h",
-    "st_moe_pytorch.st_moe_pytorch",
-    "mixture_of_experts.mixture_of_experts",
-)
-"""Modules of the peers on a CPU, if installed."""
-LIMITS = ("limit", "limit (reading weights)")
-OWN = ("pointsman", "dense, stock torch", *LIMITS)
+OWN = ("pointsman", LIMIT)
 """These are always measured; the others are peers."""
