@@ -27,7 +27,7 @@ NEEDS = {
     "balance_scope": "balance=0.1", "balance_on": "balance=0.1:gate=sigmoid", "nulls": "", "kind": "nulls=3",
     "columns": "gate=softmax", "diversity": "rate=1:version=2", "router": "rate=1", "version": "rate=1",
     "warmup": "rate=1", "groups": "kept=1", "kept": "groups=3", "group_score": "groups=3:kept=2",
-    "bins": "update=quantile", "stage_one": "", "codes": "", "light": "stage_one=1",
+    "relative": "sigma=2", "bins": "update=quantile", "stage_one": "", "codes": "", "light": "stage_one=1",
 }  # fmt: skip
 """What an option is given together with, as a user must: alone it is refused or unseen."""
 
@@ -48,7 +48,7 @@ def values_of(option: inspect.Parameter) -> list[Any]:
     return [one for one in found if one != option.default]
 
 
-def observed(spec: str) -> dict[str, Tensor]:
+def observed(spec: str, steps: int = 4) -> dict[str, Tensor]:
     """All that can be seen of a router: its state, and routings, losses, outputs and gradients over some steps."""
     torch.manual_seed(1)
     layer = MoE(DIM, 4, EXPERTS, router=spec, vocab_size=VOCABULARY, attach_losses=True).double()
@@ -70,8 +70,8 @@ def observed(spec: str) -> dict[str, Tensor]:
     mask[0, 5:] = False
     every = [1, 4, EXPERTS] if not router.fixed_k else [EXPERTS]
     draws = torch.Generator().manual_seed(2)
-    for step in range(4):
-        layer.train(step < 3)
+    for step in range(steps):
+        layer.train(step < steps - 1)
         for k in every:
             set_top_k(layer, k)
             for part in range(2):
@@ -164,9 +164,9 @@ def test_no_option_is_without_effect(entry: Entry) -> None:
 def test_no_mixer_is_without_effect(mixer: str) -> None:
     silent = []
     for name in ROUTERS:
-        bare = observed(name)
+        bare = observed(name, 2)
         try:
-            mixed = observed(f"{name}+{mixer}")
+            mixed = observed(f"{name}+{mixer}", 2)
         except ValueError as refusal:
             if "mix" not in str(refusal):
                 raise

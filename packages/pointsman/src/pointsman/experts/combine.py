@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pointsman.experts.shared import CHUNK
 from pointsman.ops.linear import upcast
 from pointsman.routing import Combine, Routing, one_expert_each
 
@@ -56,6 +57,44 @@ class PerPair(Combine):
 
     def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
         return replace(self, flat=None, others=None if self.others is None else function(self.others))
+
+
+class _OfOthers(torch.autograd.Function):
+    """0 [tokens, dim], whose gradient of `others` [tokens, E] is that of the sum of all experts' outputs times it."""
+
+    @staticmethod
+    def forward(ctx: Any, others: Tensor, output: Tensor, hidden: Tensor, experts: Any) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.experts, ctx.dtype = experts, others.dtype
+        return torch.zeros_like(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden: Tensor = ctx.saved_tensors[0]
+        parts = zip(torch.split(hidden, CHUNK), torch.split(grads[0], CHUNK), strict=True)
+        found = [torch.einsum("ted,td->te", upcast(ctx.experts.every(one)), upcast(grad)) for one, grad in parts]
+        return torch.cat(found).to(ctx.dtype), None, None, None
+
+
+@dataclass(frozen=True)
+class Dense(Combine):
+    """The weighted sum, and a gradient for weights that the other experts' outputs would have (DenseMixer, 2025).
+
+    Attributes:
+        others: [B*T, E], these weights; 0 where an expert was chosen, and for padding. They change no output.
+    """
+
+    others: Tensor = field(kw_only=True)
+    one_graph: ClassVar[bool] = False
+
+    def __call__(self, layer: Any, hidden: Tensor, routing: Routing) -> tuple[Tensor, Mapping[str, Tensor]]:
+        output = layer.experts(hidden, routing)
+        if torch.is_grad_enabled() and self.others.requires_grad:
+            output = output + _OfOthers.apply(self.others, output.detach(), hidden.detach(), layer.experts)  # type: ignore[no-untyped-call]
+        return output, {}
+
+    def rows(self, function: Callable[[Tensor], Tensor]) -> Combine:
+        return replace(self, flat=None, others=function(self.others))
 
 
 def on_inputs(combine: Combine) -> Combine:

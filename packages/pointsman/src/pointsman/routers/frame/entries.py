@@ -182,6 +182,7 @@ def _common(
     scale: Positive = 1.0,
     lr_scale: Positive = 1.0,
     weigh: Literal["output", "input"] = "output",
+    dense_gradient: bool = False,
 ) -> None:
     """The options of every router.
 
@@ -205,6 +206,7 @@ def _common(
     scale: factor of the combine weights, after renormalisation (DeepSeek-V3's routed_scaling_factor).
     lr_scale: the router's parameters train with this times the learning rate (read by pointsman's trainer).
     weigh: whether a combine weight multiplies the expert's output or, as in Llama 4, its input.
+    dense_gradient: the router's gradient is that of all experts' outputs (DenseMixer); in backward all experts run.
     """
 
 

@@ -212,7 +212,7 @@ def build_router(
     if parsed.mixer is not None:
         found = MIXERS[parsed.mixer]
         mixer = found.build(layer, **converted(parsed.mixer_options, found.options, found, written_spec))
-    _check_effects(common, stages, select, mixer, where, entry.name)
+    _check_effects(common, stages, select, mixer, where, entry.name, bool(layer.virtual))
     if entry.fixed_k or entry.starts_at is not None:
         top_k = num_experts if entry.starts_at is None else entry.starts_at(layer)
     return Router(stages, select, mixer, layer, common, spec=written_spec, top_k=top_k, fixed_k=entry.fixed_k)
@@ -254,8 +254,9 @@ OWNERS = {
 
 
 def _check_effects(
-    common: Mapping[str, Any], router: Stages, select: Selector, mixer: Mixer | None, where: str, name: str
-) -> None:
+    common: Mapping[str, Any], router: Stages, select: Selector, mixer: Mixer | None, where: str, name: str,
+    virtual: bool,
+) -> None:  # fmt: skip
     """ValueError for what would change nothing."""
     changed = {one for one, value in common.items() if value != COMMON.options[one].default}
     changed |= set() if mixer is None else {"mixer"}
@@ -269,6 +270,11 @@ def _check_effects(
             raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
     if common["capacity_order"] in ("probs", "priority") and not router.score.tells_apart:
         raise ValueError(f"{where}capacity_order={common['capacity_order']} needs scores that tell experts apart")
+    if "dense_gradient" in changed:
+        if type(select).replay is not Selector.replay:
+            raise ValueError(f"{where}dense_gradient needs weights that are scores; {name} has a rule of its own")
+        if "weigh" in changed or virtual or router.steps:
+            raise ValueError(f"{where}dense_gradient: not with weigh=input, nulls, and outputs that {name} changes")
     if "balance_on" in changed and router.gives_softmax:
         raise ValueError(f"{where}balance_on=scores: the scores are softmax(logits) already; leave the option out")
     parts = [part for part in (router.score, router.normalize, select, mixer) if part is not None]

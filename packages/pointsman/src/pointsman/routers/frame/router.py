@@ -78,7 +78,7 @@ class Router(nn.Module):
             setattr(self, flag, combine(getattr(part, flag) for part in parts))
             setattr(self, f"training_{flag}", combine(_in_training(part, flag) for part in parts))
         self.ragged = select.ragged or bool(layer.virtual)
-        own = self.weigh == "input" or bool(layer.virtual)
+        own = self.weigh == "input" or bool(layer.virtual) or options["dense_gradient"]
         self.needs_moe = own or select.needs_moe or stages.score.may_need_responses
         self.needs: frozenset[str] = frozenset().union(*(part.needs for part in parts))
         self.needs_step_end = any(part.needs_step_end for part in parts)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from pointsman import auxiliary
-from pointsman.experts.combine import Virtual, on_inputs
+from pointsman.experts.combine import Dense, Virtual, on_inputs
 from pointsman.ops.drawing import rand_like
+from pointsman.ops.selection import members
 from pointsman.routers.frame.stage_values import LossInput, Selection, Step, Tensors
-from pointsman.routers.frame.stages import Stage, Stages, renormalized
+from pointsman.routers.frame.stages import FLOOR, Stage, Stages, renormalized
 from pointsman.routing import RoutingContext
 
 ROUNDING = 1e-9  # 1.1 * 100 * 2 / 4 is 55, and a little more in floating point
@@ -222,6 +223,16 @@ def apart(selection: Selection, given: LossInput, *, virtual: int) -> Selection:
     return replace(left, how=Virtual(first=given.num_experts, every=experts, shares=shares, inner=left.combine))
 
 
+def all_outputs(selection: Selection, given: LossInput, *, scale: float, renormalize: bool) -> Selection:
+    """Scores of the experts that were not chosen get a gradient, as if their outputs had entered with these weights."""
+    gone = members(selection.experts, given.num_experts)
+    others = scale * given.probs.masked_fill(gone if given.mask is None else gone | ~given.mask[:, None], 0)
+    if renormalize:  # by the sum of the chosen ones, as a number
+        kept = given.probs.gather(1, given.experts.clamp_min(0)).masked_fill(given.experts < 0, 0)
+        others = others / kept.sum(-1, keepdim=True).detach().clamp_min(FLOOR)
+    return replace(selection, how=Dense(selection.combine.flat, others=others))
+
+
 def after_the_choice(
     options: Mapping[str, Any], stages: Stages, virtual: tuple[str, ...], renormalize: bool
 ) -> tuple[Capacity | None, tuple[Step, ...]]:
@@ -244,6 +255,8 @@ def after_the_choice(
         limit = Capacity(factors[0], evaluation, **rest, total=scale if total else 0.0)
         found.append(limit.step)
     found += stages.steps
+    if options["dense_gradient"]:
+        found.append(partial(all_outputs, scale=scale, renormalize=renormalize))
     if options["weigh"] == "input":
         found.append(lambda selection, given: replace(selection, how=on_inputs(selection.combine)))
     return limit, tuple(found)
