@@ -13,7 +13,7 @@ from pathlib import Path
 
 CAMPAIGNS = {
     "sequences": "Sequences", "commands": "CommandLines", "damage": "Damage", "kills": "Kills",
-    "resources": "Resources",
+    "resources": "Resources", "strangers": "Strangers",
 }  # fmt: skip
 """Module -> its campaign."""
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
@@ -46,7 +46,10 @@ def main() -> int:
     for name in values.names or CAMPAIGNS:
         with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as made:
             folder = Path(made).resolve()
-            os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+            os.environ |= {
+                "XDG_CACHE_HOME": str(folder / "cache"),
+                "MPLCONFIGDIR": str(folder / "cache" / "matplotlib"),
+            }
             (folder / "fixtures").mkdir()
             (folder / "programs").mkdir()
             campaign = getattr(importlib.import_module(name), CAMPAIGNS[name])()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,8 @@ from random import Random
 
 import torch
 
+from pointsman._files import write_whole
+from pointsman.parallel.launch import STORE
 from pointsman_lab.cli.main import main
 from pointsman_lab.runs import environment
 
@@ -90,16 +94,19 @@ def make_files(folder: Path) -> None:
 _MADE: list[Path] = []
 
 
-def make_all(folder: Path) -> None:
-    """All of it, for a campaign whose folder is the working one; made once in a process."""
+def make_all(folder: Path, *, families: bool = False) -> Path:
+    """All of it, for a campaign whose folder is the working one; made once in a process, in the folder returned."""
     if not _MADE:
-        kept = Path(tempfile.mkdtemp(prefix="campaign-fixtures-"))
-        atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        with inside(kept):
+        _MADE.append(Path(tempfile.mkdtemp(prefix="campaign-fixtures-")))
+        atexit.register(shutil.rmtree, _MADE[0], ignore_errors=True)
+    with inside(_MADE[0]):
+        if not Path("hf").exists():
             for make in (make_files, make_run, make_comparison, make_huggingface):
-                make(kept)
-        _MADE.append(kept)
+                make(_MADE[0])
+        if families and not Path("exam").exists():
+            make_families(_MADE[0])
     shutil.copytree(_MADE[0], folder, dirs_exist_ok=True)
+    return _MADE[0]
 
 
 def make_run(folder: Path) -> None:
@@ -133,6 +140,75 @@ def make_huggingface(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder / "hf")
+
+
+TASKS = {"masked": "masked_language_modelling", "translated": "translation", "pictures": "images"}
+"""A run of a few steps in this folder -> its task's example in tests/tasks/test_contract.py; data beside it."""
+
+
+def make_families(folder: Path) -> None:
+    """A run of every other family, of two ranks, an audit, an exam and two traces."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.tasks import test_contract
+
+    for name, task in TASKS.items():
+        (folder / f"{name}-data").mkdir()
+        getattr(test_contract, task)(folder / f"{name}-data").train(folder / name, None, None)
+    words = ["train", "--config", "small.toml", "--data", "text.txt"]
+    must(*words, "--preset", "tiny-decoder", "--router", "smoe:bias=false", "--out", "decoder")
+    over_ranks(2, *words, "--out", "ranks")
+    must("audit", "hf", "--data", "text.txt", "--eval-tokens", "64", "--out", "audited")
+    must("hf", "replace", "hf", "--router", "smoe:bias=false", "--out", "replaced")
+    make_exam(folder / "exam")
+    make_traces(folder)
+
+
+def over_ranks(count: int, *words: str) -> None:
+    """A command line on so many ranks, which are forks of this process: they import nothing anew."""
+    kept, alive = os.pipe()
+    ranks = []
+    with tempfile.TemporaryDirectory() as meeting:
+        for rank in range(count):
+            if (child := os.fork()) == 0:
+                os.dup2(kept, 0)
+                places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+                os.environ |= {name: str(value) for name, value in places.items()} | {STORE: f"{meeting}/store"}
+                code = 1
+                try:
+                    os.close(alive)
+                    code = called(words)[0]
+                finally:
+                    os._exit(code)
+            ranks.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    os.close(kept)
+    os.close(alive)
+    assert codes == [0] * count, codes
+
+
+def make_exam(out: Path) -> None:
+    """The exam of one task, with invented figures."""
+    from pointsman_lab.exam.cell import VERSION, path_of
+    from pointsman_lab.exam.exam import ALWAYS, PLAN
+
+    rows = [*ALWAYS, "smoe"]
+    write_whole(out / PLAN, json.dumps({"version": VERSION, "rows": rows, "tasks": ["clusters"], "seeds": 1}))
+    for place, row in enumerate(rows):
+        found = {"value": 0.1 * place, "curve": [[1, 0.5], [2, 0.1 * place]], "used": 4}
+        tried = [["smoe", 1e-3, 1000, 0.1]]
+        cell = {"row": row, "tried": tried, "chosen": {"spec": row, "rate": 1e-3}, "runs": {"0": found}}
+        write_whole(path_of(out, "clusters", row), json.dumps(cell))
+
+
+def make_traces(folder: Path) -> None:
+    """`traces/a` and `traces/b`."""
+    from pointsman.traces import RoutingTrace
+
+    (folder / "traces").mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    for name in ("a", "b"):
+        chosen = {f"layer.{index}": torch.rand(40, 4).topk(2).indices.short() for index in range(2)}
+        RoutingTrace(chosen, dict.fromkeys(chosen, 4), torch.tensor([25, 15])).save(folder / "traces" / name)
 
 
 @contextlib.contextmanager

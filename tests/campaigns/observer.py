@@ -53,19 +53,24 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     seen = _ACTIVE[-1]
     if event == "open":
         path, _, flags = arguments
-        if isinstance(path, str | bytes | os.PathLike) and os.path.isabs(name := os.fsdecode(path)):
+        if isinstance(path, str | bytes | os.PathLike) and _has_place(name := os.fsdecode(path)):
             (seen.written if flags & WRITING else seen.read).add(Path(os.path.realpath(name)))
     elif event in CHANGED:
         for path in arguments[: CHANGED[event]]:
-            if isinstance(path, str | bytes | os.PathLike) and os.path.isabs(name := os.fsdecode(path)):
+            if isinstance(path, str | bytes | os.PathLike) and _has_place(name := os.fsdecode(path)):
                 seen.written.add(Path(os.path.realpath(os.path.dirname(name)), os.path.basename(name)))
     elif event in STARTED:
         seen.started.append(f"{event} {arguments[1] if event == 'socket.connect' else arguments[0]}")
 
 
+def _has_place(name: str) -> bool:
+    """A bare name may be relative to an open folder."""
+    return "/" in name
+
+
 @contextmanager
 def observed(*watched: Path) -> Iterator[Seen]:
-    """What is done inside, with absolute paths."""
+    """What is done inside the `with`."""
     if not _INSTALLED:  # a hook stays for good
         sys.addaudithook(_hook)
         _INSTALLED.append(True)
