@@ -165,6 +165,7 @@ def test_pawsx_is_also_reported_on_the_published_tests(data_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_reported_sentence_is_in_the_pre_training_text(data_dir: Path) -> None:
     reported = set(map(near, reported_sentences(data_dir)))
     text = read_text("xtreme-text", data_dir)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ pytest.importorskip("sacrebleu")
 from pointsman._errors import RunError
 from pointsman_lab.cli.main import main
 from pointsman_lab.data.pieces import END, START
+from pointsman_lab.recipes import preset
 from pointsman_lab.tasks.translation.data import ids_of, load_parallel
 from pointsman_lab.tasks.translation.evaluation import padded, search
 from pointsman_lab.tasks.translation.model import TranslationConfig, Translator
@@ -230,3 +232,42 @@ def test_parts_that_are_no_pairs_are_named(folder: Path, tmp_path: Path) -> None
         (tmp_path / "odd" / name).write_text("")
     with pytest.raises(RunError, match=r"train.de has no text"):
         load_parallel(f"parallel:{tmp_path / 'odd'}:from=de", None)
+
+
+def wmt(folder: Path, sizes: dict[str, int]) -> Path:
+    """Bitexts with English sides of their own, and tests of different years."""
+    folder.mkdir()
+    for language, size in sizes.items():
+        stems = {"train": size, "valid": 3, f"newstest20{10 + len(language) + size % 7}": 4}
+        for stem, count in stems.items():
+            for side in (language, "en"):
+                lines = [f"{stem} {side} {language} a{n % 9}b c{n % 5}d" for n in range(count)]
+                (folder / f"{stem}.{language}-en.{side}").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_wmt_has_an_english_side_for_each_language(tmp_path: Path) -> None:
+    folder = wmt(tmp_path / "wmt", {"fr": 400, "cs": 100, "hi": 20})
+    with (folder / "train.hi-en.hi").open("a") as one, (folder / "train.hi-en.en").open("a") as other:
+        one.write("\n")
+        other.write("nothing said\n")
+    text = load_parallel(f"wmt:{folder}", None)
+    assert {language: len(pairs) for language, pairs in text.parts["train"].items()} == {"cs": 100, "fr": 400, "hi": 20}
+    assert all(other.split()[1:3] == ["en", "fr"] for _, other in text.parts["train"]["fr"])
+    assert "hi: 1 training pairs with an empty side left out, test newstest2018.hi-en" in text.description
+    assert list(load_parallel(f"wmt:{folder}:from=hi+fr", None).parts["test"]) == ["hi", "fr"]
+    config = preset("tiny-mt", data=f"wmt:{folder}").with_overrides({"pieces": 27, "batch_size": 20})
+    task = pretraining_task(config)
+    batches: Any = task.batches(config, torch.device("cpu"))
+    assert batches.steps_per_epoch == 26
+    drawn = np.concatenate([batches.places(step) for epoch in range(3) for step in range(26 * epoch, 26 * epoch + 26)])
+    counts = np.histogram(drawn, [0, 100, 500, 520])[0] / len(drawn)
+    wanted = np.array([100, 400, 20]) ** 0.7
+    assert np.allclose(counts, wanted / wanted.sum(), atol=0.01)
+    assert len(set(drawn.tolist())) > 510, "rare pairs come again, none is left out for good"
+    (folder / "newstest2019.fr-en.fr").write_text("x\n")
+    with pytest.raises(RunError, match=r"fr has two test parts, newstest20.*fr-en and newstest2019.fr-en"):
+        load_parallel(f"wmt:{folder}", None)
+    (folder / "newstest2019.fr-en.fr").unlink()
+    with pytest.raises(RunError, match=r"no train part of de into en: train.de-en.de is expected"):
+        load_parallel(f"wmt:{folder}:from=de", None)

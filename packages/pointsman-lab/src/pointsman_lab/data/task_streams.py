@@ -124,9 +124,13 @@ class TaskStream:
         """Whether an epoch starts with this step."""
         return step % self.steps_per_epoch == 0
 
+    def _order(self, draw: np.random.Generator) -> NDArray[np.int64]:
+        """The examples of an epoch."""
+        return draw.permutation(len(self.encoded))
+
     def _batches(self, epoch: int) -> list[NDArray[np.int64]]:
         draw = np.random.default_rng([self.seed, epoch])
-        order = draw.permutation(len(self.encoded))
+        order = self._order(draw)
         order = np.resize(order, self.steps_per_epoch * self.batch_size)
         batches: list[NDArray[np.int64]] = []
         for start in range(0, len(order), BUCKET * self.batch_size):

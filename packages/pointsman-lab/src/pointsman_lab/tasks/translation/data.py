@@ -2,15 +2,18 @@
 
 `multi30k:from=de+fr+cs:to=en` lies in the data folder, into which missing files are downloaded;
 `parallel:PATH:from=de:to=en` in a folder of its own. Files are `train.LANG[.gz]`, `val.LANG` and `test*.LANG`, one
-sentence a line; line n of both languages is a pair.
+sentence a line; line n of both languages is a pair. `wmt:FOLDER[:from=fr+cs][:to=en]` has a text of its own for each
+source language, each with its own target side: `train.fr-en.fr[.gz]` and `train.fr-en.en`, `valid.fr-en.*`,
+`newstest2014.fr-en.*`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -52,11 +55,13 @@ class ParallelText:
     Attributes:
         name: for tables. target: the target language.
         parts: "train", "valid" and "test" -> source language -> pairs.
+        notes: source language -> what the protocol line says of it besides: its test, pairs that were left out.
     """
 
     name: str
     target: str
     parts: Mapping[str, Mapping[str, Pairs]]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -70,7 +75,8 @@ class ParallelText:
             f"{part} " + ", ".join(f"{language} {len(pairs):,}" for language, pairs in languages.items())
             for part, languages in self.parts.items()
         )
-        return f"{self.name}: into {self.target}; {sizes}"
+        notes = "".join(f"; {language}: {note}" for language, note in self.notes.items())
+        return f"{self.name}: into {self.target}; {sizes}{notes}"
 
     def pieces(self, size: int, exponent: float) -> Pieces:
         """Pieces learned from the training part, of all languages together.
@@ -79,8 +85,8 @@ class ParallelText:
             RunError: as `learn_pieces`.
         """
         texts = {language: tuple(one for one, _ in pairs) for language, pairs in self.parts["train"].items()}
-        first = next(iter(self.parts["train"].values()))
-        texts[self.target] = tuple(other for _, other in first)
+        sides = list(dict.fromkeys(tuple(other for _, other in pairs) for pairs in self.parts["train"].values()))
+        texts[self.target] = tuple(other for side in sides for other in side)  # a side that all share counts once
         return learn_pieces(MultilingualText(self.name, texts, {}), size, exponent=exponent)
 
 
@@ -91,14 +97,14 @@ def open_parallel(spec: str) -> ParallelText:
 
 
 def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
-    """Reads `multi30k[:from=de+fr][:to=en]` or `parallel:PATH:from=de:to=en`.
+    """Reads `multi30k[:from=de+fr][:to=en]`, `parallel:PATH:from=de:to=en` or `wmt:FOLDER[:from=fr+cs][:to=en]`.
 
     Raises:
         RunError: another form, a missing file that cannot be downloaded, parts of different length, an empty file or
             sentence.
     """
     name, *options = spec.split(":")
-    if name == "parallel" and options and "=" not in options[0]:
+    if name in ("parallel", "wmt") and options and "=" not in options[0]:
         folder, *options = options
         root = Path(folder).expanduser()
     elif name == "multi30k":
@@ -106,7 +112,9 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
             raise RunError("multi30k lies in the data folder: set POINTSMAN_DATA")
         root, folder = data_dir / "multi30k", name
     else:
-        raise RunError(f"data {spec!r}: a translation model reads {did_you_mean(name, ['multi30k', 'parallel'])}")
+        raise RunError(
+            f"data {spec!r}: a translation model reads {did_you_mean(name, ['multi30k', 'parallel', 'wmt'])}"
+        )
     chosen = {"from": "de+fr+cs" if name == "multi30k" else "", "to": "en"}
     for option in options:
         key, _, value = option.partition("=")
@@ -114,6 +122,8 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
             raise RunError(f"data {spec!r}: option {key!r}: {did_you_mean(key, chosen)}")
         chosen[key] = value
     sources = [language for language in chosen["from"].split("+") if language]
+    if name == "wmt":
+        return _wmt(root, sources, chosen["to"])
     if not sources or chosen["to"] in sources:
         raise RunError(f"data {spec!r}: from={chosen['from']} to={chosen['to']}: name other languages than the target")
     if name == "multi30k":
@@ -126,6 +136,50 @@ def load_parallel(spec: str, data_dir: Path | None) -> ParallelText:
         for part, stem in stems.items()
     }
     return ParallelText(f"{Path(folder).name}:from={'+'.join(sources)}:to={chosen['to']}", chosen["to"], parts)
+
+
+_WMT = re.compile(
+    r"(?P<stem>train|valid|dev|(?:news)?test[^.]*)[.](?P<one>[a-z]+)-(?P<other>[a-z]+)[.](?P<side>[a-z]+)"
+)
+
+
+def _wmt(root: Path, sources: list[str], target: str) -> ParallelText:
+    """A bitext of its own for each source language; all that lie there where none is named."""
+    if not root.is_dir():
+        raise RunError(f"there is no folder {root}")
+    stems: dict[str, dict[str, str]] = {}
+    for file in sorted(root.iterdir()):
+        match = _WMT.fullmatch(file.name.removesuffix(".gz"))
+        if match and target in (match["one"], match["other"]) and match["side"] != target:
+            part = {"train": "train", "valid": "valid", "dev": "valid"}.get(match["stem"], "test")
+            own = stems.setdefault(match["side"], {})
+            stem = f"{match['stem']}.{match['one']}-{match['other']}"
+            if part in own:
+                raise RunError(f"{root}: {match['side']} has two {part} parts, {own[part]} and {stem}: leave one there")
+            own[part] = stem
+    sources = sources or sorted(stems)
+    parts: dict[str, dict[str, Pairs]] = {"train": {}, "valid": {}, "test": {}}
+    notes: dict[str, str] = {}
+    for language in sources:
+        for part, of in parts.items():
+            if part not in stems.get(language, {}):
+                raise RunError(
+                    f"{root} has no {part} part of {language} into {target}: {_NAMES[part].format(language, target)} "
+                    "is expected"
+                )
+            lines = _lines(root, stems[language][part], language, target, part)
+            kept = lines if part != "train" else tuple(pair for pair in lines if all(pair))
+            _check_whole(root, stems[language][part], (language, target), kept)
+            of[language] = kept
+            if part == "train" and len(kept) < len(lines):
+                notes[language] = f"{len(lines) - len(kept):,} training pairs with an empty side left out, "
+        notes[language] = f"{notes.get(language, '')}test {stems[language]['test']}"
+    if not sources:
+        raise RunError(f"{root} has no text into {target}: {_NAMES['train'].format('fr', target)} is expected")
+    return ParallelText(f"{root.name}:from={'+'.join(sources)}:to={target}", target, parts, notes)
+
+
+_NAMES = {"train": "train.{0}-{1}.{0}", "valid": "valid.{0}-{1}.{0}", "test": "newstest2014.{0}-{1}.{0}"}
 
 
 def download_multi30k(folder: Path, languages: Collection[str], progress: DataProgress | None = None) -> None:
@@ -160,6 +214,12 @@ def _test_stem(root: Path, language: str) -> str:
 
 
 def _pairs(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
+    pairs = _lines(root, stem, source, target, part)
+    _check_whole(root, stem, (source, target), pairs)
+    return pairs
+
+
+def _lines(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
     lines = []
     for language in (source, target):
         file = find_file(root, f"{stem}.{language}")
@@ -171,10 +231,14 @@ def _pairs(root: Path, stem: str, source: str, target: str, part: str) -> Pairs:
         raise RunError(f"{one} has {len(ours)} lines, and {other} {len(theirs)}: they are no pairs")
     if not ours:
         raise RunError(f"{one} has no text")
-    for number, (left, right) in enumerate(zip(ours, theirs, strict=True), 1):
-        if not left or not right:
-            raise RunError(f"{one if not left else other}: line {number} is empty")
     return tuple(zip(ours, theirs, strict=True))
+
+
+def _check_whole(root: Path, stem: str, languages: tuple[str, str], pairs: Pairs) -> None:
+    for number, pair in enumerate(pairs, 1):
+        for language, side in zip(languages, pair, strict=True):
+            if not side:
+                raise RunError(f"{find_file(root, f'{stem}.{language}')}: line {number} is empty")
 
 
 def ids_of(text: str, pieces: Pieces, length: int) -> Ids:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.diagnostics.diagnose import Batch
 from pointsman_lab.data.download import DataProgress
-from pointsman_lab.data.pieces import START, Pieces
+from pointsman_lab.data.pieces import START, Pieces, shares
 from pointsman_lab.data.streams import IGNORE
 from pointsman_lab.data.task_streams import PADDING, Encoded, TaskStream, eval_batches
 from pointsman_lab.evaluation.passes import EvaluationContext
@@ -120,7 +120,13 @@ class Translation(Task):
         return None if tokens is None else max(1, tokens // (TOKENS_A_SENTENCE * len(self.text.parts[split])))
 
     def batches(self, config: RunConfig, device: torch.device) -> Batches:
-        return PairStream(self.encoded(config.segment_length), config.batch_size, config.seed, device)
+        sizes = {language: len(pairs) for language, pairs in self.text.parts["train"].items()}
+        drawn = shares(sizes, config.own["language_exponent"]) if len(set(sizes.values())) > 1 else {}
+        starts = np.cumsum([0, *sizes.values()])[:-1].tolist()
+        return PairStream(
+            self.encoded(config.segment_length), config.batch_size, config.seed, device,
+            dict(zip(starts, drawn.values(), strict=False)),
+        )  # fmt: skip
 
     def objective(self, model: Any, config: RunConfig) -> Objective:
         return objective_of(
@@ -182,10 +188,31 @@ class Translation(Task):
 
 
 class PairStream(TaskStream):
-    """Batches of like length: inputs [B, 2, L] (source; `<s>` and the target without its end) and targets [B, L]."""
+    """Batches of like length: inputs [B, 2, L] (source; `<s>` and the target without its end) and targets [B, L].
+
+    Args:
+        shares: place of a language's first pair -> its share of the batches.
+    """
+
+    def __init__(
+        self, encoded: Encoded, batch_size: int, seed: int, device: torch.device, shares: Mapping[int, float]
+    ) -> None:
+        super().__init__(encoded, batch_size, seed, device)
+        self._shares = shares
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         return paired(*super().batch(step))
+
+    def _order(self, draw: np.random.Generator) -> NDArray[np.int64]:
+        """Where languages have texts of different size: of each so many pairs as its share says, rare ones again."""
+        if len(self._shares) < 2:
+            return super()._order(draw)
+        starts = [*self._shares, len(self.encoded)]
+        found = [
+            np.resize(start + draw.permutation(stop - start), max(1, round(share * len(self.encoded))))
+            for (start, share), stop in zip(self._shares.items(), starts[1:], strict=True)
+        ]
+        return draw.permutation(np.concatenate(found))
 
 
 def paired(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
