@@ -16,7 +16,7 @@ from pointsman.routers.frame.stage_values import LossInput, Scores, Selection
 from pointsman.routers.frame.stages import Loss, Selector, Stages
 from pointsman.routers.papers.topk import LinearScorer
 from pointsman.routing import RoutingContext
-from pointsman.testing import Case, layer, routing
+from pointsman.testing import Case, layer, routing, steps
 from pointsman.testing.contract import CHECKS, Check
 
 
@@ -92,13 +92,13 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Case]:
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        ("padding too", layer.statistics),
-        ("padding alone", layer.statistics),
-        ("all tokens", layer.statistics),
-        ("mean", layer.statistics),
-        ("undeclared", layer.state_moves_where_declared),
-        ("closes over a parameter", layer.losses_of_their_own),
-        ("grows with the tokens", layer.losses_of_their_own),
+        ("padding too", steps.statistics),
+        ("padding alone", steps.statistics),
+        ("all tokens", steps.statistics),
+        ("mean", steps.statistics),
+        ("undeclared", steps.state_moves_where_declared),
+        ("closes over a parameter", steps.losses_of_their_own),
+        ("grows with the tokens", steps.losses_of_their_own),
     ],
 )
 def test_a_mutant_is_killed(kind: str, check: Check, build: Callable[[str], Case]) -> None:
@@ -130,4 +130,4 @@ def test_a_wrong_gradient_of_the_fast_path_is_found(which: int, wide: bool, monk
 
     monkeypatch.setattr(products, "backward", wrong)
     with pytest.raises(AssertionError):
-        layer.equals_the_reference(Case("smoe", dim=24, num_experts=6))
+        steps.equals_the_reference(Case("smoe", dim=24, num_experts=6))

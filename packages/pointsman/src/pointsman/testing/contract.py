@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from pointsman.routers.frame.registry import BASELINES, parse_spec
-from pointsman.testing import layer, routing
+from pointsman.testing import layer, routing, steps
 from pointsman.testing.case import Case
 
 Check = Callable[[Case], None]
@@ -30,17 +30,17 @@ CHECKS: tuple[Check, ...] = (
     routing.state_dict,
     layer.gradients,
     layer.nothing_to_do,
-    layer.equals_the_reference,
-    layer.statistics,
-    layer.state_moves_where_declared,
-    layer.losses_of_their_own,
+    steps.equals_the_reference,
+    steps.statistics,
+    steps.state_moves_where_declared,
+    steps.losses_of_their_own,
     layer.activation_checkpointing,
     layer.delivered_losses,
     layer.in_place_work_after_the_layer,
     layer.hooks_on_the_experts,
     layer.records,
     layer.replayed,
-    layer.resumed,
+    steps.resumed,
     layer.materialized,
     routing.compiles,
     layer.compiles_in_training,
