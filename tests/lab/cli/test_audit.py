@@ -54,6 +54,18 @@ def test_domains_and_a_page(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "two parts have the same name" in capsys.readouterr().err
 
 
+def test_on_disk_is_the_same(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 " * 20)
+    words = ["audit", str(saved), "--data", str(tmp_path / "text.txt"), "--top-k", "2", "--length", "16"]
+    assert main([*words, "--device", "cpu", "--out", str(tmp_path / "a")]) == 0
+    assert main([*words, "--on-disk", "--out", str(tmp_path / "b")]) == 0
+    assert "of weights stay in memory" in capsys.readouterr().err
+    one, two = (json.loads((tmp_path / name / "audit.json").read_text()) for name in "ab")
+    assert one["quality"] == two["quality"]
+    assert one["super_experts"] == two["super_experts"]
+    assert one["schedules"] == two["schedules"]
+
+
 def test_compress(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

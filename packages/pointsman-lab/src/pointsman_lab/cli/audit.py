@@ -37,13 +37,16 @@ def parser() -> Parser:
     flags.add_argument("--batch-size", type=whole(1, "batch_size"), default=4, metavar="N", help="rows a forward (4)")
     told = "tokens on which experts are removed and k is set by layer; 0: not at all (4096)"
     flags.add_argument("--probe-tokens", type=whole(0), default=4096, metavar="N", help=told)
+    told = "keep the experts on the disk and read one layer's at a time, for a model that does not fit in memory"
+    flags.add_argument("--on-disk", action="store_true", help=told)
     flags.add_argument("--dtype")
     flags.common("where the results go (default: audit-NAME)", settings="")
     return flags
 
 
 def run(words: Sequence[str]) -> int:
-    values = parser().read(words)
+    flags = parser()
+    values = flags.read(words)
     device = choose_device(values.device)
     domains = domains_of(values.data)
     for name in domains.values():
@@ -55,7 +58,21 @@ def run(words: Sequence[str]) -> int:
 
     out = values.out or Path(f"audit-{Path(values.model).name}")
     refuse_runs(out, unless=("audit.json",))
-    model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
+    if values.on_disk:
+        from pointsman._files import temporary_folder
+        from pointsman.hf.loading import load_on_disk
+
+        flags.without_effect(values, ["--device"], "with --on-disk, which computes on the CPU")
+        print("pointsman: every forward reads all experts from the disk, a layer at a time", file=sys.stderr)
+        model, tokenizer = (
+            load_on_disk(values.model, temporary_folder(), dtype=values.dtype),
+            load_tokenizer(values.model),
+        )
+        told = sum(one.numel() * one.element_size() for one in model.parameters())
+        kept = sum(one.numel() * one.element_size() for one in model.parameters() if not one.is_meta)
+        print(f"pointsman: {kept / 2**30:.2f} of {told / 2**30:.2f} GiB of weights stay in memory", file=sys.stderr)
+    else:
+        model, tokenizer = load_model(values.model, dtype=values.dtype, device=device), load_tokenizer(values.model)
     against = None if values.against is None else load_model(values.against, dtype=values.dtype, device=device)
     budget = None if values.eval_tokens == "all" else values.eval_tokens
     share = None if budget is None else max(1, budget // len(domains))

@@ -88,6 +88,9 @@ def _hook(gate: Gate, found: Observed, everywhere: bool) -> Any:
         weights = weights.reshape(indices.shape).double()
         real = torch.ones(len(hidden), dtype=torch.bool) if found.mask is None else found.mask
         real, compute, sums = real.to(hidden.device), SingleExpert(experts), found.layers[gate.layer]
+        if (offloaded := getattr(experts, "_hf_hook", None)) is not None:
+            offloaded.pre_forward(experts)  # accelerate reads the weights from the disk; the forward lets them go
+            compute = SingleExpert(experts)
         rows = []
         for expert in range(gate.num_experts):
             token, place = torch.nonzero((indices == expert) & real[:, None], as_tuple=True)
