@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pointsman import RoutingContext, build_router
+from pointsman import MoE, RoutingContext, build_router
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 from tools.conformance.originals import File, function_of_transformers, of_transformers
@@ -20,6 +21,7 @@ MEGATRON = File(
     "NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553", "megatron/core/transformer/moe/moe_utils.py"
 )
 TUTEL = "microsoft/tutel", "82af7aad9fc3ec981395ba97e7242a480984a55e"
+DENSEMIXER = "yaof20/DenseMixer", "5fa4cfd923eb0309c78e83058a651bbf9838906d"
 DYNMOE = "LINs-lab/DynMoE", "49272326e794b24bbebe3a9c6df3c079b3dd887b"
 
 
@@ -312,6 +314,27 @@ def dynmoe(training: bool) -> Callable[[Path | None], tuple[Case, Case]]:
     return compare
 
 
+def dense_mixer(originals: Path | None) -> tuple[Case, Case]:
+    """The layer's outputs stand in the place of weights."""
+    file = File(*DENSEMIXER, "densemixer/models/olmoe_custom.py")
+    space = file.load(originals, ["CustomOlmoeSparseMoeBlock"], log_custom_forward_usage=lambda name: None)
+    torch.manual_seed(0)
+    layer = MoE(DIM, 8, EXPERTS, router="smoe:bias=false:dense_gradient=true", bias=False).double()
+    mine = {"weight": layer.router.score.weight, "w_in": layer.experts.w_in, "w_out": layer.experts.w_out}
+    theirs = {name: tensor.detach().clone().requires_grad_() for name, tensor in mine.items()}  # type: ignore[operator]
+
+    def expert(place: int) -> Callable[[Tensor], Tensor]:
+        return lambda rows: torch.relu(rows @ theirs["w_in"][place].T) @ theirs["w_out"][place].T
+
+    block = SimpleNamespace(
+        gate=lambda rows: rows @ theirs["weight"].T, top_k=K, norm_topk_prob=True, num_experts=EXPERTS,
+        experts=[expert(place) for place in range(EXPERTS)],
+    )  # fmt: skip
+    hidden, other = hidden_states().requires_grad_(), hidden_states().requires_grad_()
+    output, _ = space["CustomOlmoeSparseMoeBlock"].forward(block, other)
+    return Case(layer(hidden), {}, {"hidden": hidden, **mine}), Case(output, {}, {"hidden": other, **theirs})  # type: ignore[dict-item]
+
+
 GROUPED: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 DEEPSEEK = "loss-free:groups=4:kept=2:scale=2.5"
 ROWS: tuple[Row, ...] = (
@@ -372,6 +395,8 @@ ROWS: tuple[Row, ...] = (
         f"{MEGATRON.repository}@{MEGATRON.commit[:12]}", megatron_quantile),
     Row("gshard:second=all:balance=1", "gshard_loss", f"{TUTEL[0]}@{TUTEL[1][:12]}", tutel_loss),
     Row("xmoe:renormalize=true", "CosineTopKGate", f"{TUTEL[0]}@{TUTEL[1][:12]}", tutel_cosine),
+    Row("smoe:bias=false:dense_gradient=true", "CustomOlmoeSparseMoeBlock (the layer's output)",
+        f"{DENSEMIXER[0]}@{DENSEMIXER[1][:12]}", dense_mixer),
     Row("dynmoe", "GAMoEGateT, training (the choice)", f"{DYNMOE[0]}@{DYNMOE[1][:12]}", dynmoe(True)),
     Row("dynmoe", "GAMoEGateT, evaluation (the choice)", f"{DYNMOE[0]}@{DYNMOE[1][:12]}", dynmoe(False)),
 )  # fmt: skip
