@@ -22,7 +22,7 @@ from pointsman_lab.tasks.images.attacks import ATTACKS, attacked, under_gradient
 from pointsman_lab.tasks.images.corruptions import CORRUPTIONS, corrupt
 from pointsman_lab.tasks.images.image_set import ImagePart
 from pointsman_lab.tasks.images.robust import Asked, robustness, save_robustness
-from pointsman_lab.tasks.images.robust_table import robust_tables
+from pointsman_lab.tasks.images.robust_table import _relative, robust_tables
 from pointsman_lab.tasks.images.shifts import Frame, Seen, on_outliers, under_corruptions
 from pointsman_lab.tasks.images.sources import Corrupted, chosen_rows
 from pointsman_lab.tasks.images.task import open_images
@@ -67,6 +67,14 @@ def test_calibration_by_hand() -> None:
     assert scores.expected_calibration_error(confidence, right, 2) == pytest.approx(abs(0.75 - 0.75))
     assert scores.expected_calibration_error(confidence, right, 15) == pytest.approx((0.1 + 0.2 + 0.7 + 0.4) / 4)
     assert scores.response_rate_accuracy(confidence, right) == pytest.approx((1 + 1 + 2 / 3 + 3 / 4) / 4)
+
+
+def test_imagenet_c_is_relative_to_alexnet_with_its_clean_error() -> None:
+    rows = [{"top_k": 2, "corruption": name, "value": 0.4} for name in CORRUPTIONS]
+    record = {"imagenet_c": True, "every_k": False, "results": rows, "clean": [{"top_k": 2, "value": 0.7}]}
+    found = [_relative({0: record}, 2, {0: record}, rise=rise).values[0] for rise in (False, True)]
+    errors = np.array(list(scores.ALEXNET.values()))
+    assert found == pytest.approx([np.mean(0.6 / errors), np.mean((0.6 - 0.3) / (errors - 0.435))])
 
 
 def test_corruption_errors_by_hand() -> None:

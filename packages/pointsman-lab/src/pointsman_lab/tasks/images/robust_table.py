@@ -13,7 +13,7 @@ from pointsman_lab.report.cell import Cell, significantly_best
 from pointsman_lab.report.forms import Forms, joined
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
-from pointsman_lab.tasks.images.scores import ALEXNET, corruption_error, relative_corruption_error
+from pointsman_lab.tasks.images.scores import ALEXNET, ALEXNET_CLEAN, corruption_error, relative_corruption_error
 
 Record = Mapping[str, Any]
 Figure = Callable[[Record, int], float | None]
@@ -244,10 +244,10 @@ def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record]
         theirs, start, begin = errors(other, k), clean(record, k), clean(other, k)
         if errs.keys() != theirs.keys() or start is None or begin is None:
             continue
+        if record.get("imagenet_c"):
+            theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
         if rise:
             value = relative_corruption_error(errs, 1 - start, theirs, 1 - begin)
-        elif record.get("imagenet_c"):
-            value = corruption_error(errs, {name: [error] for name, error in ALEXNET.items()})
         else:
             value = corruption_error(errs, theirs) if all(any(own) for own in theirs.values()) else None
         if value is not None:

@@ -23,6 +23,8 @@ ALEXNET: Mapping[str, float] = MappingProxyType(
     }
 )  # fmt: skip
 """Mean error of AlexNet over the five severities of ImageNet-C."""
+ALEXNET_CLEAN = 0.435
+"""Its error on ImageNet's validation images (Hendrycks and Dietterich 2019, Table 1)."""
 
 
 def corruption_error(errors: Mapping[str, Sequence[float]], reference: Mapping[str, Sequence[float]]) -> float:
