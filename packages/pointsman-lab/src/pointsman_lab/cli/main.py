@@ -23,6 +23,7 @@ COMMANDS = {
     "finetune": "fine-tune a run on a task",
     "diagnose": "routing diagnostics of a run or a model",
     "audit": "routing statistics and loss at every k of a Hugging Face MoE",
+    "submit": "write a row of a comparison as an entry of the leaderboard",
     "compress": "prune or merge the experts of a Hugging Face MoE, verified on held-out text",
     "report": "write the page, the figures and the papers' tables of runs",
     "routers": "list and explain the routers; show their cost",

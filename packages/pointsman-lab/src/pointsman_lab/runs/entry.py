@@ -1,0 +1,85 @@
+"""An entry of the leaderboard: one row of a comparison in one file, with all that it takes to train it again.
+
+`sources` has the text of the files that the row's router comes from, `runs` each seed's environment, evaluation and
+log: the loss of every step that was logged. `sha256` is that of the rest: a file that was damaged on its way is
+refused. Whoever deceives can make it anew: an entry is believed once a seed was trained again (`tools.leaderboard`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError, did_you_mean
+from pointsman._files import read_json, read_text
+from pointsman._shapes import check_shape
+from pointsman_lab.runs.comparison import read_comparison, required_plan
+from pointsman_lab.runs.paths import EVALUATION
+from pointsman_lab.runs.record import RunRecord
+
+FORMAT = 1
+SHAPE: dict[str, Any] = {
+    "format!": int, "name!": str, "router!": str, "settings!": dict, "tuned!": dict, "kernels!": dict, "data!": str,
+    "sources!": {"*": str}, "sha256!": str,
+    "runs!": {"*": {"environment!": dict, "evaluation!": {"results!": [dict]}, "step_seconds!": float,
+                    "log!": {"step!": [int], "loss!": [float]}}},
+}  # fmt: skip
+
+
+def digest(entry: Mapping[str, Any]) -> str:
+    """SHA-256 of everything but `sha256`."""
+    rest = {key: value for key, value in entry.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def entry_of(folder: Path, router: str, name: str) -> dict[str, Any]:
+    """The entry of one row of a comparison.
+
+    Raises:
+        RunError: no comparison, no such row, or a run of it that is not finished.
+    """
+    plan, comparison = required_plan(folder), read_comparison(folder)
+    if router not in comparison.routers:
+        raise RunError(f"{folder} has no row {router!r}: {did_you_mean(router, comparison.routers)}")
+    unfinished = [seed for one, seed in comparison.missing() if one == router]
+    if unfinished:
+        raise RunError(f"{folder}: {router}, seed {unfinished[0]}: not finished; the command of the comparison goes on")
+    sources = {one: read_text(Path(one)) for one in plan["settings"].get("imports", ()) if one.endswith(".py")}
+    entry = {
+        "format": FORMAT, "name": name, "router": router, "settings": plan["settings"],
+        "tuned": plan.get("tuned", {}).get(router, {}), "kernels": plan.get("kernels", {}),
+        "data": plan.get("data", ""), "sources": sources,
+        "runs": {str(run.seed): _run(run) for run in comparison.of(router)},
+    }  # fmt: skip
+    return {**entry, "sha256": digest(entry)}
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    rows = list(run.metrics("train"))
+    seconds = sorted(float(row.get("step_seconds") or 0.0) for row in rows) or [0.0]
+    return {
+        "environment": read_json(run.path / "environment.json") or {},
+        "evaluation": {"results": read_json(run.path / EVALUATION)["results"]},  # type: ignore[index]
+        "log": {"step": [row["step"] for row in rows], "loss": [row["loss"] for row in rows]},
+        "step_seconds": run.evaluation.get("step_seconds") or seconds[len(seconds) // 2],
+    }
+
+
+def read_entry(file: Path) -> dict[str, Any]:
+    """An entry's file.
+
+    Raises:
+        RunError: no entry, or one that was changed after `submit` wrote it.
+    """
+    entry = read_json(file)
+    if entry is None:
+        raise RunError(f"{file}: no such file")
+    check_shape(entry, SHAPE, str(file))
+    if entry["format"] != FORMAT:
+        raise RunError(f"{file}: no entry of format {FORMAT}")
+    if entry["sha256"] != digest(entry):
+        raise RunError(f"{file}: it was changed after `pointsman submit` wrote it: its SHA-256 differs")
+    return entry

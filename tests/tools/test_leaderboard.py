@@ -1,0 +1,126 @@
+"""The leaderboard: an entry is trained again; one that was tampered with is refused, its checksum made anew or not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman._errors import RunError
+from pointsman_lab.cli.main import main
+from pointsman_lab.runs.entry import digest
+from tests.lab.cli.test_compare import SMALL, TEXT
+from tools.leaderboard import ROOT, check, page
+
+ROUTER = """
+import torch
+from torch import nn
+
+from pointsman.routers.frame.registry import register_router
+from pointsman.routers.frame.stages import Scorer, Stages
+
+
+class Scaled(Scorer):
+    def __init__(self, dim, num_experts):
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(num_experts, dim))
+
+    def forward(self, hidden, context):
+        return 3 * hidden @ self.weight.to(hidden.dtype).T
+
+
+@register_router("of-a-stranger", paper="none")
+def scaled(layer):
+    '''The plain router, its scores times 3.'''
+    return Stages(Scaled(layer.dim, layer.num_experts))
+"""
+
+
+@pytest.fixture(scope="module")
+def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A track of its own with an entry."""
+    folder = tmp_path_factory.mktemp("leaderboard")
+    text, source, out = folder / "text.txt", folder / "stranger.py", folder / "run"
+    text.write_text(TEXT)
+    source.write_text(ROUTER)
+    words = ["compare", "--routers", "of-a-stranger", "--import", str(source), "--data", str(text), "--steps", "6"]
+    assert main([*words, *SMALL, "--eval-tokens", "512", "--jobs", "1", "--out", str(out)]) == 0
+    entry = folder / "track" / "mine.json"
+    entry.parent.mkdir()
+    assert main(["submit", str(out), "--router", "of-a-stranger", "--name", "Mine", "--out", str(entry)]) == 0
+    rules = {"title": "Small", "text": "A text.", "data": str(text), "seconds": 60.0, "seeds": 1, "eval_tokens": 512,
+             "tolerance": 0.01, "fingerprint": json.loads(entry.read_text())["data"]}  # fmt: skip
+    (entry.parent / "track.json").write_text(json.dumps(rules))
+    (folder / "README.md").write_text("Rules.")
+    return entry
+
+
+def changed(submitted: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], anew: bool = True) -> Path:
+    """A copy of the track whose entry was changed."""
+    track = shutil.copytree(submitted.parent, tmp_path / "track")
+    entry = json.loads(submitted.read_text())
+    change(entry)
+    entry["sha256"] = digest(entry) if anew else entry["sha256"]
+    (track / submitted.name).write_text(json.dumps(entry))
+    return track / submitted.name
+
+
+def log_of(entry: dict[str, Any]) -> list[float]:
+    found: list[float] = entry["runs"]["0"]["log"]["loss"]
+    return found
+
+
+def test_the_page_is_what_the_entries_give() -> None:
+    assert (ROOT / "docs" / "leaderboard.md").read_text(encoding="utf-8") == page(ROOT / "leaderboard")
+
+
+@pytest.mark.slow
+def test_an_entry_is_trained_again(submitted: Path) -> None:
+    assert check(submitted) == "the same bits"
+    shown = page(submitted.parents[1])
+    assert shown.startswith("# Leaderboard\n\nRules.\n\n## Small\n\nA text.\n\n| entry | k = 1 | k = 2 | k = N |")
+    assert "| Mine (`of-a-stranger`) | " in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: log_of(entry).__setitem__(3, 0.5), "the log has a loss of 0.5 at step 4"),
+        (lambda entry: entry["runs"]["0"]["evaluation"]["results"][0].update(value=0.1), "0.1 at k = 1, trained again"),
+        (
+            lambda entry: entry["sources"].update(
+                {name: of.replace("3 *", "5 *") for name, of in entry["sources"].items()}
+            ),
+            "the log has a loss of",
+        ),
+        (lambda entry: entry["settings"].update(learning_rate=0.5), "the log has a loss of"),
+    ],
+)
+def test_what_was_made_up_is_found(
+    submitted: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        check(changed(submitted, tmp_path, change))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "anew", "message"),
+    [
+        (lambda entry: log_of(entry).__setitem__(3, 0.5), False, "its SHA-256 differs"),
+        (lambda entry: entry.update(data="other"), True, "trained on other data than the track's"),
+        (lambda entry: entry["settings"].update(steps=10**6), True, "s of training; the track allows 60"),
+        (lambda entry: entry["runs"].update({"1": entry["runs"]["0"]}), True, r"seeds \[0, 1\]; the track has 0 to 0"),
+        (lambda entry: entry["runs"]["0"].pop("log"), True, "log"),
+    ],
+)
+def test_a_rule_that_is_broken_is_named(
+    submitted: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], anew: bool, message: str
+) -> None:
+    with pytest.raises(RunError, match=message):
+        check(changed(submitted, tmp_path, change, anew))

@@ -1,0 +1,170 @@
+"""The leaderboard: checks entries that `pointsman submit` wrote, by training one seed again, and makes the page.
+
+python -m tools.leaderboard check ENTRY     # of leaderboard/TRACK: the rules, then seed 0 again; needs the track's data
+python -m tools.leaderboard page            # docs/leaderboard.md
+
+An entry brings code: check it where there are no secrets. The same bits are asked for on a machine of the same kind
+(commit, versions, processor, threads), else figures within the track's tolerance and a log that begins alike.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pointsman._errors import RunError
+from pointsman._files import read_json, write_whole
+from pointsman._grid import NONE, Grid, wrapped
+from pointsman._shapes import check_shape
+from pointsman_lab.cli.progress import Display
+from pointsman_lab.models.config import build_model
+from pointsman_lab.models.cost import inference_flops
+from pointsman_lab.report.cell import Cell, squared_variation
+from pointsman_lab.runs.comparison import required_plan
+from pointsman_lab.runs.entry import entry_of, read_entry
+from pointsman_lab.runs.environment import differing_bits
+from pointsman_lab.training.compare import Plan, compare
+from pointsman_lab.training.config import RunConfig
+from pointsman_lab.training.imports import import_named
+
+ROOT = Path(__file__).parents[1]
+RULES = {"title!": str, "text!": str, "data!": str, "fingerprint!": str, "seconds!": float, "seeds!": int,
+         "eval_tokens!": int, "tolerance!": float}  # fmt: skip
+FIRST_STEPS, FIRST_LOSS = 5, 1e-3
+"""The losses of so many logged steps are the same on any machine, this far: errors of rounding have not grown yet."""
+
+
+def rules_of(file: Path) -> dict[str, Any]:
+    """The rules of the track in whose folder an entry lies."""
+    rules = read_json(file.parent / "track.json")
+    if rules is None:
+        raise RunError(f"{file.parent} is no track: it has no track.json")
+    check_shape(rules, RULES, str(file.parent / "track.json"))
+    return rules
+
+
+def follow(entry: Mapping[str, Any], rules: Mapping[str, Any], where: str) -> None:
+    """RunError where the entry breaks a rule of the track."""
+    settings = entry["settings"]
+    seeds = sorted(map(int, entry["runs"]))
+    if settings.get("data") != rules["data"] or entry["data"] != rules["fingerprint"]:
+        raise RunError(f"{where}: trained on other data than the track's ({rules['data']})")
+    if seeds != list(range(rules["seeds"])):
+        raise RunError(f"{where}: seeds {seeds}; the track has 0 to {rules['seeds'] - 1}")
+    for seed, run in entry["runs"].items():
+        if any(result.get("split") != "test" for result in run["evaluation"]["results"]):
+            raise RunError(f"{where}, seed {seed}: evaluated on another split than test")
+        if (used := run["step_seconds"] * settings["steps"]) > rules["seconds"]:
+            raise RunError(f"{where}, seed {seed}: {used:.0f} s of training; the track allows {rules['seconds']:.0f}")
+    if settings.get("eval_tokens") != rules["eval_tokens"]:
+        raise RunError(f"{where}: eval_tokens={settings.get('eval_tokens')}; the track has {rules['eval_tokens']}")
+
+
+def trained_again(entry: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    """The entry's run of one seed, from its settings and sources alone; in a process of its own, which imports them."""
+    names = []
+    for name, text in entry["sources"].items():
+        write_whole(folder / Path(name).name, text)
+        names.append(str(folder / Path(name).name))
+    given = {**entry["settings"], "imports": [], "track": [], "tensorboard": False}
+    for name in names:
+        import_named(name)
+    model = {**given["model"], "router": "smoe", "vocab_size": given["model"].get("vocab_size", 10**9)}
+    base = replace(RunConfig.from_dict({**given, "model": model}, "the entry"), imports=tuple(names))
+    tuned = {entry["router"]: entry["tuned"]} if entry["tuned"] else {}
+    with Display() as display:
+        compare(Plan(base, (entry["router"],), (seed,), tuned=tuned), folder / "run", jobs=1, progress=display)
+    if required_plan(folder / "run")["data"] != entry["data"]:
+        raise RunError("the track's data here is not what the entry was trained on")
+    return entry_of(folder / "run", entry["router"], entry["name"])["runs"][str(seed)]  # type: ignore[no-any-return]
+
+
+def compared(theirs: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float, where: str) -> str:
+    """What was found; RunError where the entry's figures are not those of its settings."""
+    differing = differing_bits(theirs["environment"], ours["environment"])
+    if theirs["environment"].get("commit") != ours["environment"]["commit"]:
+        differing.append(f"commit {theirs['environment'].get('commit')}")
+    exact = not differing
+    losses = dict(zip(ours["log"]["step"], ours["log"]["loss"], strict=True))
+    pairs = [(step, loss) for step, loss in zip(theirs["log"]["step"], theirs["log"]["loss"], strict=True)]
+    checked = pairs if exact else pairs[:FIRST_STEPS]
+    for step, loss in checked:
+        if step not in losses or abs(loss - losses[step]) > (0 if exact else FIRST_LOSS):
+            raise RunError(f"{where}: the log has a loss of {loss} at step {step}, trained again {losses.get(step)}")
+    if not pairs:
+        raise RunError(f"{where}: its log is empty")
+    values = {one["top_k"]: one["value"] for one in ours["evaluation"]["results"]}
+    for one in theirs["evaluation"]["results"]:
+        again = values.get(one["top_k"])
+        if again is None or abs(one["value"] - again) > (0 if exact else tolerance):
+            raise RunError(f"{where}: {one['value']} at k = {one['top_k']}, trained again {again}")
+    return "the same bits" if exact else f"within {tolerance} (not on the same machine or code: {'; '.join(differing)})"
+
+
+def check(file: Path, seed: int = 0) -> str:
+    """Checks one entry.
+
+    Raises:
+        RunError: it breaks a rule, or training its seed again gives something else.
+    """
+    rules, entry = rules_of(file), read_entry(file)
+    follow(entry, rules, str(file))
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, context) as alone:
+        ours = alone.submit(trained_again, entry, seed, Path(folder)).result()
+    return compared(entry["runs"][str(seed)], ours, rules["tolerance"], f"{file}, seed {seed}")
+
+
+def row_of(entry: Mapping[str, Any]) -> list[str]:
+    """name, bits at k = 1, 2 and N, the load's unevenness at k = 2, GFLOPs of its model at k = 2, seconds."""
+    results = [{one["top_k"]: one for one in run["evaluation"]["results"]} for run in entry["runs"].values()]
+    ks = [1, 2, max(max(of) for of in results)]
+    bits = [Cell({seed: of[k]["value"] for seed, of in enumerate(results) if k in of}).text(3) for k in ks]
+    loads = [
+        value for of in results for layer in (of.get(2, {}).get("routers") or {}).values()
+        if (value := squared_variation(layer)) is not None
+    ]  # fmt: skip
+    seconds = max(run["step_seconds"] for run in entry["runs"].values()) * entry["settings"]["steps"]
+    model = RunConfig.from_dict(
+        {
+            **entry["settings"],
+            "model": {**entry["settings"]["model"], "router": "smoe", "vocab_size": 256},
+            "imports": [],
+        },
+        "the entry",
+    ).model
+    flops = inference_flops(build_model(model), min(2, model.num_experts))
+    load = f"{sum(loads) / len(loads):.3f}" if loads else NONE
+    return [f"{entry['name']} (`{entry['router']}`)", *bits, load, f"{flops / 1e9:.2f}", f"{seconds:.0f}"]
+
+
+def page(folder: Path) -> str:
+    """All tracks, each with its rules and its entries, the best at k = 2 first."""
+    parts = ["# Leaderboard", (folder / "README.md").read_text(encoding="utf-8").strip()]
+    for track in sorted(folder.glob("*/track.json")):
+        rules = rules_of(track)
+        rows = [row_of(read_entry(file)) for file in sorted(track.parent.glob("*.json")) if file != track]
+        header = ("entry", "k = 1", "k = 2", "k = N", "load, CV²", "GFLOPs", "seconds")
+        rows.sort(key=lambda row: row[2])
+        parts += [f"## {rules['title']}", wrapped(rules["text"]), Grid(header, rows, code=False).markdown()]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    try:
+        match sys.argv[1:]:
+            case ["check", entry]:
+                print(check(Path(entry).absolute()))
+            case ["page"]:
+                print(write_whole(ROOT / "docs" / "leaderboard.md", page(ROOT / "leaderboard")))
+            case _:
+                raise RunError(str(__doc__))
+    except (RunError, ValueError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
