@@ -23,6 +23,7 @@ from pointsman_lab.cli.main import main
 from pointsman_lab.data.subwords import Subwords
 from pointsman_lab.report.explorer import readable
 from pointsman_lab.report.page import write_report
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.checkpoints import CheckpointError
 from pointsman_lab.runs.compact import RECORD, restore, write_record
 from pointsman_lab.runs.metrics import read_metrics
@@ -121,6 +122,14 @@ def test_cells_of_a_csv_file_begin_no_formula() -> None:
     grid = Grid(["router", "k"], [["=HYPERLINK(1)", "-0.5"], ["+x", -1.5], ["@y", None], ["-z", "\tq"], ["-", "+1.0"]])
     lines = grid.csv().splitlines()[1:]
     assert lines == ["'=HYPERLINK(1),-0.5", "'+x,-1.5", "'@y,-", "'-z,'\tq", "-,+1.0"]
+
+
+def test_a_cost_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    changed(run / "evaluation.json", lambda values: values.__setitem__("cost", {"flops": 2_000_000, "active": 5}))
+    assert "MFLOP" not in ComparisonTable.read(run).text()
+    changed(run / "evaluation.json", lambda values: values["cost"].__setitem__("total", 7))
+    assert "MFLOP" in ComparisonTable.read(run).text()
 
 
 def test_rows_of_metrics_have_types(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from pointsman_lab.runs.record import RunRecord
 COSTS = ("MFLOP", "Active", "Params")
 COUNTED = " MFLOP, active: FLOPs a token and its parameters, counted, at the k of training; params: all trainable ones;"
 
+COST = {"flops", "active", "total"}
+"""What evaluation.json says of the cost of a token."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -302,7 +305,7 @@ def _row(comparison: Comparison, router: str, split: str) -> Row:
         quality={k: Cell(values) for k, values in sorted(quality.items())},
         entropy=_at_largest_k(done, split, "entropy"),
         router_parameters=int(parameters[0]) if parameters and has_router else None,
-        cost=next((run.evaluation["cost"] for run in done if run.evaluation.get("cost")), {}),
+        cost=next((cost for run in done if (cost := run.evaluation.get("cost") or {}).keys() >= COST), {}),
         step_seconds=Cell({seed: value for seed, value in seconds.items() if value is not None}),
         experts=_at_largest_k(done, split, "experts_per_token"),
         done=[run.seed for run in done],
