@@ -109,10 +109,11 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_navigation_has_every_page() -> None:
     listed = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    index = (ROOT / "docs" / "routers" / "index.md").read_text(encoding="utf-8")
-    linked = [
-        f"routers/{page}" for page in re.findall(r"\]\((\w[\w-]*\.md)", index)
-    ]  # a router's page is in one of both
+    linked = [  # a page of a router or of a grid is in one of both
+        f"{file.parent.name}/{page}"
+        for file in [ROOT / "docs" / "routers" / "index.md", *(ROOT / "docs" / "results").glob("*.md")]
+        for page in re.findall(r"\]\((\w[\w.-]*\.md)", file.read_text(encoding="utf-8"))
+    ]
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in listed if page not in pages] == []
     assert [page for page in pages if page.count("/") < 2 and page not in (*listed, *linked)] == []
