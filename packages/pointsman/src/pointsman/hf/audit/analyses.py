@@ -45,7 +45,7 @@ def analysed(
         "serving": serving(model, gates, loads),
     }
     found["super_experts"], found["schedules"] = [], []
-    if probes:
+    if probes and any(row["loss"] for row in quality):  # without a loss nothing can be tried
         search, held_out = halves(probes)
         found["super_experts"], reason = super_experts(model, gates, search, held_out)
         notes += [reason] if reason else []
