@@ -259,6 +259,8 @@ def _number(value: float | None) -> str:
 if __name__ == "__main__":
     try:
         match sys.argv[1:]:
+            case [*_, word] if word in ("-h", "--help"):
+                print(__doc__)
             case ["run", directory, *known] if len(known) < 2:
                 train(Path(directory), Path(known[0]) if known else None)
             case ["page", directory]:
