@@ -136,7 +136,7 @@ class Kills(Campaign):
             yield {**step, "how": "operation"}
 
 
-class Told:
+class ChildReport:
     """What a process says of itself through shared memory, however it ends."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Fault:
         self.dirty: set[int] = set()
         self.synced: dict[int, int] = {}
 
-    def install(self, told: Told, folder: Path) -> None:
+    def install(self, told: ChildReport, folder: Path) -> None:
         """Puts itself between Python and the disk."""
         self.told, self.folder = told, folder
         self.real = {name: getattr(os, name) for name in CHANGES}
@@ -258,9 +258,9 @@ class _Watched(io.FileIO):
         return write(data)
 
 
-def in_child(kind: str, folder: Path, fault: Fault | None) -> tuple[int, str, Told]:
+def in_child(kind: str, folder: Path, fault: Fault | None) -> tuple[int, str, ChildReport]:
     """Runs a command with a fault (None: only counts) in a child: exit code or -signal, its errors, what it told."""
-    told = Told()
+    told = ChildReport()
     out, into = os.pipe()  # a limit on files does not hold for it
     pid = os.fork()
     if pid == 0:

@@ -226,7 +226,7 @@ def test_the_tables_of_deepseek_v4_are_hash_routers_of_k_columns(
     with pytest.raises(ValueError, match="DeepseekV4HashRouter chooses experts by token id, from a table of 2"):
         pointsman.set_top_k(model, 4)
     only = hf.replace_routers(copy.deepcopy(model), str(specs[0]))
-    assert [name for name, _ in pointsman.control.named_routers(only)] == [f"{table.name}.pointsman"]
+    assert [name for name, _ in pointsman.control.named_routers(only)] == [table.layer]
     changed = hf.replace_routers(copy.deepcopy(model), [str(layer["router"]) for layer in named])
     assert len(list(pointsman.control.named_routers(changed))) == 4
     assert torch.allclose(logits(changed), before, atol=1e-5)
@@ -304,7 +304,7 @@ def test_the_settings_of_deepseek_v3() -> None:
 def test_audit_names_router_and_shared_experts() -> None:
     result = hf.audit(spread(zoo.tiny_model("deepseek_v3")), tokenizer(), texts(1), length=12)
     assert {layer["router"] for layer in result.layers.values()} == {SPECS["deepseek_v3"]}
-    assert result.findings()[0] == f"Router of 2 layers: `{SPECS['deepseek_v3']}`, with 1 shared expert."
+    assert result.findings()[0] == f"Router of 2 layers: {SPECS['deepseek_v3']}, with 1 shared expert."
     gemma = hf.audit(spread(zoo.tiny_model("gemma4")), tokenizer(), texts(1))
     assert "a router without a counterpart here (Gemma4TextRouter normalises its input, and" in gemma.markdown()
     assert {layer["without"] is None for layer in gemma.layers.values()} == {False}
@@ -344,7 +344,7 @@ def test_a_trained_bias_that_the_class_has_not_is_not_dropped() -> None:
     before = logits(model)
     changed = hf.replace_routers(copy.deepcopy(model), str(spec))
     assert torch.allclose(logits(hf.materialize(copy.deepcopy(changed))), before, atol=1e-5)
-    trained: Any = dict(pointsman.control.named_routers(changed))[f"{gates[-1].name}.pointsman"]
+    trained: Any = dict(pointsman.control.named_routers(changed))[gates[-1].layer]
     trained.select.bias[0] = 0.5
     with pytest.raises(ValueError, match=rf"'{gates[-1].layer}'.* a trained correction bias; DeepseekV2\w+ has none"):
         hf.materialize(changed)

@@ -47,8 +47,8 @@ class LossDelivery(nn.Module):
         self.last: dict[str, Tensor] = {}
         self.knows_scale = False  # whether somebody has set it
         self._warned = False
-        self._kept: list[ref[Kept]] = []
-        self._compiled: Kept | None = None
+        self._kept: list[ref[PendingLosses]] = []
+        self._compiled: PendingLosses | None = None
         self._without_gradients = False
         self._lost = 0  # backward passes since the last `take` that went past losses which nobody had taken
         self._steps = 0  # optimizer steps with such losses
@@ -89,12 +89,12 @@ class LossDelivery(nn.Module):
         delivered: Tensor = Deliver.apply(output, self.scale, gathers, statistics, kept, *attached)  # type: ignore[no-untyped-call]
         return delivered
 
-    def _keep(self, losses: Mapping[str, Tensor]) -> Kept | None:
+    def _keep(self, losses: Mapping[str, Tensor]) -> PendingLosses | None:
         """Keeps the losses of a training forward for `take`, no longer than autograd keeps the forward."""
         if not torch.is_grad_enabled():
             self._without_gradients = True
             return None
-        kept = Kept(list(losses.values()))
+        kept = PendingLosses(list(losses.values()))
         if torch.compiler.is_compiling():
             self._compiled = kept  # the graph's nodes are not Python's: the last forward's are kept
             return None
@@ -174,7 +174,7 @@ def _after_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_after_step)
 
 
-class Kept:
+class PendingLosses:
     """The live losses of one forward. The forward's graph holds them, the layer a weak reference."""
 
     home: LossDelivery | None = None
@@ -199,7 +199,7 @@ class Deliver(torch.autograd.Function):
         scale: Tensor,
         gather: Gather | None,
         statistics: Mapping[str, Tensor],
-        kept: Kept | None,
+        kept: PendingLosses | None,
         *losses: Tensor,
     ) -> Tensor:
         ctx.scale, ctx.gather, ctx.statistics, ctx.kept = scale, gather, statistics, kept

@@ -34,7 +34,7 @@ def finite(found: Any) -> Any:
     return number(found) if isinstance(found, float) else found
 
 
-class _Kept:
+class _Recorded:
     """The routings of one forward, of the gates that read the text's tokens."""
 
     def __init__(self, tokens: int, listener: GateListener) -> None:
@@ -95,10 +95,10 @@ class AuditRun:
         for k in self.ks:
             if k in self.failed:
                 continue
-            keep = _Kept(batch.ids.numel(), self.listener)
+            keep = _Recorded(batch.ids.numel(), self.listener)
 
             def observe(
-                layer: str, routing: Routing, context: object, hidden: Tensor, k: Any = k, keep: _Kept = keep
+                layer: str, routing: Routing, context: object, hidden: Tensor, k: Any = k, keep: _Recorded = keep
             ) -> None:
                 if not keep.add(layer, routing, context, hidden):
                     return
@@ -161,7 +161,7 @@ class AuditRun:
 
     def _compare(self, own: dict[str, Routing], batch: TextBatch, text: Tensor) -> None:
         assert self.other is not None
-        keep = _Kept(batch.ids.numel(), self.other)
+        keep = _Recorded(batch.ids.numel(), self.other)
         with self.other.listen(keep.add):
             self.blocks.add_losses("against", row_losses(self.other.model, batch))
         others = keep.routings
