@@ -145,11 +145,12 @@ def compress(
         quality: list[dict[str, Any]] = []
         rows: Rows = ()
         base: Rows = ()
-        for k in sorted({*(2**power for power in range(own.bit_length()) if 2**power < own), own}):
+        curve = sorted({*(2**power for power in range(own.bit_length()) if 2**power < own), own})
+        for k in curve:
             with set_top_k(model, k), set_top_k(smaller, k):
                 base, rows = measured(model, held_out), measured(smaller, held_out)
             quality.append({"top_k": k, "original": mean_of(base), "compressed": mean_of(rows),
-                            "difference": paired(rows, base)})  # fmt: skip
+                            "difference": paired(rows, base, len(curve))})  # fmt: skip
         if not rows or not sum(tokens for _, tokens in rows):
             raise ValueError("compress: there is no held-out text with a loss: at least two rows of text are needed")
         drawn = []
@@ -158,9 +159,11 @@ def compress(
             drawn.append(measured(other, held_out))
         chance = [(sum(one[0] for one in each) / random, each[0][1]) for each in zip(*drawn, strict=True)]
         domains = {}
-        for name in dict.fromkeys(names):
+        for name in (kinds := dict.fromkeys(names)):
             of_all, of_rows, of_chance = (_of(name, names, one) for one in (base, rows, chance))
-            domains[name] = {"difference": paired(of_rows, of_all), "random": paired(of_rows, of_chance)}
+            domains[name] = {
+                "difference": paired(of_rows, of_all, len(kinds)), "random": paired(of_rows, of_chance, len(kinds))
+            }  # fmt: skip
         loads = [_loads(one, held_out) for one in (model, smaller)]
     routing = {}
     for gate in gates:
