@@ -96,10 +96,13 @@ def test_sizes_are_those_of_v_moe(size: str, layout: str, millions: float) -> No
     assert counted == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("b16", 86.57), ("l16", 304.33), ("h14", 632.05)])
-def test_larger_sizes_are_those_of_vit(size: str, millions: float) -> None:
+@pytest.mark.parametrize(("size", "millions"), [((16, 12, 768, 12), 86.57), ((16, 24, 1024, 16), 304.33)])
+def test_larger_sizes_are_those_of_vit(size: tuple[int, ...], millions: float) -> None:
+    shape = dict(zip(("patch", "num_layers", "dim", "num_heads"), size, strict=True))
     with torch.device("meta"):
-        model = VisionTransformer(preset_config(f"vmoe-{size}-every2", 0, router="plain", representation=0))
+        model = VisionTransformer(
+            preset_config("vmoe-s32-every2", 0, router="plain", representation=0, hidden_dim=4 * size[2], **shape)
+        )
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
