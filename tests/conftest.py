@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported; looking for the hub takes 20 s
 torch.set_num_threads(1)  # one process a core runs the tests
 
 
@@ -19,7 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _fresh(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
