@@ -112,16 +112,7 @@ def press(browser: Any, element: Any, *keys: str) -> None:
 
 
 def test_every_section_is_drawn(opened: Any) -> None:
-    for name in (
-        "quality",
-        "differences",
-        "loss",
-        "validation",
-        "entropy",
-        "entropy-by-layer",
-        "fluctuation",
-        "collapse",
-    ):
+    for name in ("quality", "differences", "loss", "validation", "entropy", "entropy-by-layer"):
         assert run(opened, "return document.querySelectorAll(arguments[0]).length", f"#{name} svg.chart path") >= 3, (
             name
         )
