@@ -154,7 +154,7 @@ class AuditResult:
         for one in self.analyses.get("schedules", ()):
             if one["kind"] in ("greedy", "exact") and one["kept"] and self.top_k and one["mean_k"] < self.top_k:
                 said.append(
-                    f"With k by layer, {one['mean_k']:.3g} experts a token change the loss by {one['share']:+.2%} ± "
+                    f"With k by layer, of mean {one['mean_k']:.3g}, the loss changes by {one['share']:+.2%} ± "
                     f"{one['share_half']:.2%} on held-out text ({one['kind']})."
                 )
         hot = "have over three times the load of uniform routing"
