@@ -14,6 +14,7 @@ its `generate`, and by a bare loop of forwards with its cache, which does less.
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -127,9 +128,10 @@ def generation(rounds: int) -> list[Grid]:
     @torch.no_grad()
     def bare(prompts: Tensor) -> None:
         read, cache = prompts, None
+        name = "cache" if "cache" in inspect.signature(theirs.forward).parameters else "past_key_values"
         for _ in range(NEW):
-            output = theirs(read, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, read = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            output = theirs(read, **{name: cache}, use_cache=True, logits_to_keep=1)
+            cache, read = getattr(output, name), output.logits[:, -1].argmax(-1, keepdim=True)
 
     def by_generate(prompts: Tensor) -> None:
         mask = torch.ones_like(prompts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, MixtralForCausalLM
 
 from pointsman import hf, step_end
 from pointsman.control import named_routers
@@ -23,6 +24,7 @@ MIXED = (
     "xmoe+similarity",
     "smoe+similarity:neighbours=lower-entropy",
 )
+CACHE = "cache" if "cache" in inspect.signature(MixtralForCausalLM.forward).parameters else "past_key_values"
 WITH_TRACE = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
 
 
@@ -85,9 +87,9 @@ def test_token_by_token_equals_the_full_forward(five: str, spec: str) -> None:
     cache = DynamicCache(config=model.config)
     steps = []
     with torch.no_grad():
-        steps.append(model(IDS[:, :5], past_key_values=cache, use_cache=True).logits)
+        steps.append(model(IDS[:, :5], **{CACHE: cache}, use_cache=True).logits)
         for place in range(5, IDS.shape[1]):
-            steps.append(model(IDS[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+            steps.append(model(IDS[:, place : place + 1], **{CACHE: cache}, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-3, atol=1e-5)
 
 
@@ -115,10 +117,10 @@ def test_beam_search_and_cropping_are_refused() -> None:
         model.generate(IDS, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
     cache = DynamicCache(config=model.config)
     hf.materialize(strengthen(model, 0.0))
-    model(IDS, past_key_values=cache, use_cache=True)
+    model(IDS, **{CACHE: cache}, use_cache=True)
     other = mixed("mixtral", "smoe+similarity")
     with pytest.raises(ValueError, match="without this router"):
-        other(IDS[:, :1], past_key_values=cache, use_cache=True)
+        other(IDS[:, :1], **{CACHE: cache}, use_cache=True)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -195,8 +197,8 @@ def test_attention_informed(name: str, spec: str, tmp_path: Path) -> None:
     torch.testing.assert_close(full[:, :8], model(changed).logits[:, :8], rtol=1e-3, atol=1e-5)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        pieces = [model(IDS[:, :5], past_key_values=cache, use_cache=True).logits]
-        pieces += [model(IDS[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(5, 12)]
+        pieces = [model(IDS[:, :5], **{CACHE: cache}, use_cache=True).logits]
+        pieces += [model(IDS[:, i : i + 1], **{CACHE: cache}, use_cache=True).logits for i in range(5, 12)]
     torch.testing.assert_close(torch.cat(pieces, 1), full, rtol=1e-3, atol=1e-5)
     model.train()
     model(IDS, labels=IDS).loss.backward()

@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pointsman.routing import RouterState, Routing, RoutingContext
 
+CACHE = ("cache", "past_key_values")
+"""The cache's name in calls and outputs, from transformers 5.24 on and before."""
 REORDERED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 
 
@@ -61,7 +63,7 @@ class ForwardState:
         if hidden is None:
             raise ValueError("a mixing router needs input_ids or inputs_embeds, for the shape of the batch")
         self.shape = (hidden.shape[0], hidden.shape[1])
-        self.cache = given.get("past_key_values")
+        self.cache = next((given[name] for name in CACHE if given.get(name) is not None), None)
         self.fresh = {}
         self.padding = self._padding(given.get("attention_mask"))
         if self.cache is not None:
@@ -128,7 +130,7 @@ class ForwardState:
     def end(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         cache = self.cache
         if cache is None and not isinstance(output, tuple):
-            cache = getattr(output, "past_key_values", None)
+            cache = next((found for name in CACHE if (found := getattr(output, name, None)) is not None), None)
         if cache is not None and self.fresh:
             if cache not in self.carries:
                 _refuse_reordering(cache)
