@@ -25,7 +25,6 @@ all; or a step of your own, FILE.py:function, called as step(model, batches):
 one optimizer step on a list of micro-batches.
 Exit code 1: a line does not hold.
 """
-MARKS = {True: "yes", False: "**no**", None: "-"}
 
 
 def parser() -> Parser:

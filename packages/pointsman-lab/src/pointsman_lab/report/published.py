@@ -25,8 +25,6 @@ from pointsman_lab.report.cell import Metric
 COUNTED = ("flops", "router_trainable", "fixed_a_layer", "backbone")
 """Quantities that follow from the model alone."""
 
-QUANTITIES = ("value", "entropy", "exact_match", "f1_xtreme", "average", "imbalance", "none", *COUNTED)
-
 OWN_METRICS = {
     metric.name: metric
     for metric in (

@@ -193,13 +193,6 @@ class ComparisonTable(Forms):
         cost = row.cost
         return [f"{cost['flops'] / 1e6:.3g}", f"{cost['active']:,}", f"{cost['total']:,}"] if cost else [NONE] * 3
 
-    def quality_grid(self) -> Grid:
-        """Routers x k alone."""
-        return Grid(
-            ["router", *self.titles],
-            [[row.router, *(self.quality(row, k).shown(self.metric) for k in self.top_k)] for row in self.rows],
-        )
-
     def difference_grid(self) -> Grid:
         """Paired differences as text; no rows where nothing can be paired."""
         differences = self.differences() if self.top_k else {}

@@ -31,7 +31,6 @@ from pointsman.testing.trainers.case import (
 
 HIDDEN = 24
 IGNORED = -100
-Sizes = dict[str, int]
 
 
 @dataclass
