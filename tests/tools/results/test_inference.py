@@ -13,7 +13,11 @@ from tools.results.inference import ALPHA, Judged, Prior, inverse_trigamma, judg
 SLEEP = [-1.2, -2.4, -1.3, -1.3, 0.0, -1.0, -1.8, -0.8, -4.6, -1.4]
 """Group 1 minus group 2 of R's data set `sleep` (Student 1908)."""
 
-DRAWS = np.random.default_rng(0)
+
+@pytest.fixture
+def draws() -> np.random.Generator:
+    """Of each test its own: one for all would depend on the tests before."""
+    return np.random.default_rng(0)
 
 
 def test_a_paired_test_is_that_of_r() -> None:
@@ -69,20 +73,20 @@ def test_inverse_trigamma() -> None:
         assert inverse_trigamma(float(special.polygamma(1, x))) == pytest.approx(x, rel=1e-9)
 
 
-def test_false_verdicts_are_as_rare_as_promised() -> None:
+def test_false_verdicts_are_as_rare_as_promised(draws: np.random.Generator) -> None:
     wrong = 0
     for _ in range(300):
-        spreads = np.sqrt(stats.f.rvs(5, 8, size=6, random_state=DRAWS))
-        values = DRAWS.normal(size=(6, 6)) * spreads[:, None]
+        spreads = np.sqrt(stats.f.rvs(5, 8, size=6, random_state=draws))
+        values = draws.normal(size=(6, 6)) * spreads[:, None]
         prior = Prior.of([float(v.var(ddof=1)) for v in values], [5] * 6)
         wrong += any(test.p < ALPHA for test in judge([Judged(list(v), 0.0, prior) for v in values], "primary"))
     assert wrong / 300 < 0.08  # 5 %, three standard errors and what estimating the prior costs
 
 
-def test_the_smallest_effect_has_the_power_it_says() -> None:
+def test_the_smallest_effect_has_the_power_it_says(draws: np.random.Generator) -> None:
     n, alpha = 12, 0.01
     effect = smallest_effect(1.0, n, n - 1, alpha)
-    values = DRAWS.normal(effect, 1.0, size=(20_000, n))
+    values = draws.normal(effect, 1.0, size=(20_000, n))
     t = values.mean(1) * math.sqrt(n) / values.std(1, ddof=1)
     assert (t > stats.t.ppf(1 - alpha / 2, n - 1)).mean() == pytest.approx(0.8, abs=0.01)
     assert smallest_effect(1.0, n, math.inf, alpha) < effect
@@ -100,7 +104,7 @@ def test_verdicts(mean: float, expected: str, verdict: str) -> None:
 
 
 def test_undecided_says_how_many_more_seeds() -> None:
-    (test,) = judge([Judged(list(DRAWS.normal(0.0, 1.0, 12)), margin=0.5)], "primary")
+    (test,) = judge([Judged([1.2, -1.2] * 6, margin=0.5)], "primary")
     assert test.verdict("less") == "undecided"
     assert test.smallest > 0.5
     seeds = 12 + test.more_seeds
