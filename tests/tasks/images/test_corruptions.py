@@ -11,7 +11,6 @@ from pointsman_lab.tasks.images.severities import PARAMETERS, SIDES
 
 pytest.importorskip("PIL")
 pytest.importorskip("scipy")
-GENERATOR = np.random.default_rng(0)
 
 
 def pictures(count: int = 2, side: int = 32) -> np.ndarray:
