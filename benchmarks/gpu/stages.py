@@ -132,7 +132,7 @@ def micro(record: Record) -> None:
 
 
 def ways() -> list[str]:
-    return ["grouped_mm"] if on_gpu.without_triton(None) else ["triton", "grouped_mm"]
+    return ["torch"] if on_gpu.without_triton(None) else ["triton", "torch"]
 
 
 def layer(record: Record) -> None:
@@ -145,11 +145,10 @@ def layer(record: Record) -> None:
     ):
         for shape in shapes:
             case = Case("x".join(map(str, shape)), *shape, dtype, train=train, device=device)
-            own = [*ways(), *(["decode"] if not train and "triton" in ways() else [])]
             limit = ["limit"] if train else []  # decoding's is the device's copy rate, a figure of `facts`
-            times = {name: timed(record, case, name) for name in (*own, *PEERS, *limit)}
+            times = {name: timed(record, case, name) for name in (*ways(), *PEERS, *limit)}
             record[case.name] = times
-            ours = [times[name]["ms"] for name in own if "ms" in times[name]]
+            ours = [times[name]["ms"] for name in ways() if "ms" in times[name]]
             theirs = [times[name]["ms"] for name in PEERS if "ms" in times[name]]
             best[train] += [min(theirs) / min(ours)] if ours and theirs else []
     said = [f"{statistics.median(found):.2f}" if found else "no peer ran" for found in best.values()]
@@ -158,17 +157,13 @@ def layer(record: Record) -> None:
 
 def timed(record: Record, case: Case, name: str) -> dict[str, Any]:
     """The figures of one implementation, or why there are none."""
-    own = name in (*ways(), "decode")
+    own = name in ways()
     implementation = IMPLEMENTATIONS["pointsman" if own else name]
     if not implementation.installed:
         return {"error": "not installed"}
     if not implementation.suits(case):
         return {"error": "does not take this case"}
-    kernels = Kernels(gpu="grouped_mm", gpu_decode="torch")
-    if own:
-        kernels = Kernels(
-            gpu="auto" if name == "decode" else name, gpu_decode="triton" if name == "decode" else "torch"
-        )
+    kernels = Kernels(gpu=name) if own and record.device.type == "cuda" else Kernels()
     try:
         return one_layer(record, case, implementation, kernels)
     except Exception as error:  # another package's, whatever it is, does not end the stage

@@ -72,7 +72,7 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.object(grouped_mm, "zeros_without_rows", lambda products, _: products),
         patch.object(torch, "autocast", lambda *_, **__: nullcontext()),
         patch.object(torch, "is_autocast_enabled", lambda *_: False),
-        using(Kernels(gpu="grouped_mm")),
+        using(Kernels()),
     ):
         yield
 

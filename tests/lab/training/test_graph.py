@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from pointsman import add_losses, list_routers, losses
 from pointsman._errors import RunError
 from pointsman.diagnostics.monitor import RoutingMonitor
 from pointsman.experts import apply
-from pointsman.kernels import attention, experts, mixing
-from pointsman.kernels import router as router_kernel
-from pointsman.ops.kernels import Kernels, using
+from pointsman.kernels import attention, experts
+from pointsman.routers.frame import router as router_module
 from pointsman.routers.frame.stages import TopK
-from pointsman.routers.mutual import posterior
+from pointsman.routers.mutual import posterior, streaming
 from pointsman_lab.data.corpus import Corpus
 from pointsman_lab.models.transformer_xl import TransformerXL
 from pointsman_lab.runs.checkpoints import open_checkpoint
@@ -34,6 +33,7 @@ from pointsman_lab.training.checkpoint import write_checkpoint
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Diverged
 from pointsman_lab.training.graph import WARM_UP, PassResult, cuda_recorder
+from pointsman_lab.training.kernels import choose_kernels
 from pointsman_lab.training.objectives import objective_of
 from pointsman_lab.training.state import TrainingState
 from pointsman_lab.training.trainer import train
@@ -138,13 +138,6 @@ class TapeRecorder:
             tape.replay()
 
         return replay, passed
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """No timing on the way."""
-    with using(Kernels()):
-        yield
 
 
 @pytest.fixture
@@ -349,7 +342,7 @@ def test_a_run_of_graphed_steps_writes_the_lines_of_an_eager_one(
     for graphed in (False, True):
         config = settings("xmoe", steps=14, train_top_k="2", cuda_graph=graphed, **rest)
         out = tmp_path / str(graphed)
-        train(config, out, task=LanguageModelling(corpus), kernels=Kernels(), monitor=RoutingMonitor)
+        train(config, out, task=LanguageModelling(corpus), monitor=RoutingMonitor)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         timed = ("tokens_per_second", "step_seconds", "overhead")
         rows.append([{key: value for key, value in row.items() if key not in timed} for row in lines])
@@ -387,9 +380,8 @@ def test_a_step_of_triton_kernels(
 ) -> None:
     """Experts, routers, attention and mixers through our kernels: graphed steps equal eager ones bit for bit."""
     monkeypatch.setattr(apply, "_path", lambda *_: "cuda")
-    monkeypatch.setattr(experts, "with_triton", lambda *_: True)
-    for module in (attention, router_kernel, mixing):
-        monkeypatch.setattr(module, "wanted", lambda *_: True)
+    for module in (attention, experts, router_module, streaming):
+        monkeypatch.setattr(module, "with_triton", lambda _: True)
     small = {"batch_size": 2, "segment_length": 6, "memory_length": 6, "model.num_layers": 1, "model.dim": 16}
     config = settings(router, train_top_k="2", **small)
     recorder = TapeRecorder()
@@ -512,6 +504,15 @@ def test_what_no_graph_can_capture_is_refused(
     with pytest.raises(RunError, match=f"^cuda_graph=true: .*{told}") as error:
         TrainingState(config, LanguageModelling(corpus), torch.device("cpu"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "told"), [(False, "only a CUDA device has them"), (True, "deterministic=true takes the plain")]
+)
+def test_kernels_for_a_gpu_are_refused_elsewhere(settings: Settings, deterministic: bool, told: str) -> None:
+    config = settings(gpu_kernels="triton", deterministic=deterministic)
+    with pytest.raises(RunError, match=f"^gpu_kernels=triton: {told}"):
+        choose_kernels(config, None, None if deterministic else torch.device("cpu"))
 
 
 def test_batches_of_several_lengths_are_refused(settings: Settings) -> None:

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pointsman.kernels import choice
-from pointsman.kernels import experts as on_gpu
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import Kernels, using
 from tests.library.kernels.tools import (
@@ -112,92 +111,29 @@ def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
     assert ended.returncode, ended.stdout[-3000:]
 
 
-def on_a_device(shape: tuple[int, ...] = (64, 8), dtype: torch.dtype = torch.bfloat16) -> Any:
-    """What stands for hidden states on a GPU that is not there."""
-    device = torch.device("cuda:7")
-    return types.SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=shape, __len__=lambda: shape[0])
+def test_ours_where_they_are_chosen_and_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:7"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(choice, "without_triton", lambda _: None)
+    assert not choice.with_triton(there), "the default is torch"
+    for path in ("fast", "plain"):
+        with using(Kernels(path, gpu="triton")):
+            assert choice.with_triton(there) == (path == "fast")
+            assert not choice.with_triton(torch.zeros(3, 8)), "on a CPU"
 
 
-@pytest.fixture
-def timings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A GPU of capability 9.0, on which the first way is the fastest; notes the cases that are timed."""
-    seen: list[Any] = []
-
-    def first(ways: Any) -> str:
-        seen.append(list(ways))
-        return next(iter(ways))
-
-    monkeypatch.setattr(choice, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(choice, "awaited", lambda work, _: work)
-    monkeypatch.setattr(choice, "fastest", first)
-    choice._measured.cache_clear()
-    yield seen
-    choice._measured.cache_clear()
-
-
-def nothing(name: str, device: torch.device, *case: Any) -> Callable[[], object]:
-    return lambda: (name, case)
-
-
-def test_without_the_package_torch_alone_is_used(monkeypatch: pytest.MonkeyPatch, timings: list[Any]) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
+def test_a_choice_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:7"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.9.0"))
     choice.without_triton.cache_clear()
     try:
+        with using(Kernels(gpu="triton")), pytest.raises(ValueError, match=r"capability 7.5 is below 8.0; gpu='torch'"):
+            choice.with_triton(there)
+        monkeypatch.setitem(sys.modules, "triton", None)
         assert "pointsman[gpu]" in str(choice.without_triton((9, 0)))
-        for gpu in ("auto", "triton", "grouped_mm"):
-            with using(Kernels(gpu=gpu)):
-                assert not choice.with_triton("gpu", on_a_device(), nothing, lambda: (1,))
-        assert choice.measured("gpu", torch.device("cuda:7"), nothing, (1,)) == "grouped_mm"
-        assert choice.measured("gpu_router", torch.device("cuda:7"), nothing, (1,)) == "torch"
     finally:
         choice.without_triton.cache_clear()
-    assert not timings
-
-
-@needs_triton
-def test_a_named_choice_is_not_timed(timings: list[Any]) -> None:
-    for what, other in (("gpu", "grouped_mm"), ("gpu_decode", "torch"), ("gpu_router", "torch")):
-        for name in ("triton", other):
-            with using(Kernels(**{what: name})):
-                assert choice.with_triton(what, on_a_device(), nothing, lambda: (1,)) == (name == "triton")
-    assert not timings
-    assert choice.without_triton((7, 5)) == "compute capability 7.5 is below 8.0"
-    assert not choice.with_triton("gpu", torch.zeros(3, 8), nothing, lambda: (1,)), "on a CPU"
-
-
-@needs_triton
-def test_each_case_has_a_timing_of_its_own(timings: list[Any], problem: Callable[..., Any]) -> None:
-    """Gated experts, other widths, other k, other numbers of tokens: none decides for another."""
-    cases = set()
-    for tokens in (30, 31, 200):
-        for gated in (False, True):
-            for k in (1, 2):
-                case = problem(tokens=tokens, k=k, gated=gated)
-                cases.add(on_gpu.case_of(case.hidden, k, case.parameters))
-    assert len(cases) == 8, "30 and 31 tokens are one case"
-    with using(Kernels()):
-        for case in sorted(cases, key=str) * 2:
-            assert choice.with_triton("gpu", on_a_device(), nothing, lambda case=case: case)
-    assert timings == [["triton", "grouped_mm"]] * 8
-    huge = types.SimpleNamespace(shape=(10**6, 8), dtype=torch.bfloat16, __len__=lambda: 10**6)
-    assert choice.tokens_of(huge.shape[0]) == choice.TOKENS
-
-
-@needs_triton
-def test_what_does_not_run_is_left_out(timings: list[Any]) -> None:
-    """A kernel that fails to compile costs a warning, and torch's operators are taken."""
-
-    def work(name: str, _: torch.device, size: int) -> Callable[[], object]:
-        def run() -> None:
-            if name == "triton" or size == 2:
-                raise RuntimeError("no such instruction\nmore")
-
-        return run
-
-    with pytest.warns(UserWarning, match="gpu=triton does not run here on .*: no such instruction"):
-        assert choice.measured("gpu", torch.device("cuda:7"), work, (1,)) == "grouped_mm"
-    with pytest.warns(UserWarning, match="does not run here"):
-        assert choice.measured("gpu_mixing", torch.device("cuda:7"), work, (2,)) == "torch"
 
 
 # Compiled without a device ------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_routers_on_a_device(spec: str) -> None:
         leaves = [given, *one.parameters()]
         return [routing.experts, routing.weights, *torch.autograd.grad(total, leaves, materialize_grads=True)]
 
-    with using(Kernels(gpu_router="triton")):
+    with using(Kernels(gpu="triton")):
         alike(lambda: (run(router, hidden.cuda()), run(exact, hidden.double())), 1e-4)
 
 
@@ -93,5 +93,5 @@ def test_mixing_on_a_device(kind: str) -> None:
             mine[5] = mine[5][:, : theirs[5].shape[1]]
         return [*found, *mine], [*right, *theirs]
 
-    with using(Kernels(gpu_mixing="triton")):
+    with using(Kernels(gpu="triton")):
         alike(run, 1e-4)

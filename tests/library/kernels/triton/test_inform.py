@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pointsman.kernels import mixing
 from pointsman.ops.visible import Prepared
+from pointsman.routers.mutual import streaming
 from pointsman.routers.mutual.streaming import inform
 from tests.library.routers.mutual.test_streaming import explicit, tensors, visibilities
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "wanted", lambda tensor, _: tensor.dtype == torch.float32)
+    monkeypatch.setattr(streaming, "with_triton", lambda tensor: tensor.dtype == torch.float32)
 
 
 @pytest.mark.parametrize("kind", visibilities(1, 2, 3))

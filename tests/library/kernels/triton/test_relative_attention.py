@@ -43,11 +43,11 @@ def test_the_same_twice() -> None:
 
 
 def test_what_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "wanted", lambda *_: True)
+    monkeypatch.setattr(attention, "with_triton", lambda _: True)
     query, positions = torch.randn(2, 1, 4, 8), torch.randn(2, 4, 8)
-    assert attention.suits(query, positions, 0.0, print)
-    assert not attention.suits(query, positions, 0.1, print)
-    assert not attention.suits(query.double(), positions, 0.0, print)
-    assert not attention.suits(torch.randn(1, 1, 2, 256), positions, 0.0, print)
+    assert attention.suits(query, positions, 0.0)
+    assert not attention.suits(query, positions, 0.1)
+    assert not attention.suits(query.double(), positions, 0.0)
+    assert not attention.suits(torch.randn(1, 1, 2, 256), positions, 0.0)
     monkeypatch.setattr(attention, "MOST", 10)
-    assert not attention.suits(query, positions, 0.0, print)
+    assert not attention.suits(query, positions, 0.0)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pointsman import build_router
-from pointsman.kernels import router as kernel
 from pointsman.kernels.triton.route import Setting, route
 from pointsman.ops.selection import top_k
+from pointsman.routers.frame import router as frame
 from pointsman.routers.frame import scoring
 from pointsman.routers.frame.stages import FLOOR
 
@@ -116,7 +116,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_whole_routers(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's routing is that of the stages, in float64, gradients of weights and losses included."""
-    monkeypatch.setattr(kernel, "wanted", lambda hidden, *_: hidden.dtype != torch.float64)
+    monkeypatch.setattr(frame, "with_triton", lambda hidden: hidden.dtype != torch.float64)
     ran: list[Any] = []
     plain = scoring.route
     monkeypatch.setattr(scoring, "route", lambda *given: ran.append(plain(*given)) or ran[-1])
@@ -146,7 +146,7 @@ def test_whole_routers(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "spec", ["smoe:noise=0.5", "noisy-topk", "vmoe", "smoe+similarity", "thor", "compete", "top-p"]
 )
 def test_others_go_stage_by_stage(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "wanted", lambda *_: True)
+    monkeypatch.setattr(frame, "with_triton", lambda _: True)
     router = build_router(spec, dim=12, num_experts=5, top_k=2)
     ran: list[Any] = []
     plain = scoring.route

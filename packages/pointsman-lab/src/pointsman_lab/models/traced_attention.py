@@ -64,17 +64,11 @@ def traced_attention(
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     others = (tensor.to(query.dtype) for tensor in (key_value, positions, content_bias, position_bias))
     rank, count = (ranks.rank, ranks.count) if dropout else (0, 1)
-    triton = on_gpu.suits(query, positions, dropout, attend)
+    triton = on_gpu.suits(query, positions, dropout)
     settings = Settings(scale, dropout, seed, trace, rank, count, triton)
     output, *each = _RelativeAttention.apply(query, *others, settings, key_mask)  # type: ignore[no-untyped-call]
     heads = len(query)
     return output, (tuple(each[:heads]), tuple(each[heads : 2 * heads]), tuple(each[2 * heads :])) if trace else None
-
-
-def attend(inputs: Inputs, scale: float, *, triton: bool) -> Tensor:
-    """The output of `traced_attention` on a GPU, through these kernels or torch's: what a timing compares."""
-    settings = Settings(scale, 0.0, 0, False, 0, 1, triton)
-    return _RelativeAttention.apply(*inputs, settings, None)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _add(total: Tensor, part: Tensor, first: bool) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from pointsman._errors import RunError
 from pointsman.control import named_routers
 from pointsman.delivery import deliveries
-from pointsman.kernels.choice import without_triton
 from pointsman.routers.frame.router import Router
 from pointsman_lab.models.capture import CudaRecorder, Recorder, cause, instead, noted
 from pointsman_lab.models.memory import Memory
@@ -195,10 +194,9 @@ def cuda_recorder(
         if cannot:
             raise RunError(f"cuda_graph=true: {why}")
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in GROUPED_MM and (missing := without_triton(capability)):
+    if capability[0] not in GROUPED_MM and config.gpu_kernels != "triton":
         told = ".".join(map(str, capability))
         raise RunError(
-            f"cuda_graph=true: {device} has compute capability {told}; the experts need 9 or 10, or Triton's kernels: "
-            f"{missing}"
+            f"cuda_graph=true: {device} has compute capability {told}; the experts need 9 or 10, or gpu_kernels=triton"
         )
     return CudaRecorder(device)

@@ -6,18 +6,14 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pointsman._errors import RunError
-from pointsman.kernels import attention, experts, mixing, router
-from pointsman.kernels.choice import TOKENS, Case, Work, measured
+from pointsman.kernels.choice import without_triton
 from pointsman.ops.kernels import PLAIN, Kernels
-from pointsman.routers.mutual.streaming import informed
-from pointsman_lab.models.traced_attention import attend
 from pointsman_lab.runs.checkpoints import Checkpoint
 from pointsman_lab.training.config import RunConfig
 
@@ -34,35 +30,21 @@ def recorded_kernels(values: Mapping[str, Any], where: Path) -> Kernels:
         raise RunError(f"{where}: its kernels cannot be used here: {error}") from None
 
 
-def choose_kernels(config: RunConfig, given: Kernels | None, device: torch.device | None = None) -> Kernels:
-    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or the default. On a
-    CUDA device the faster ones by a timing, in this run's own shapes.
+def choose_kernels(config: RunConfig, given: Kernels | None = None, device: torch.device | None = None) -> Kernels:
+    """The kernels of a new run: the plain ones if it is to be deterministic, those given to it, or its settings'.
+
+    Raises:
+        RunError: the run wants our kernels for GPUs where they cannot run.
     """
-    if config.deterministic:
-        return PLAIN
-    chosen = given or Kernels()
-    if device is None or device.type != "cuda":
-        return chosen
-    open_ = {name: work for name, work in _work(config).items() if getattr(chosen, name) == "auto"}
-    return replace(chosen, **{name: measured(name, device, *work) for name, work in open_.items()})
-
-
-def _work(config: RunConfig) -> dict[str, tuple[Work, Case]]:
-    """What the choices for a GPU are timed on: this run's own shapes, at its middle k."""
-    model, schedule = config.model, config.top_k_schedule
-    k, gated = (schedule.low + schedule.high) // 2, bool(getattr(model, "gated", False))
-    dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
-    length = config.segment_length
-    rows = max(1, min(config.batch_size // config.accumulation, TOKENS // length))
-    layer = model.dim, model.expert_width, model.num_experts, k, gated, dtype
-    keys = length + config.memory_length
-    return {
-        "gpu": (experts.work, (min(TOKENS, rows * length), *layer)),
-        "gpu_decode": (experts.work_few, (1, *layer)),
-        "gpu_router": (router.work, (min(TOKENS, rows * length), model.dim, model.num_experts, k)),
-        "gpu_attention": (attention.work, (attend, model.num_heads, rows, length, keys, model.head_dim)),
-        "gpu_mixing": (mixing.work, (informed, rows, length, model.dim)),
-    }
+    if config.gpu_kernels == "triton":
+        why = "deterministic=true takes the plain kernels" if config.deterministic else None
+        if device is not None and device.type != "cuda":
+            why = f"only a CUDA device has them, and the run is to be on {device}"
+        elif device is not None:
+            why = why or without_triton(torch.cuda.get_device_capability(device))
+        if why:
+            raise RunError(f"gpu_kernels=triton: {why}")
+    return PLAIN if config.deterministic else given or Kernels(gpu=config.gpu_kernels)
 
 
 def saved_kernels(config: RunConfig, checkpoint: Checkpoint, device: torch.device | None = None) -> Kernels:

@@ -59,7 +59,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if activation is not None:
         gate, up = self.gate_up_proj.unflatten(1, (2, -1)).unbind(1)
         parameters = ExpertParameters(up, self.down_proj, w_gate=gate)
-    few_of_ours = parameters is not None and on_gpu.takes_few(hidden_states, top_k_index, parameters)
+    few_of_ours = parameters is not None and on_gpu.takes_few(hidden_states, top_k_index)
     if not on_cpu and top_k_index.numel() <= FEW and not few_of_ours and not torch.compiler.is_exporting():
         few: Tensor = huggingface.batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return few

@@ -7,14 +7,12 @@ in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pointsman.kernels.choice import TOKENS, TRITON, Case, tokens_of, with_triton
-from pointsman.ops.kernels import plain_wanted
+from pointsman.kernels.choice import with_triton
 
 WIDEST = 128  # head
 MOST = 2**30  # position products at once
@@ -31,26 +29,11 @@ class Inputs(NamedTuple):
     position_bias: Tensor
 
 
-Attend = Callable[..., Any]
-"""Attention of (inputs, scale, triton=whether through the kernels): what a timing runs."""
-
-
-def suits(query: Tensor, positions: Tensor, dropout: float, attend: Attend) -> bool:
+def suits(query: Tensor, positions: Tensor, dropout: float) -> bool:
     """Whether the kernels are active and take this attention. They drop no probabilities."""
     heads, batch, length, width = query.shape
     few = heads * batch * length * (positions.shape[1] + 8) <= MOST
-    known = few and not dropout and width <= WIDEST and query.dtype in DTYPES and not plain_wanted()
-    return known and wanted(query, positions.shape[1], attend)
-
-
-def wanted(query: Tensor, keys: int, attend: Attend) -> bool:
-    """Whether the active choice is the kernels, on this device."""
-
-    def case() -> Case:
-        heads, batch, length, width = query.shape
-        return attend, heads, min(tokens_of(batch), max(1, TOKENS // max(1, length))), length, keys, width
-
-    return with_triton("gpu_attention", query, work, case)
+    return few and not dropout and width <= WIDEST and query.dtype in DTYPES and with_triton(query)
 
 
 def _products(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,24 +86,3 @@ def backward(
     d_query = d_content.view_as(inputs.query).add_(d_position.view_as(inputs.query)).mul_(scale)
     d_key_value = torch.stack([d_key, d_value]).view_as(inputs.key_value)
     return Inputs(d_query, d_key_value, d_positions, *(part.to(d_query.dtype) for part in of_biases))
-
-
-def work(
-    name: str, device: torch.device, attend: Attend, heads: int, batch: int, length: int, keys: int, width: int
-) -> Callable[[], object]:
-    """Forward and backward in bfloat16."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16).requires_grad_()
-
-    inputs = Inputs(
-        draw(heads, batch, length, width), draw(2, heads, batch, keys, width), draw(heads, keys, width),
-        draw(heads, width), draw(heads, width),
-    )  # fmt: skip
-
-    def run() -> object:
-        output = attend(inputs, width**-0.5, triton=name == TRITON)
-        return torch.autograd.grad(output, list(inputs), torch.ones_like(output))
-
-    return run

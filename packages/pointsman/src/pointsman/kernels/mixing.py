@@ -5,34 +5,18 @@ Shapes as in `ops/visible.py`. Products of float32 are three TF32 products each;
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pointsman.kernels.choice import TOKENS, TRITON, Case, tokens_of, with_triton
-from pointsman.ops.kernels import plain_wanted
 from pointsman.ops.visible import ENTROPY_TOLERANCE, Prepared, Visible
 
 if TYPE_CHECKING:
     from pointsman.kernels.triton.flash_ops import Given
 
-Inform = Callable[..., Any]
-"""`routers.mutual.streaming.informed`: what a timing runs."""
-
 WIDEST, MOST_VALUES = 512, 256
 LONGEST = 4096  # queries with positions, whose products [N, T, W] are in memory for a moment
-
-
-def wanted(tensor: Tensor, inform: Inform) -> bool:
-    """Whether the active choice is the kernels, on the device of this tensor [N, T, width]."""
-
-    def case() -> Case:
-        count, length, width = tensor.shape
-        return inform, min(tokens_of(count), max(1, TOKENS // max(1, length))), length, width
-
-    return with_triton("gpu_mixing", tensor, work, case) and not plain_wanted()
 
 
 def suits(prepared: Prepared, visible: Visible) -> bool:
@@ -108,21 +92,3 @@ def _given(prepared: Prepared, visible: Visible) -> Given:
 def _summed(gradient: Tensor, of: Tensor) -> Tensor:
     """The gradient of `of`, also where it is one for all sequences."""
     return gradient if len(of) == len(gradient) else gradient.sum(0, keepdim=True)
-
-
-def work(name: str, device: torch.device, inform: Inform, count: int, length: int, width: int) -> Callable[[], object]:
-    """Forward and backward of similarities, of as many sequences and tokens, to mix the scores of 16 experts."""
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(count, length, width, device=device, generator=generator)
-    unit = (hidden / hidden.norm(dim=-1, keepdim=True)).requires_grad_()
-    probs = torch.randn(count, length, 16, device=device, generator=generator).softmax(-1).requires_grad_()
-    visible = Visible(length, length)
-
-    def prepare(*tensors: Tensor) -> Prepared:
-        return Prepared(tensors[0] * 10, tensors[0], tensors[1])
-
-    def run() -> object:
-        out, _ = inform(prepare, (unit, probs), (), visible, triton=name == TRITON)
-        return torch.autograd.grad(out, [unit, probs], torch.ones_like(out))
-
-    return run

@@ -2,7 +2,7 @@
 
 Kernels differ in the last bits. A run that is to be continued, or compared with another bit for bit, therefore keeps
 its choice: `Kernels.to_dict` goes into the run's record, `Kernels.from_dict` reads it, and everything computed inside
-`with using(kernels):` follows it. On a CPU there is nothing to choose but the plain path.
+`with using(kernels):` follows it. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ import torch
 
 from pointsman._errors import did_you_mean
 
-_OTHERS = ("auto", "triton", "torch")
-_ALLOWED = {
-    "path": ("fast", "plain"),
-    "gpu": ("auto", "triton", "grouped_mm"),
-    "gpu_decode": _OTHERS,
-    "gpu_router": _OTHERS,
-    "gpu_attention": _OTHERS,
-    "gpu_mixing": _OTHERS,
-}
-_RETIRED = ("gemm", "row", "row_bf16", "batched_bf16", "few", "few_bf16")
+_ALLOWED = {"path": ("fast", "plain"), "gpu": ("torch", "triton")}
+_RETIRED = (
+    "gemm", "row", "row_bf16", "batched_bf16", "few", "few_bf16", "gpu_decode", "gpu_router", "gpu_attention",
+    "gpu_mixing",
+)  # fmt: skip
 """Choices that committed records hold and that no longer exist."""
 
 
@@ -36,21 +31,12 @@ class Kernels:
 
     Attributes:
         path: "fast", or "plain": the reference, one expert after the other through autograd.
-        gpu: the experts on a GPU: "triton" (our kernels) or "grouped_mm" (torch's); "auto" times both at the first use
-            of each shape.
-        gpu_decode: the experts on a GPU for a few assignments without gradients: "triton" (kernels of their own) or
-            "torch" (as `gpu` says); "auto" as above.
-        gpu_router: routers on a GPU: "triton" (one kernel) or "torch"; "auto" as above.
-        gpu_attention: Transformer-XL's attention on a GPU: the same choice.
-        gpu_mixing: the mixers on a GPU: the same choice.
+        gpu: on a GPU, "torch" (its operators, `F.grouped_mm` for the experts) or "triton" (our kernels for experts,
+            routers, mixers and attention, wherever they take the work).
     """
 
     path: str = "fast"
-    gpu: str = "auto"
-    gpu_decode: str = "auto"
-    gpu_router: str = "auto"
-    gpu_attention: str = "auto"
-    gpu_mixing: str = "auto"
+    gpu: str = "torch"
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
@@ -63,16 +49,15 @@ class Kernels:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, str]) -> Kernels:
-        """What `to_dict` gave, also in an earlier version."""
+        """What `to_dict` gave, also in an earlier version, whose other choices for a GPU were torch's on a CPU."""
         for name in values:
             if name not in _ALLOWED and name not in _RETIRED:
                 raise ValueError(f"unknown kernels {name!r}: {did_you_mean(name, _ALLOWED)}")
-        known = {name: value for name, value in values.items() if name in _ALLOWED}
-        return cls(**_FIRST | known)  # where there was no choice, what there was
+        gpu = values.get("gpu", "torch")
+        return cls(values.get("path", "fast"), "torch" if gpu in ("auto", "grouped_mm") else gpu)
 
 
-_FIRST = {"gpu": "grouped_mm", **dict.fromkeys(("gpu_decode", "gpu_router", "gpu_attention", "gpu_mixing"), "torch")}
-PLAIN = Kernels("plain", **_FIRST)
+PLAIN = Kernels("plain")
 """The reference path: what deterministic runs take."""
 
 _own: ContextVar[Kernels | None] = ContextVar("kernels", default=None)
@@ -112,13 +97,13 @@ def as_constant(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def plain_wanted() -> bool:
     """Whether the active choice is the plain path."""
-    return active_gpu("path") == "plain"
+    return bool(as_constant(_chosen, "path", "plain"))
 
 
-def active_gpu(what: str = "gpu") -> str:
-    """`gpu` (or `gpu_router`, …) of the active choice; also where torch.compile traces."""
-    return str(as_constant(_field, what))
+def triton_wanted() -> bool:
+    """Whether the active choice is our kernels on a GPU, and not the plain path."""
+    return bool(as_constant(_chosen, "gpu", "triton")) and not plain_wanted()
 
 
-def _field(what: str) -> str:
-    return str(getattr(active(), what))
+def _chosen(what: str, value: str) -> bool:
+    return bool(getattr(active(), what) == value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pointsman import auxiliary
-from pointsman.kernels import router as kernel
+from pointsman.kernels.choice import with_triton
 from pointsman.ops.linear import autocast_enabled, upcast
 from pointsman.ranks import ALONE, Ranks
 from pointsman.routers.frame import scoring
@@ -145,7 +145,7 @@ class Router(nn.Module):
         score, normalize, select, mix = parts["score"], parts["normalize"], parts["select"], self.mix
         if mix is not None or not getattr(score, "accepts_half", False):
             hidden = upcast(hidden)
-        if mix is None and self.replayed is None and kernel.wanted(hidden, self.num_experts, self.top_k):
+        if mix is None and self.replayed is None and with_triton(hidden):
             at_once = scoring.route((score, normalize, select), self.top_k, hidden, context)
             if at_once is not None:
                 return Scored(at_once[0].logits), at_once[0], None, at_once[1]

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pointsman.kernels import mixing
+from pointsman.kernels.choice import with_triton
 from pointsman.ops import relative
 from pointsman.ops.linear import without_autocast
 from pointsman.ops.relative import by_key
@@ -58,20 +59,7 @@ def inform(
 
         result: tuple[Tensor, Tensor] = untraced(inform, prepare, batched, shared, visible, normalization)
         return result
-    return informed(prepare, batched, shared, visible, normalization, triton=mixing.wanted(batched[0], informed))
-
-
-def informed(
-    prepare: Prepare,
-    batched: tuple[Tensor, ...],
-    shared: tuple[Tensor, ...],
-    visible: Visible,
-    normalization: bool = False,
-    *,
-    triton: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`inform`, through Triton's kernels where they take it, or through torch's."""
-    options = _Options(prepare, visible, len(batched), normalization, triton)
+    options = _Options(prepare, visible, len(batched), normalization, with_triton(batched[0]))
     out, lse = _Inform.apply(options, *batched, *shared)  # type: ignore[no-untyped-call]
     return out, lse
 
