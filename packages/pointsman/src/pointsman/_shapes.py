@@ -33,7 +33,7 @@ SHAPES: dict[str, Any] = {
     "robust-*.json": {"kind!": str, "protocol!": {"top_k!": [int]}, "results!": [{"top_k!": int}], "routing": [dict]},
     "comparison.json": {
         "settings!": {"model!": dict}, "routers!": [str], "seeds!": [int], "command": str, "kernels": dict, "data": str,
-        "tuned": {"*": {"*": str}},
+        "tuned": {"*": {"*": str}}, "nodes": {"*": [str]},
         "shown": {"names": {"*": str}, "baseline": str | None, "columns": [str]},
     },
     "finetune.json": {

@@ -21,6 +21,7 @@ from pointsman_lab.cli.runs import add_run_flags, run_config, use_recorded_impor
 if TYPE_CHECKING:
     from pointsman.parallel.layout import Layout
     from pointsman_lab.training.compare import Plan
+    from pointsman_lab.training.jobs import Hosts
 
 EPILOG = """examples:
   pointsman compare --routers smoe,hyperrouter --data stdlib --preset tiny
@@ -29,6 +30,7 @@ EPILOG = """examples:
     --out runs/mine                                       # adds a row
   pointsman compare --task sst2,sst5 --out runs/mine      # fine-tunes every row
   pointsman compare --routers smoe --data enwik8 --processes 8  # a run on 8
+  pointsman compare --routers smoe,xmoe --seeds 20 --cluster ray://head:6379
   pointsman compare --routers smoe,xmoe --tune learning_rate=5e-4..1.6e-2 \\
     --tune router_lr_scale=1,4,16 --out runs/fair
 
@@ -50,6 +52,8 @@ def parser() -> Parser:
     flags.add_argument("--seeds")
     told = "runs or fine-tunings at a time, one thread each (default: as many as cores where the model is small)"
     flags.add_argument("--jobs", type=whole(1), metavar="N", help=told)
+    told = "runs as tasks of a cluster, a core or (--device cuda) a GPU each: ray, ray://HOST:PORT, slurm[://PARTITION]"
+    flags.add_argument("--cluster", metavar="NAME", help=told)
     told = "choose this setting for each row by successive halving, on a seed of its own: KEY=A,B,C or KEY=LOW..HIGH"
     flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
     told = "call rows otherwise in tables and page: smoe=Plain,xmoe=X-MoE"
@@ -86,9 +90,15 @@ def run(arguments: Sequence[str]) -> int:
             check_task(task)
         for one in settings_of_comparison(values):  # a mistake is told before the training, not after it
             one.check(run_config(values, "smoe"))
-    device = choose_device(values.device)
+    from pointsman_lab.training.cluster import cluster
+
+    if values.cluster:
+        flags.without_effect(values, ["--jobs"], "with --cluster: as many runs go on as it has room for")
+        flags.without_effect(values, ["--processes"], "with --cluster: each run has one process")
+    device = (values.device or "cpu") if values.cluster else choose_device(values.device)
     if not values.routers:
-        fine_tune_comparison(values, values.out, device)
+        with cluster(values.cluster, device, values.out) as hosts:
+            fine_tune_comparison(values, values.out, device, hosts)
         print(write_page(values.out), file=sys.stderr)
         return 0
     if values.processes:
@@ -111,14 +121,15 @@ def run(arguments: Sequence[str]) -> int:
 
     code = launched(flags, values, device, "compare", arguments, check, again=())
     if code is None:
-        with joined(values, device) as (ranks, layout, device):
+        with joined(values, device) as (ranks, layout, device), cluster(values.cluster, device, values.out) as hosts:
             display = Display()
+            alone = values.jobs is None and ranks.count == 1 and hosts is None
+            jobs = default_jobs(plan.base, device) if alone else values.jobs or (1 if hosts else None)
             if values.tune:
-                plan = tuned_plan(plan, values.tune, values.out, device, values.jobs)
-            alone = values.jobs is None and ranks.count == 1
+                plan = tuned_plan(plan, values.tune, values.out, device, jobs, hosts)
             with display if ranks.first else nullcontext(), stop_on_signals(tell=ranks.first) as stop:
                 compare(
-                    plan, values.out, device=device, jobs=default_jobs(plan.base, device) if alone else values.jobs,
+                    plan, values.out, device=device, jobs=jobs, hosts=hosts,
                     progress=display, ended=lambda: write_tables(values.out) if ranks.first else None, stop=stop,
                     data_progress=display.data, ranks=ranks, layout=layout,
                 )  # fmt: skip
@@ -126,22 +137,25 @@ def run(arguments: Sequence[str]) -> int:
         return code or 0
     print(shown(values) if showing else write_tables(values.out))
     if values.task:
-        fine_tune_comparison(values, values.out, device)
+        with cluster(values.cluster, device, values.out) as hosts:
+            fine_tune_comparison(values, values.out, device, hosts)
     print(f"\n{write_page(values.out)}", file=sys.stderr)
     return 0
 
 
-def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: int | None) -> Plan:
+def tuned_plan(plan: Plan, told: Sequence[str], out: Path, device: str, jobs: int | None, hosts: Hosts | None) -> Plan:
     """The plan with the settings that `--tune` finds; prints each row's curve."""
     from pointsman_lab.report.cell import metric
-    from pointsman_lab.training.compare import compare, default_jobs
+    from pointsman_lab.training.compare import compare
     from pointsman_lab.training.tune import tuned
 
     with Display() as display, stop_on_signals() as stop:
 
         def train(one: Plan, folder: Path) -> None:
-            many = default_jobs(one.base, device) if jobs is None else jobs
-            compare(one, folder, device=device, jobs=many, progress=display, stop=stop, data_progress=display.data)
+            compare(
+                one, folder, device=device, jobs=jobs, hosts=hosts, progress=display, stop=stop,
+                data_progress=display.data,
+            )  # fmt: skip
 
         return tuned(plan, told, out, train, print, lambda name: metric(name).lower_is_better)
 

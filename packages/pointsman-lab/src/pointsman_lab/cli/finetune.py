@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pointsman_lab.finetuning import Finetuning
     from pointsman_lab.report.forms import Forms
     from pointsman_lab.runs.record import RunRecord
+    from pointsman_lab.training.jobs import Hosts
 
 EPILOG = """After an interruption the same command continues.
 """
@@ -92,7 +93,7 @@ def settings_of_comparison(values: argparse.Namespace) -> list[Finetuning]:
     return [one for task in values.task for one in settings_of(values, task, steps, epochs, changes)]
 
 
-def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> None:
+def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str, hosts: Hosts | None = None) -> None:
     """`compare --task` after training: fine-tunes every run, prints and writes a table per task."""
     from pointsman_lab.finetuning import compare_tasks
     from pointsman_lab.finetuning.compare import jobs_of
@@ -107,7 +108,8 @@ def fine_tune_comparison(values: argparse.Namespace, out: Path, device: str) -> 
     with Display() as display, stop_on_signals() as stop:
         compare_tasks(
             out, variants, routers=values.task_routers, repeats=values.task_seeds, device=device,
-            jobs=values.jobs or jobs_of(out, device), progress=display, ended=write_tables, stop=stop,
+            jobs=1 if hosts else values.jobs or jobs_of(out, device), hosts=hosts, progress=display,
+            ended=write_tables, stop=stop,
         )  # fmt: skip
     tables = write_tables()
     write_record(out)

@@ -47,6 +47,7 @@ EXTRAS = {
     "vision": ("PIL", "scipy"),
     "text": ("sentencepiece",),
     "completion": ("shtab",),
+    "cluster": ("ray", "submitit"),
 }
 """The packages of each extra of pyproject.toml that commands import."""
 USAGE = """usage: pointsman COMMAND [options]

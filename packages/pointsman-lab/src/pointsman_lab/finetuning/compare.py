@@ -20,7 +20,7 @@ from pointsman_lab.runs.paths import COMPARISON, EVALUATION, REPEAT, run_path
 from pointsman_lab.training.compare import default_jobs
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Interrupted
-from pointsman_lab.training.jobs import Work, do_all
+from pointsman_lab.training.jobs import Hosts, Work, do_all
 from pointsman_lab.training.kernels import recorded_kernels
 
 
@@ -32,6 +32,7 @@ def compare_tasks(
     repeats: int = 1,
     device: str = "cpu",
     jobs: int | None = None,
+    hosts: Hosts | None = None,
     progress: Progress,
     ended: Callable[[], object] = lambda: None,
     stop: Stop | None = None,
@@ -47,6 +48,7 @@ def compare_tasks(
         routers: only these rows; default: all that have saved weights.
         repeats: fine-tunings of each pre-trained run.
         jobs: how many fine-tunings go on at a time, as of `training.compare.compare`.
+        hosts: as of `training.compare.compare`.
         ended: called when a fine-tuning has its evaluation.
         stop: asks to save and end.
 
@@ -79,7 +81,10 @@ def compare_tasks(
 
     setup = partial(_tuner, out, kernels, device)
     with alone(out):
-        do_all(todo, titles, setup, partial(setup, loaded), jobs, progress=progress, ended=one_ended, stop=stop)
+        do_all(
+            todo, titles, setup, partial(setup, loaded), jobs, progress=progress, ended=one_ended, stop=stop,
+            hosts=hosts,
+        )  # fmt: skip
 
 
 def jobs_of(out: Path, device: str) -> int | None:

@@ -211,14 +211,20 @@ def settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def environment(comparison: Comparison) -> list[tuple[str, str]]:
-    """Versions, device, threads, kernels: (name in words, value); all values where runs differ."""
+    """Versions, device, threads, kernels: (name in words, value), all where runs differ; what each node trained."""
     found: dict[str, list[str]] = {}
     for run in comparison.runs.values():
         for name, value in _flat(run.environment):
             values = found.setdefault(name, [])
             if _plain(value) not in values:
                 values.append(_plain(value))
-    return [(_words(name), " / ".join(values)) for name, values in found.items() if name != "format"]
+    trained: dict[str, list[str]] = {}
+    for run_name, nodes in comparison.nodes.items():
+        for node in dict.fromkeys(nodes):
+            left = "" if node == nodes[-1] else " (not to its end)"
+            trained.setdefault(f"node {node}", []).append(run_name + left)
+    words = [(_words(name), " / ".join(values)) for name, values in found.items() if name != "format"]
+    return words + [(node, "; ".join(names)) for node, names in sorted(trained.items())]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -42,9 +42,17 @@ def write_plan(
     grid = {"settings": dict(settings), "routers": list(routers), "seeds": list(seeds)}
     values = {"format": FORMAT, **grid, "command": command, "kernels": dict(kernels), "data": data}
     values |= {"tuned": dict(tuned)} if tuned else {}
-    if shown := (read_plan(out) or {}).get("shown"):
-        values["shown"] = shown
+    values |= {key: kept for key, kept in (read_plan(out) or {}).items() if key in ("shown", "nodes") and kept}
     write_whole(out / COMPARISON, json.dumps(values, indent=2) + "\n")
+
+
+def write_node(out: Path, router: str, seed: int, node: str) -> None:
+    """Adds to comparison.json that this node of a cluster trains a run, from now on."""
+    if node:
+        plan = dict(required_plan(out))
+        nodes, run = dict(plan.get("nodes") or {}), f"{router}, seed {seed}"
+        nodes[run] = [*nodes.get(run, ()), node]
+        write_whole(out / COMPARISON, json.dumps({**plan, "nodes": nodes}, indent=2) + "\n")
 
 
 def write_shown(out: Path, plan: Mapping[str, Any]) -> None:
@@ -142,6 +150,7 @@ class Comparison:
         command: the command line that made it; "" where it is not known.
         planned: whether it is a comparison directory.
         shown: how tables and page show it: names, baseline, columns (`write_shown`).
+        nodes: "ROUTER, seed S" -> the nodes of a cluster that trained it, one after another.
     """
 
     path: Path
@@ -153,6 +162,7 @@ class Comparison:
     command: str = ""
     planned: bool = True
     shown: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def of(self, router: str) -> list[RunRecord]:
         """The runs of one router that have begun, in the order of seeds."""
@@ -182,7 +192,10 @@ def read_comparison(path: Path) -> Comparison:
         if run.router in routers and run.seed in seeds:
             runs[run.router, run.seed] = run
     command, shown = str(plan.get("command", "")), plan.get("shown") or {}
-    return Comparison(path, plan.get("settings", {}), routers, seeds, runs, command=command, shown=shown)
+    return Comparison(
+        path, plan.get("settings", {}), routers, seeds, runs, command=command, shown=shown,
+        nodes=plan.get("nodes") or {},
+    )  # fmt: skip
 
 
 def gather(runs: Sequence[RunRecord]) -> Comparison:

@@ -30,13 +30,13 @@ from pointsman_lab.models.config import build_model
 from pointsman_lab.progress import Progress, Quiet, Stop
 from pointsman_lab.registry import OLDEST, family
 from pointsman_lab.runs.compact import restore
-from pointsman_lab.runs.comparison import read_plan, write_plan
+from pointsman_lab.runs.comparison import read_plan, write_node, write_plan
 from pointsman_lab.runs.directory import RunDirectory
 from pointsman_lab.runs.paths import COMPARISON, EVALUATION, run_path
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.failures import Interrupted
 from pointsman_lab.training.imports import import_named
-from pointsman_lab.training.jobs import Work, do_all, one_thread
+from pointsman_lab.training.jobs import Hosts, Work, do_all, one_thread
 from pointsman_lab.training.kernels import choose_kernels, recorded_kernels
 from pointsman_lab.training.settings import flat, without_effect
 from pointsman_lab.training.task import Task, check_models, check_ranks, pretraining_task
@@ -136,6 +136,7 @@ def compare(
     *,
     device: str = "cpu",
     jobs: int | None = None,
+    hosts: Hosts | None = None,
     progress: Progress,
     ended: Callable[[], object] = lambda: None,
     stop: Stop | None = None,
@@ -150,6 +151,7 @@ def compare(
         out: the comparison's directory; an interrupted comparison goes on where it was.
         jobs: how many runs go on at a time. Each has one thread then, and with more than one job a process of its own:
             any number of jobs gives the same bits. None: one run after another in this process, with all its threads.
+        hosts: trains there, with the same bits as one job; `jobs` is 1.
         ended: called when a run has its evaluation.
         stop: asks to save and end.
         data_progress: told of reading and tokenizing the data.
@@ -192,8 +194,11 @@ def compare(
         titles = [f"{number}/{len(every)} {router}, seed {seed}" for number, router, seed in todo]
         runs = [(plan.config(router, seed), run_path(out, router, seed)) for _, router, seed in todo]
         setup = partial(_trainer, plan.base, kernels, device)
-        if jobs is not None and min(jobs, len(runs)) > 1:
-            do_all(runs, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop)
+        if hosts is not None or (jobs is not None and min(jobs, len(runs)) > 1):
+            do_all(
+                runs, titles, setup, setup, jobs, progress=progress, ended=lambda _: ended(), stop=stop, hosts=hosts,
+                began=lambda number, node: write_node(out, *todo[number][1:], node),
+            )  # fmt: skip
             return whole
         work = setup(task, ranks, layout)
         for run, progress.title in zip(runs, titles, strict=True):

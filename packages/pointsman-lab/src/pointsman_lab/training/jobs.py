@@ -1,6 +1,7 @@
-"""Independent jobs side by side: worker processes with one thread each, one display and one stop for all of them.
+"""Independent jobs side by side: workers with one thread each, one display and one stop for all of them.
 
-Each worker has a pipe of its own and shares no lock with the others, so that one that is killed blocks nobody.
+Each worker has a pipe of its own and shares no lock with the others, so that one that is killed blocks nobody. Workers
+are processes of this machine (`Here`) or tasks on the nodes of a cluster (`cluster.Nodes`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +29,16 @@ Work = Callable[[Any, Progress, "Stop | None"], None]
 """Does one job."""
 
 
+class Hosts(Protocol):
+    """Where workers run."""
+
+    def begin(self, setup: Callable[[], Work], titles: Sequence[str], progress: Progress) -> Sequence[Worker]:
+        """Starts the workers; each calls `setup` once."""
+
+    def ready(self, workers: Sequence[Worker]) -> Sequence[Worker]:
+        """Those that have something to say, after `POLL` seconds at most."""
+
+
 def do_all(
     jobs: Sequence[Any],
     titles: Sequence[str],
@@ -37,7 +48,9 @@ def do_all(
     *,
     progress: Progress,
     ended: Callable[[int], object],
+    began: Callable[[int, str], object] = lambda number, node: None,
     stop: Stop | None = None,
+    hosts: Hosts | None = None,
 ) -> None:
     """Does all jobs, at most `count` at a time; a job that is done makes room for the next.
 
@@ -50,15 +63,19 @@ def do_all(
         here: as `setup`, for this process, which may share with the jobs what it has read.
         progress: gives every worker a line of its own.
         ended: told the number of a job, counted from 0.
+        began: told the number of a job and the node of a cluster that does it.
         stop: asks all workers to save and end.
+        hosts: does the jobs there, and not in `count` processes of this machine.
 
     Raises:
         RunError: a job failed, or its process died; the others have saved what they had.
         Stopped: `stop` was set; all workers have saved.
     """
     with one_thread(count):
-        if count is not None and min(count, len(jobs)) > 1:
-            _side_by_side(jobs, titles, setup, min(count, len(jobs)), progress, ended, stop)
+        if hosts is None and count is not None and min(count, len(jobs)) > 1:
+            hosts = Here(min(count, len(jobs)))
+        if hosts is not None:
+            _side_by_side(jobs, titles, setup, hosts, progress, ended, began, stop)
             return
         work = here()
         for number, job in enumerate(jobs):
@@ -71,14 +88,15 @@ def _side_by_side(
     jobs: Sequence[Any],
     titles: Sequence[str],
     setup: Callable[[], Work],
-    count: int,
+    hosts: Hosts,
     progress: Progress,
     ended: Callable[[int], object],
+    began: Callable[[int, str], object],
     stop: Stop | None,
 ) -> None:
-    """`do_all` in this many processes."""
-    workers = [_Worker(setup, progress.line()) for _ in range(count)]
-    todo = list(enumerate(jobs))
+    """`do_all` on these hosts."""
+    workers = hosts.begin(setup, titles, progress)
+    todo = dict(enumerate(jobs))
     failures: list[Exception] = []
     stopping = False
     try:
@@ -87,14 +105,14 @@ def _side_by_side(
                 stopping = True
                 for worker in left:
                     worker.send(STOP)
-            ready = wait([worker.pipe for worker in left], POLL)
-            for worker in [one for one in left if one.pipe in ready]:
+            for worker in hosts.ready(left):
                 kind, values = worker.receive()
                 if kind == "ready":
-                    item = None if stopping or not todo else todo.pop(0)
-                    if item is not None:
-                        worker.line.title = titles[item[0]]
-                    worker.send(item)
+                    number = None if stopping else worker.pick(todo)
+                    if number is not None:
+                        worker.line.title = titles[number]
+                        began(number, worker.node)
+                    worker.send(None if number is None else (number, todo.pop(number, jobs[number])))
                 elif kind == "ended":
                     ended(*values)
                 elif kind == "failed":
@@ -124,43 +142,79 @@ def one_thread(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Worker:
+class Worker:
     """The parent's end of a worker.
 
     Attributes:
-        line: on the display. pipe: to the worker. done: whether it has ended.
+        line: on the display. pipe: to the worker, once there is one. node: of a cluster. done: whether it has ended.
     """
+
+    def __init__(self, line: Progress, pipe: Connection[Any, Any] | None) -> None:
+        self.line, self.pipe, self.node, self.done = line, pipe, "", False
+
+    def pick(self, todo: Mapping[int, Any]) -> int | None:
+        """The number of the job that it does next."""
+        return next(iter(todo), None)
+
+    def send(self, message: Any) -> None:
+        if self.pipe is not None:
+            _send(self.pipe, message)  # where it has died, `receive` tells
+
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """(kind, values) of its next message; of a dead one what `lost` says."""
+        try:
+            kind, values = self.pipe.recv() if self.pipe is not None else self.lost()
+        except (EOFError, OSError):
+            return self.lost()
+        self.done = self.done or kind == "finished"
+        return kind, values
+
+    def lost(self) -> tuple[str, tuple[Any, ...]]:
+        """What stands for the message of one that has died."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Kills it if it has not finished."""
+
+
+class Here:
+    """Processes of this machine, each of which does one job after another."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def begin(self, setup: Callable[[], Work], titles: Sequence[str], progress: Progress) -> Sequence[Worker]:
+        return [_Process(setup, progress.line()) for _ in range(self.count)]
+
+    def ready(self, workers: Sequence[Worker]) -> Sequence[Worker]:
+        found = wait([worker.pipe for worker in workers if worker.pipe], POLL)
+        return [worker for worker in workers if worker.pipe in found]
+
+
+class _Process(Worker):
+    """A process of this machine."""
 
     def __init__(self, setup: Callable[[], Work], line: Progress) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.line, self.done = line, False
-        self._process = context.Process(target=_worker, args=(setup, other), daemon=True)
+        pipe, other = context.Pipe()
+        super().__init__(line, pipe)
+        self._process = context.Process(target=serve, args=(setup, other), daemon=True)
         self._process.start()
         other.close()
 
-    def send(self, message: Any) -> None:
-        _send(self.pipe, message)  # where it has died, `receive` tells
-
-    def receive(self) -> tuple[str, tuple[Any, ...]]:
-        """(kind, values) of its next message; of a dead one that it failed."""
-        try:
-            kind, values = self.pipe.recv()
-        except (EOFError, OSError):
-            self.done = True
-            self._process.join()
-            code = self._process.exitcode
-            what = f"a worker died with exit code {code}; what it had saved is kept: the same command goes on"
-            return "failed", (RunError(what),)
-        self.done = kind == "finished"
-        return kind, values
+    def lost(self) -> tuple[str, tuple[Any, ...]]:
+        self.done = True
+        self._process.join()
+        code = self._process.exitcode
+        what = f"a worker died with exit code {code}; what it had saved is kept: the same command goes on"
+        return "failed", (RunError(what),)
 
     def end(self) -> None:
-        """Waits for it if it has finished; kills it if it has not."""
         if not self.done:
             self._process.kill()
         self._process.join()
-        self.pipe.close()
+        if self.pipe is not None:
+            self.pipe.close()
 
 
 def _send(pipe: Connection[Any, Any], message: Any) -> None:
@@ -169,8 +223,8 @@ def _send(pipe: Connection[Any, Any], message: Any) -> None:
         pipe.send(message)
 
 
-def _worker(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
-    """Does jobs until none is left. Ctrl-C reaches every process of a terminal: only the parent acts on it."""
+def serve(setup: Callable[[], Work], pipe: Connection[Any, Any]) -> None:
+    """A worker: does jobs until none is left. Only the parent acts on Ctrl-C, which reaches all of a terminal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
