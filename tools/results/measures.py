@@ -161,7 +161,7 @@ class Measure:
             return [TaskTable.of(comparison, self.task).table]
         for attacked in attack_tables(comparison):
             if attacked.name == f"attack-{self.attack}":
-                by_rate = {one.rate: one.table for one in attacked.conditions if not one.unmarked}
+                by_rate = {one.rate: one.table for one in attacked.conditions}
                 if self.name == "attacked":
                     return [by_rate[self.rate]] if self.rate in by_rate else []
                 return [by_rate[0], by_rate[self.rate]] if self.rate in by_rate and 0 in by_rate else []

@@ -97,7 +97,8 @@ def test_a_saved_classifier_is_opened_as_it_was(run: Path, task: str, tmp_path: 
     saved = load_finetuned(tmp_path)
     assert (saved.step, saved.finetuning["classes"]) == (3, ["neg", "pos"])
     assert main(["evaluate", str(tmp_path), "--top-k", "2", "--device", "cpu"]) == 0
-    again = json.loads((tmp_path / "evaluation-task.json").read_text())
+    [file] = tmp_path.glob("evaluation-*-test.json")
+    again = json.loads(file.read_text())
     assert again["results"][0]["nats"] == pytest.approx(record["results"][1]["nats"], rel=1e-6)
     with pytest.raises(RunError, match="is no fine-tuned run"):
         load_finetuned(run)

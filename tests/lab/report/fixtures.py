@@ -170,23 +170,5 @@ def write_finetuning(run: Path, variant: str, router: str, seed: int, *, metric:
     return path
 
 
-def write_attacks(run: Path, name: str, *, metric: str, start: float, rise: float, marks: bool = True) -> None:
-    """What `evaluate --attack` leaves in a run, with invented figures: `start` clean, then `rise` for each per cent."""
-    results: list[dict[str, Any]] = []
-    for rate in (None, 0.01, 0.1):
-        for k in (1, 8):
-            row: dict[str, Any] = {"split": "test", "top_k": k, "metric": metric, "tokens": 100}
-            row["value"] = start + 1 / k + rise * 100 * (rate or 0.0)
-            if rate:
-                row["attack"] = {"kind": "word", "rate": rate, "seed": 0, "word": "AAA", "chosen": 1, "candidates": 100}
-                row |= {"unmarked": {"value": row["value"] - 0.01}} if marks else {}
-            results.append(row)
-    routing = [
-        {"attack": {"kind": "word", "rate": rate, "seed": 0, "word": "AAA"}, "layers": {"a": {"top1": rate}}}
-        for rate in (0.01, 0.1)
-    ]
-    dump(run / f"{name}.json", {"protocol": {"tokens": 100}, "results": results, "routing": routing})
-
-
 def dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))

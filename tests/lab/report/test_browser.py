@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pointsman_lab.report import write_report
-from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning
+from tests.lab.report.fixtures import write_comparison, write_finetuning
 
 webdriver = pytest.importorskip("selenium.webdriver")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -36,7 +36,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = path / "runs/r0" / f"seed-{seed}"
         write_finetuning(run, "sst2", "smoe", seed, metric=0.7 + 0.01 * seed)
         write_finetuning(run, "sst2,from-scratch", "smoe", seed, metric=0.6, scratch=True)
-        write_attacks(run, "attacks-word-enwik8-test", metric="bits_per_character", start=2, rise=0.05)
     return write_report(path)
 
 
@@ -144,17 +143,11 @@ def test_legend_hides_a_row_and_log_switches(opened: Any) -> None:
     assert "(log)" in run(opened, "return document.querySelector('#quality svg.chart').textContent")
 
 
-def test_tasks_and_attacks_are_drawn_and_switched(opened: Any) -> None:
+def test_tasks_are_drawn_and_switched(opened: Any) -> None:
     text = "return document.querySelector(arguments[0]).textContent"
     assert "accuracy (%)" in run(opened, text, "#task-0 svg.chart")
     click(opened, "#task-0 .controls button[data-value=scratch]")
     assert run(opened, "return document.querySelectorAll('#task-0 svg.chart .series').length") == 1
-    assert "change in" not in run(opened, text, "#attack-0 svg.chart")
-    click(opened, "#attack-0 .controls button[data-value=rise]")
-    click(opened, "#attack-0 .controls button[data-value=unmarked]")
-    assert "change in bits per character" in run(opened, text, "#attack-0 svg.chart")
-    press(opened, find(opened, "#attack-0 svg.chart"), "\ue010")  # End
-    assert "10 % attacked: smoe +0.49" in run(opened, text, "#live")
 
 
 def test_legend_singles_out_a_row(opened: Any) -> None:

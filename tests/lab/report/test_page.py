@@ -20,7 +20,7 @@ from pointsman_lab.report.protocol import command, pairing
 from pointsman_lab.report.series import binned, over_seeds
 from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import read_comparison
-from tests.lab.report.fixtures import write_attacks, write_comparison, write_finetuning, write_run
+from tests.lab.report.fixtures import write_comparison, write_finetuning, write_run
 
 LOADING = {"src", "href", "srcset", "data", "poster", "action", "background", "xlink:href"}
 
@@ -170,20 +170,17 @@ def test_unwritable_place_is_one_line(tmp_path: Path) -> None:
         write_report(path, tmp_path / "file" / "report.html")
 
 
-def test_tasks_and_attacks_stand_on_the_page(tmp_path: Path) -> None:
+def test_tasks_stand_on_the_page(tmp_path: Path) -> None:
     path = write_comparison(tmp_path / "c", ("smoe", "thor", "hyperrouter"), (0, 1))
-    assert not {"tasks", "attacks"} & set(page(path).ids)
-    for place, router in enumerate(("smoe", "thor")):  # the third row has neither
+    assert "tasks" not in page(path).ids
+    for place, router in enumerate(("smoe", "thor")):  # the third row has none
         for seed in (0, 1):
             run = path / "runs" / f"r{place}" / f"seed-{seed}"
             write_finetuning(run, "sst2", router, seed, metric=0.6 + 0.1 * place + 0.02 * seed)
             write_finetuning(run, "sst2,from-scratch", router, seed, metric=0.55 + 0.01 * seed, scratch=True)
-            write_attacks(run, "attacks-word-enwik8-test", metric="bits_per_character", start=2 + place, rise=0.05)
-    tuned = path / "runs/r0/seed-0/finetune/sst2/seed-0"
-    write_attacks(tuned, "attacks-word", metric="accuracy", start=-0.4, rise=-0.01, marks=False)
     found = page(path)
     assert len(found.ids) == len(set(found.ids))
-    assert {"tasks", "task-0", "attacks", "attack-0", "attack-1"} <= set(found.ids)
+    assert {"tasks", "task-0"} <= set(found.ids)
     [task] = found.data["tasks"]
     assert [line["name"] for line in task["of"]["tuned"]] == ["smoe", "thor"]
     point = task["of"]["tuned"][1]["points"][0]
@@ -194,17 +191,6 @@ def test_tasks_and_attacks_stand_on_the_page(tmp_path: Path) -> None:
     assert "+15.50 ± 0.71" in found.text  # from the pre-trained run minus from scratch, seed by seed
     assert "0.250" in found.text
     assert "cut: train 0, test 3" in found.text
-    words, classified = found.data["attacks"]
-    assert words["name"] == "Words swapped for AAA: enwik8-test"
-    curve = words["of"]["value"]["all"]["8"][1]
-    assert [point["x"] for point in curve["points"]] == [0, 1, 10]
-    assert [point["y"] for point in curve["points"]] == pytest.approx([3.125, 3.175, 3.625])
-    rise = words["of"]["rise"]["unmarked"]["8"][1]["points"]
-    assert [point["y"] for point in rise] == pytest.approx([0, 0.04, 0.49])
-    assert "attacked targets left out" in found.text
-    assert classified["name"] == "Words swapped for AAA: sst2"
-    assert list(classified["of"]["value"]) == ["all"]
-    assert [point["y"] for point in classified["of"]["value"]["all"]["1"][0]["points"]] == pytest.approx([60, 59, 50])
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

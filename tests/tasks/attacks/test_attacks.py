@@ -1,4 +1,4 @@
-"""Text attacks: exact rates, deterministic, clean vocabulary; and evaluation with and without attacked targets."""
+"""Text attacks: exact rates, deterministic, clean vocabulary; and their evaluation."""
 
 import re
 
@@ -8,18 +8,10 @@ import torch
 
 from pointsman._errors import RunError
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
-from pointsman_lab.models.classifier import Classifier
 from pointsman_lab.models.transformer_xl import TransformerXL, TransformerXLConfig
 from pointsman_lab.tasks.attacks.attacks import RATES, Attack, attack_texts
-from pointsman_lab.tasks.attacks.runs import (
-    attack_examples,
-    attack_part,
-    change_under_attack,
-    evaluate_attack,
-    evaluate_task_attack,
-)
-from pointsman_lab.tasks.classification.data import Examples
-from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, MarkedText, evaluate
+from pointsman_lab.tasks.attacks.runs import attack_part, change_under_attack, evaluate_attack
+from pointsman_lab.tasks.language_modelling.evaluation import EvalProtocol, evaluate
 
 TEXT = (
     " ".join(f"{'word' * (i % 3 + 1)}{chr(97 + i % 26)}\n" if i % 9 == 0 else f"Some{i}" for i in range(500)) + "  end"
@@ -48,12 +40,12 @@ def test_the_rate_is_exact_and_the_choice_deterministic(level: str, kind: str) -
         attack = Attack(kind, rate, seed=5)  # type: ignore[arg-type]
         one, other = attack_texts(rows, vocabulary, attack), attack_texts(rows, vocabulary, attack)
         assert one.chosen == round(rate * one.candidates)
-        for row, again, mark, source, clean in zip(one.rows, other.rows, one.marks, one.sources, rows, strict=True):
+        for row, again, source, clean in zip(one.rows, other.rows, one.sources, rows, strict=True):
+            mark = source == -1
             assert np.array_equal(row, again)
             assert row.dtype == clean.dtype
             assert int(row.max()) < vocabulary.size
             assert np.array_equal(row[~mark], clean[source[~mark]])
-            assert (source[mark] == -1).all()
             assert (np.diff(source[~mark]) > 0).all()
         if rate == 0:
             assert all(np.array_equal(row, clean) for row, clean in zip(one.rows, rows, strict=True))
@@ -93,7 +85,8 @@ def test_character_noise_changes_letters_one_by_one(level: str) -> None:
     vocabulary = VOCABULARIES[level]
     rows = rows_of(vocabulary)
     low, high = (attack_texts(rows, vocabulary, Attack("char", rate)) for rate in (0.05, 0.5))
-    for clean, few, many, marks in zip(rows, low.rows, high.rows, low.marks, strict=True):
+    for clean, few, many, source in zip(rows, low.rows, high.rows, low.sources, strict=True):
+        marks = source == -1
         assert len(few) == len(many) == len(clean)
         assert np.array_equal(few != clean, marks)
         assert np.array_equal(few[marks], many[marks])  # a higher rate keeps what a lower one put
@@ -148,52 +141,21 @@ def test_rate_zero_is_the_clean_evaluation(budget: int | None) -> None:
     none = evaluate_attack(model, attacked, "byte", attack, split="test", top_k=[1, 4], protocol=protocol)
     for one, other in zip(clean, none, strict=True):
         assert other["nats"] == pytest.approx(one["nats"], rel=1e-6)
-        assert other["tokens"] == other["unmarked"]["tokens"] == one["tokens"]
+        assert other["tokens"] == one["tokens"]
         assert other["attack"].pop("candidates") > 50
         assert other["attack"] == {"kind": "word", "rate": 0.0, "seed": 0, "word": "AAA", "chosen": 0}
 
 
-def test_all_targets_are_the_marked_and_the_unmarked_ones() -> None:
-    model, protocol = model_of(), EvalProtocol(4, 32, 32)
-    _, attacked = attack_part(TOKENS, BYTES, protocol, Attack("word", 0.3))
-    asked = {"split": "test", "top_k": [2], "protocol": protocol}
-    [one] = evaluate(model, MarkedText(attacked.rows, attacked.marks), "byte", **asked)  # type: ignore[arg-type]
-    [other] = evaluate(model, MarkedText(attacked.rows, [~mark for mark in attacked.marks]), "byte", **asked)  # type: ignore[arg-type]
-    assert one["tokens"] == sum(len(row) - 1 for row in attacked.rows)
-    assert one["unmarked"]["tokens"] == sum(int((~mark[1:]).sum()) for mark in attacked.marks)
-    assert one["tokens"] == one["unmarked"]["tokens"] + other["unmarked"]["tokens"]
-    together = (
-        one["unmarked"]["nats"] * one["unmarked"]["tokens"] + other["unmarked"]["nats"] * other["unmarked"]["tokens"]
-    )
-    assert together == pytest.approx(one["nats"] * one["tokens"], rel=1e-9)
-
-
-def test_the_unmarked_figure_is_that_of_the_losses_at_clean_targets() -> None:
+def test_attacked_tokens_count_as_targets() -> None:
     model, protocol = model_of().eval(), EvalProtocol(1, 10_000, 0)
-    row = TOKENS[:300]
-    _, attacked = attack_part(row, BYTES, EvalProtocol(1, 299, 0), Attack("char", 0.5))
-    [found] = evaluate(
-        model, MarkedText(attacked.rows, attacked.marks), "byte", split="test", top_k=[2], protocol=protocol
-    )
+    attack = Attack("char", 0.5)
+    _, attacked = attack_part(TOKENS[:300], BYTES, EvalProtocol(1, 299, 0), attack)
+    [found] = evaluate_attack(model, attacked, "byte", attack, split="test", top_k=[2], protocol=protocol)
     ids = torch.from_numpy(attacked.rows[0].astype(np.int64))[None]
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0].double()
     losses = -torch.log_softmax(logits, -1)[torch.arange(299), ids[0, 1:]]
-    kept = torch.from_numpy(~attacked.marks[0][1:])
-    assert found["unmarked"]["nats"] == pytest.approx(float(losses[kept].mean()), rel=1e-5)
     assert found["nats"] == pytest.approx(float(losses.mean()), rel=1e-5)
-
-
-def test_texts_of_a_task_are_attacked_but_not_their_end_marks() -> None:
-    examples = Examples(("Some1 Some2 Some3", "end"), (0, 1))
-    encoded, clean, attacked = attack_examples(examples, BYTES, 12, Attack("word", 1.0))
-    assert [BYTES.decode(row) for row in encoded.rows] == ["AAA AAA AAA\n", "AAA\n"]
-    assert (len(clean), attacked.chosen, encoded.truncated) == (2, 4, 0)
-    model = Classifier(model_of().config, 2)
-    [result] = evaluate_task_attack(
-        model, encoded, attacked, Attack("word", 1.0), split="test", top_k=[2], batch_size=2
-    )
-    assert (result["metric"], result["examples"], result["attack"]["chosen"]) == ("accuracy", 2, 4)
 
 
 def test_routing_moves_under_attack_and_not_without() -> None:

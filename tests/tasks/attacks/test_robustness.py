@@ -1,7 +1,6 @@
-"""Runs, fine-tuned runs and comparisons under attack, from the command line."""
+"""Runs and comparisons under attack, from the command line."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,9 @@ def test_a_language_model_under_a_sweep(comparison: Path, tmp_path: Path, capsys
     assert [row["attack"]["rate"] for row in attacked] == [0.025] * len(clean) + [0.1] * len(clean)
     for row in attacked:
         assert row["attack"]["chosen"] == round(row["attack"]["rate"] * row["attack"]["candidates"])
-        assert row["unmarked"]["tokens"] < row["tokens"]
     assert [change["attack"]["rate"] for change in record["routing"]] == [0.025, 0.1]
     shown = capsys.readouterr().out
-    assert "word 0.1, attacked targets left out" in shown
+    assert "word 0.1" in shown
     before = file.read_text()
     assert main([*arguments, "--device", "cpu"]) == 0
     assert file.read_text() == before  # deterministic
@@ -68,12 +66,12 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     arguments = ["evaluate", str(comparison), "--attack", "char", "--attack-rate", "0.05", "--top-k", "1,4"]
     assert main([*arguments, "--out", str(tmp_path), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    for words in ("clean", "5 % of the letters change, all targets count", "attacked targets left out", "Paired"):
+    for words in ("clean", "5 % of the letters change, all targets count", "attacked targets: count", "Paired"):
         assert words in shown
     assert {path.suffix for path in tmp_path.glob("attack-char-*-test.*")} == {".txt", ".csv", ".md", ".tex"}
     [table] = tmp_path.glob("*.csv")
     lines = table.read_text().splitlines()
-    assert len(lines) == 1 + 3 * 2
+    assert len(lines) == 1 + 2 * 2
     assert lines[0].startswith("condition,router,metric")
     records = list(comparison.glob("runs/*/seed-0/attacks-char-*-test.json"))
     assert len(records) == 2
@@ -93,49 +91,19 @@ def test_a_comparison_under_attack(comparison: Path, tmp_path: Path, capsys: pyt
     assert again == {"smoe"}  # whose protocol is another one now
 
 
-@pytest.mark.slow
-def test_fine_tunings_of_a_comparison_under_attack(
-    comparison: Path, finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_classifier_is_evaluated_on_a_part_and_not_attacked(
+    finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(comparison, own)
-    task = json.loads((finetuned / "finetune.json").read_text())["task"]
-    settings = Finetuning(task, steps=2, settings={"batch_size": 8})
-    for seed in (0, 1000):
-        finetune(own / "runs/smoe/seed-0", settings, seed=seed)
-    arguments = ["evaluate", str(own), "--device", "cpu", "--attack", "char", "--attack-rate", "0.5"]
-    assert main([*arguments, "--task", settings.variant]) == 0
-    shown = capsys.readouterr().out
-    assert "50 % of the letters change, all targets count" in shown
-    assert "Routing under attack" in shown
-    assert "2/2" in shown
-    assert (own / f"attack-char-{settings.variant}.csv").is_file()
-    assert main([*arguments, "--task", settings.variant, "--split", "valid"]) == 0
-    table = (own / f"attack-char-valid-{settings.variant}.txt").read_text()
-    assert "split: valid" in table
-    assert main([*arguments, "--task", "sst3"]) == 2
-    assert f"allowed: {settings.variant}" in capsys.readouterr().err
-    assert main(["evaluate", str(finetuned), "--attack", "char", "--task", "sst2"]) == 2
-    assert "is not a comparison" in capsys.readouterr().err
-
-
-def test_a_classifier_under_attack(finetuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", str(finetuned), "--attack", "word", "--attack-rate", "1", "--out", str(tmp_path)]
-    assert main([*arguments, "--device", "cpu"]) == 0
-    record = json.loads((tmp_path / "attacks-word.json").read_text())
-    attacked = [row for row in record["results"] if row.get("attack")]
-    assert {row["value"] for row in attacked} == {0.5}  # all texts are the same: AAA AAA AAA AAA
-    assert attacked[0]["attack"]["chosen"] == attacked[0]["attack"]["candidates"] == 160
     asked = ["evaluate", str(finetuned), "--out", str(tmp_path), "--device", "cpu", "--top-k", "1"]
-    for words, name in (([], "evaluation-task"), (["--attack", "char"], "attacks-char")):
-        assert main([*asked, *words, "--split", "valid"]) == 0
-        record = json.loads((tmp_path / f"{name}-valid.json").read_text())
-        assert {(row["split"], row["examples"]) for row in record["results"]} == {("valid", 30)}
-        assert record["protocol"]["split"] == "valid"
-    assert main([*asked, "--split", "test"]) == 0
-    assert (tmp_path / "evaluation-task.json").is_file()
+    assert main([*asked, "--split", "valid"]) == 0
+    [file] = tmp_path.glob("evaluation-*-valid.json")
+    record = json.loads(file.read_text())
+    assert {(row["split"], row["examples"]) for row in record["results"]} == {("valid", 30)}
+    assert record["protocol"]["split"] == "valid"
+    assert main([*asked, "--attack", "char"]) == 2
+    assert "is a fine-tuned run; allowed are language models" in capsys.readouterr().err
     assert main(["evaluate", str(finetuned), "--data", "stdlib"]) == 2
-    assert "is always evaluated on its task" in capsys.readouterr().err
+    assert "--data has no effect on fine-tuned runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

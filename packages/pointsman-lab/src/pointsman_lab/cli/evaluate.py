@@ -59,10 +59,16 @@ def run(arguments: Sequence[str]) -> int:
         saved = load_run(values.run, device=device, note=display.note)
         task = saved.task(values.data, display.data)
         record, file, _ = evaluated(saved, task, values, changes, display, stop)
+    return tell(record, file)
+
+
+def tell(record: Mapping[str, Any], file: Path) -> int:
+    """Prints the results of a record, its data or task, and where it lies."""
     from pointsman_lab.report.results import text_of_results
 
     print(text_of_results(record["results"]))
-    print(f"\n{record['protocol']['data']}\nsaved: {file}", file=sys.stderr)
+    protocol = record["protocol"]
+    print(f"\n{protocol.get('data', protocol.get('task'))}\nsaved: {file}", file=sys.stderr)
     return 0
 
 

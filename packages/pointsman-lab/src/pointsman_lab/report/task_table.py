@@ -174,24 +174,19 @@ def routing_of(runs: Sequence[RunRecord]) -> dict[str, float | None]:
     return {**found, "consistency": consistency([(run.path, run.evaluation) for run in runs if run.done])}
 
 
-def consistency(
-    records: Sequence[tuple[Path, Mapping[str, Any]]],
-    attack: Mapping[str, Any] | None = None,
-    top_k: int = ROUTING_TOP_K,
-) -> float | None:
+def consistency(records: Sequence[tuple[Path, Mapping[str, Any]]], top_k: int = ROUTING_TOP_K) -> float | None:
     """Inter-run consistency of the expert loads between fine-tunings of one pre-trained run, mean over layers and runs.
 
     Fine-tunings from scratch are left out: experts of different initial weights do not correspond.
 
     Args:
         records: (a fine-tuned run's directory, an evaluation of it), of one router.
-        attack: of the results that count; None: the clean ones.
         top_k: of the results that count.
     """
     groups: dict[Path, dict[str, list[list[float]]]] = {}
     for path, record in records:
         for row in () if record["protocol"].get("from_scratch") else record["results"]:
-            if row.get("top_k") == top_k and is_of(row, attack):
+            if row.get("top_k") == top_k:
                 for layer, values in row.get("routers", {}).items():
                     loads = groups.setdefault(pretrained_of(path), {}).setdefault(layer, [])
                     loads.append([share or 0.0 for share in values["load"]])
@@ -210,11 +205,3 @@ def pretrained_of(path: Path) -> Path:
     """
     parents = list(Path(os.path.abspath(path)).parents)
     return parents[min(2, len(parents) - 1)]
-
-
-def is_of(row: Mapping[str, Any], attack: Mapping[str, Any] | None) -> bool:
-    """Whether a row of results is of this attack; with None, whether it is clean."""
-    found = row.get("attack")
-    if attack is None or not found:
-        return attack is None and not found
-    return all(found.get(key) == value for key, value in attack.items())

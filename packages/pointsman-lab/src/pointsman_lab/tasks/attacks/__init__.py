@@ -1,4 +1,4 @@
-"""Text attacks: language models, classifiers and whole comparisons on texts whose words or letters are changed."""
+"""Text attacks: language models and whole comparisons on texts whose words or letters are changed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from typing import Any
 from pointsman._errors import RunError
 from pointsman_lab.registry import TaskEntry
 
-FLAGS = ("--attack-rate", "--attack-seed", "--task")
-"""Flags of `evaluate` without effect unless --attack is given."""
-
 EXAMPLES = """  pointsman evaluate runs/hyper --attack word --attack-rate 0.01,0.025,0.05
-  pointsman evaluate runs/hyper/finetune/sst2/seed-0 --attack char
   pointsman evaluate runs/compare --attack word      # every run, and tables
 """
 
 
 class Attacks(TaskEntry):
     name = "attacks"
-    records = ("attacks-*.json", "finetune/*/*/attacks-*.json")
 
     def epilog(self, command: str) -> str:
         return EXAMPLES if command == "evaluate" else ""
@@ -32,7 +27,6 @@ class Attacks(TaskEntry):
         add("--attack", choices=("word", "char"), help="words become AAA, or letters change")
         told = "share attacked (default: 0.025)"
         add("--attack-rate", type=numbers(0, 1), default=(0.025,), metavar="R,R", help=told)
-        add("--task", metavar="NAME", help="attack a comparison's runs fine-tuned on this task")
         told = "seed of the choice of words (default: 0)"
         add("--attack-seed", type=whole(0), default=0, metavar="S", help=told)
 
@@ -40,18 +34,15 @@ class Attacks(TaskEntry):
         if command != "evaluate":
             return None
         if not values.attack:
-            flags.without_effect(values, FLAGS, "without --attack")
+            flags.without_effect(values, ("--attack-rate", "--attack-seed"), "without --attack")
             return None
         if values.set:
             raise RunError("pointsman evaluate: --set has no effect on attacks; leave it out")
-        from pointsman_lab.tasks.attacks.cli import run_attacks
+        if (values.run / "finetune.json").is_file():
+            raise RunError(f"--attack: {values.run} is a fine-tuned run; allowed are language models")
+        from pointsman_lab.tasks.attacks.runs import run_attacks
 
         return run_attacks(values, device)
-
-    def sections(self, comparison: Any) -> Any:
-        from pointsman_lab.tasks.attacks.sections import sections
-
-        return sections(comparison)
 
 
 TASK = Attacks()

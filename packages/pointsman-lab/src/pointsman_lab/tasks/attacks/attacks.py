@@ -64,13 +64,11 @@ class Attacked:
 
     Attributes:
         rows: ids of each text [tokens].
-        marks: for each text [tokens] bool, True for a token that the attack inserted.
-        sources: for each text [tokens] int64, the position of each token in the clean text; -1 where marked.
+        sources: for each text [tokens] int64, the position of each token in the clean text; -1 of what the attack put.
         chosen, candidates: the number of attacked words or letters, and of all words or letters.
     """
 
     rows: tuple[IdArray, ...]
-    marks: tuple[Mask, ...]
     sources: tuple[NDArray[np.int64], ...]
     chosen: int
     candidates: int
@@ -165,7 +163,6 @@ def _attack_word_ids(rows: Sequence[IdArray], vocabulary: Vocabulary, attack: At
 def _gathered(made: Sequence[tuple[IdArray, NDArray[np.int64]]], picked: Sequence[Mask]) -> Attacked:
     return Attacked(
         tuple(row for row, _ in made),
-        tuple(source < 0 for _, source in made),
         tuple(source for _, source in made),
         sum(int(chosen.sum()) for chosen in picked),
         sum(len(chosen) for chosen in picked),

@@ -1,4 +1,7 @@
-"""A comparison under attack: clean figures, figures at every attack rate, and the change of the routing."""
+"""A comparison under attack: clean figures, figures at every attack rate, and the change of the routing.
+
+Attacked tokens count as targets. Records of earlier versions have figures without them, which are passed over.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pointsman._files import parse_json
 from pointsman._grid import NONE, Grid
 from pointsman._values import finite
-from pointsman_lab.report.cell import Cell
 from pointsman_lab.report.forms import Forms, captioned, joined
 from pointsman_lab.report.tables import ComparisonTable
-from pointsman_lab.report.task_table import finetunings, is_of, variants
 from pointsman_lab.runs.comparison import Comparison
 from pointsman_lab.runs.record import RunRecord, read_object
 
@@ -37,13 +38,11 @@ class Condition:
     Attributes:
         words: its name.
         rate: share of words or letters attacked; 0 = clean.
-        unmarked: whether attacked positions are left out of the targets.
         table: routers x k over seeds, with paired differences.
     """
 
     words: str
     rate: float
-    unmarked: bool
     table: ComparisonTable
 
 
@@ -52,7 +51,7 @@ class AttackTable(Forms):
     """Clean and attacked figures of a comparison.
 
     Attributes:
-        name: for the files: attack, data (or task) and split.
+        name: for the files: attack, data and split.
         conditions: clean first, then by rate.
         routing: router -> rate -> share of the tokens outside the attack whose first expert changed.
         protocol: one line.
@@ -72,23 +71,17 @@ class AttackTable(Forms):
         begun = {run.router for run, _ in runs}
         routers = [router for router in comparison.routers if router in begun]
 
-        def condition(words: str, rate: float, pick: Pick, *, unmarked: bool = False) -> Condition:
+        def condition(words: str, rate: float, pick: Pick) -> Condition:
             found = {}
             for run, record in runs:
                 kept = [one for row in record["results"] if (one := pick(row))]
-                found[run.router, run.seed] = RunRecord(
-                    run.path, run.router, run.seed, {}, evaluation={"results": kept}
-                )
+                found[run.router, run.seed] = replace(run, evaluation={"results": kept})
             part = Comparison(comparison.path, {}, routers, seeds, found)
-            return Condition(words, rate, unmarked, ComparisonTable.of(part, split=split))
+            return Condition(words, rate, ComparisonTable.of(part, split=split))
 
         attacks = _attacks(rows)
-        conditions = [condition("clean", 0.0, _clean)]
-        for attack in attacks:
-            conditions.append(condition(f"{attack}, all targets count", attack.rate, _attacked(attack)))
-            if any("unmarked" in row for row in rows):
-                words = f"{attack}, attacked targets left out"
-                conditions.append(condition(words, attack.rate, _attacked(attack, unmarked=True), unmarked=True))
+        conditions = [condition("clean", 0.0, lambda row: None if row.get("attack") else row)]
+        conditions += [condition(f"{one}, all targets count", one.rate, _attacked(one)) for one in attacks]
         about = runs[0][1].get("protocol", {})
         protocol = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in about.items())
         routing = {
@@ -100,13 +93,6 @@ class AttackTable(Forms):
     def rates(self) -> list[float]:
         """The attack rates, ascending."""
         return sorted({one.rate for one in self.conditions[1:]})
-
-    def cell(self, router: str, top_k: int, rate: float, *, unmarked: bool = False) -> Cell:
-        """One figure over seeds; rate 0 = clean."""
-        for one in self.conditions:
-            if one.rate == rate and (one.unmarked == unmarked or rate == 0):
-                return next((one.table.quality(row, top_k) for row in one.table.rows if row.router == router), Cell({}))
-        return Cell({})
 
     @property
     def file(self) -> str:
@@ -148,15 +134,13 @@ class AttackTable(Forms):
 
 
 def attack_tables(comparison: Comparison) -> list[AttackTable]:
-    """A table for each attack that the comparison's runs or their fine-tunings have records of."""
+    """A table for each attack that the comparison's runs have records of."""
     found: dict[str, list[tuple[RunRecord, Mapping[str, Any]]]] = {}
-    places = [("", run) for router in comparison.routers for run in comparison.of(router)]
-    places += [(f"-{variant}", run) for variant in variants(comparison) for run in finetunings(comparison, variant)]
-    for suffix, run in places:
+    for run in (run for router in comparison.routers for run in comparison.of(router)):
         for file in sorted(run.path.glob("attacks-*.json")):
             record = read_object(file)
             if record.get("results"):
-                found.setdefault(f"attack-{file.stem.removeprefix('attacks-')}{suffix}", []).append((run, record))
+                found.setdefault(f"attack-{file.stem.removeprefix('attacks-')}", []).append((run, record))
     return [AttackTable.of(comparison, name, runs) for name, runs in sorted(found.items())]
 
 
@@ -172,16 +156,13 @@ def _attacks(rows: Sequence[Mapping[str, Any]]) -> list[Attack]:
     return sorted((Attack(**parse_json(text)) for text in seen), key=lambda attack: attack.rate)
 
 
-def _clean(row: Row) -> Row | None:
-    return row if is_of(row, None) else None
-
-
-def _attacked(attack: Attack, *, unmarked: bool = False) -> Pick:
+def _attacked(attack: Attack) -> Pick:
     """Picks the rows of this attack and marks them as clean, since `ComparisonTable` reads clean rows only."""
     values = attack.to_dict()
 
     def pick(row: Row) -> Row | None:
-        return {**row, **(row["unmarked"] if unmarked else {}), "attack": None} if is_of(row, values) else None
+        found = row.get("attack") or {}
+        return {**row, "attack": None} if values.items() <= found.items() else None
 
     return pick
 

@@ -43,11 +43,20 @@ class ClassificationEntry(TaskEntry):
     def run(self, command: str, flags: Any, values: Any, device: str) -> int | None:
         if command != "evaluate" or not (values.run / "finetune.json").is_file():
             return None
-        if values.set:
-            raise RunError("pointsman evaluate: --set has no effect on fine-tuned runs; leave it out")
-        from pointsman_lab.tasks.attacks.cli import run_attacks
+        for flag, given in (("--set", values.set), ("--data", values.data)):
+            if given:
+                raise RunError(f"pointsman evaluate: {flag} has no effect on fine-tuned runs; leave it out")
+        from pointsman_lab.cli.evaluate import evaluated, tell
+        from pointsman_lab.cli.progress import Display, stop_on_signals
+        from pointsman_lab.finetuning.run import finetuned_task, load_finetuned
 
-        return run_attacks(values, device)
+        with Display() as display, stop_on_signals() as stop:
+            saved = load_finetuned(values.run, device=device, note=display.note)
+            task: Any = finetuned_task(saved)
+            task.reported = values.split or task.reported
+            task.rows(saved.config, task.reported)  # refuses a part that the task lacks
+            record, file, _ = evaluated(saved, task, values, {}, display, stop)
+        return tell(record, file)
 
 
 TASK = ClassificationEntry()

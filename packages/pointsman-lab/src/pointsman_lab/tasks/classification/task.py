@@ -15,7 +15,6 @@ from pointsman_lab.data.catalog import data_folder
 from pointsman_lab.data.task_streams import Encoded, TaskStream, eval_batches
 from pointsman_lab.data.vocabulary import IdArray, Vocabulary
 from pointsman_lab.evaluation.passes import PLAIN, EvaluationContext, Pass, evaluated
-from pointsman_lab.finetuning.run import finetuned_task
 from pointsman_lab.finetuning.settings import Defaults, Finetuning
 from pointsman_lab.finetuning.task import FineTuning
 from pointsman_lab.models.classifier import Classifier
@@ -23,15 +22,14 @@ from pointsman_lab.models.memory import Memory
 from pointsman_lab.tasks.classification.data import Examples, LabelledTexts, find_task, load_task, parse_task
 from pointsman_lab.training.config import RunConfig
 from pointsman_lab.training.objectives import Objective, Outcome, objective_of
-from pointsman_lab.training.run import Run
 from pointsman_lab.training.task import Batches
 
 
 class Classification(FineTuning):
     """Learns to classify texts.
 
-    Args:
-        reported: the part that is judged; None: as in `data`.
+    Attributes:
+        reported: the part that is judged.
     """
 
     data: LabelledTexts
@@ -43,13 +41,11 @@ class Classification(FineTuning):
         settings: Finetuning,
         vocabulary: Vocabulary,
         weights: Mapping[str, Tensor] | None,
-        *,
-        reported: str | None = None,
     ) -> None:
         if not isinstance(vocabulary, Vocabulary):
             raise RunError(f"the task {data.name} is for language models; encoders learn XTREME's tasks")
         super().__init__(data, settings, vocabulary, weights)
-        self.reported = reported or data.reported
+        self.name, self.reported = data.name, data.reported
         self._encoded: dict[tuple[str, int], Encoded] = {}
 
     @classmethod
@@ -138,18 +134,6 @@ class Classification(FineTuning):
         read, every = len(self.scored(self.reported, config)), len(self.data.splits[self.reported])
         scored = {} if read == every else {"scored": f"{read:,} of {every:,} texts, drawn with a fixed seed"}
         return {**super().protocol(config), **scored}
-
-
-def texts_of(run: Run) -> LabelledTexts:
-    """The data of a run fine-tuned to classify texts.
-
-    Raises:
-        RunError: the task's files are gone or have changed, or it learned another kind of task.
-    """
-    data = finetuned_task(run).data
-    if not isinstance(data, LabelledTexts):
-        raise RunError(f"{run.path} was fine-tuned on {data.name}: attacks are for classifiers of single texts")
-    return data
 
 
 def label_loss(model: Classifier, inputs: Tensor, labels: Tensor, memory: Memory | None, length: int) -> Outcome:

@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pointsman.ranks import ALONE, Ranks
@@ -46,19 +44,6 @@ class EvalProtocol:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class MarkedText:
-    """A text in rows, read side by side, some of whose tokens are marked: those that an attack put there.
-
-    Attributes:
-        rows: ids of each row; its first token is context and no target.
-        marks: of each row, [tokens] bool.
-    """
-
-    rows: Sequence[IdArray]
-    marks: Sequence[NDArray[np.bool_]]
-
-
 def quality(level: Level, nats: float) -> tuple[str, float | None]:
     """Name and value of the figure that a level is judged by: bits per character nats / ln 2, or perplexity e^nats.
 
@@ -76,7 +61,7 @@ def quality(level: Level, nats: float) -> tuple[str, float | None]:
 @torch.no_grad()
 def evaluate(
     model: TransformerXL,
-    tokens: IdArray | MarkedText,
+    tokens: IdArray | tuple[IdArray, ...],
     level: Level,
     *,
     split: str,
@@ -91,8 +76,8 @@ def evaluate(
     draw from a generator state of their own (`protocol.seed`).
 
     Args:
-        tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary; or a marked text, of which
-            all is read.
+        tokens: ids [n] of the part (`corpus.split(split)`), in the model's vocabulary; or rows of ids, read side by
+            side, of which all is read.
         level: what a token is; decides between bits per character and perplexity.
         split, top_k, how: as of `passes.evaluated`, also for errors. The ranks share the rows. Where a row's figures
             depend on what is read beside it, or on draws, every rank reads all rows.
@@ -102,44 +87,33 @@ def evaluate(
         For each k: {"split", "top_k", "nats", "metric", "value", "tokens",
         "routers": {layer: {"entropy", "entropy_std", "load"}}}. Entropies are of the full distribution before mixing,
         means and deviations over tokens in nats; with a mixer "mixed_entropy" is that of what selection saw. `load` [E]
-        is each expert's share of the assignments. Of a marked text also "unmarked": {"nats", "value", "tokens"}, with
-        the marked tokens not counted as targets.
+        is each expert's share of the assignments.
 
     Raises:
         RunError: a text shorter than one segment.
     """
     device = next(model.parameters()).device
-    marks: EvalStream | None = None
-    if isinstance(tokens, MarkedText):
-        stream = EvalStream.of_rows(tokens.rows, protocol.segment_length, device)
-        marks = EvalStream.of_rows([row.astype(np.uint8) for row in tokens.marks], protocol.segment_length, device)
+    if isinstance(tokens, tuple):
+        stream = EvalStream.of_rows(tokens, protocol.segment_length, device)
     else:
         stream = EvalStream(tokens, protocol.batch_size, protocol.segment_length, device, protocol.tokens)
-    ranks = how.ranks if marks is None and divides_rows(model) else ALONE
+    ranks = how.ranks if divides_rows(model) else ALONE
 
     def one_pass(one: Pass) -> dict[str, Any]:
-        sums = _sums(stream, marks, protocol, one, recorder)
-        metric, figures = quality(level, 0.0)[0], [_figures(level, *pair) for pair in sums]
-        unmarked = {"unmarked": figures[1]} if marks else {}
-        return {"nats": figures[0]["nats"], "metric": metric, **figures[0], **unmarked}
+        total, count = _sums(stream, protocol, one, recorder)
+        mean = total / count if count else math.nan
+        metric, value = quality(level, mean)
+        return {"nats": mean if count else None, "metric": metric, "value": value, "tokens": count}
 
     return evaluated(model, top_k, one_pass, split=split, batches=len(stream), how=how, seed=protocol.seed, ranks=ranks)
 
 
-def _figures(level: Level, nats: float, count: int) -> dict[str, Any]:
-    """Of `count` targets with `nats` together."""
-    mean = nats / count if count else math.nan
-    return {"nats": mean if count else None, "value": quality(level, mean)[1], "tokens": count}
-
-
-def _sums(
-    stream: EvalStream, marks: EvalStream | None, protocol: EvalProtocol, one: Pass, recorder: Recorder | None
-) -> list[tuple[float, int]]:
-    """(nats, targets) of all targets, and of the unmarked ones."""
+def _sums(stream: EvalStream, protocol: EvalProtocol, one: Pass, recorder: Recorder | None) -> tuple[float, int]:
+    """The nats of all targets together, and how many they are."""
     model, ranks = one.model, one.ranks
     device = next(model.parameters()).device  # nothing waits for it before the last segment
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     whole = stream.rows % ranks.count == 0  # otherwise some ranks have rows of padding
     memory: Memory | None = None
     mask: Tensor | None = None
@@ -164,12 +138,10 @@ def _sums(
         mask = None if whole and stream.is_whole(index) else real.reshape(-1)
         with one.how.precision or nullcontext():
             each, memory = forward(inputs, targets, memory)
-        losses = each.double()
-        counted = real if marks is None else marks.batch(index)[1] == 0
-        totals += torch.stack([losses.sum(), losses.masked_fill(~counted, 0.0).sum()])
-        counts += torch.stack([real.sum(), counted.sum()])
-    totals, counts = ranks.total(totals.cpu(), counts.cpu())
-    return list(zip(totals.tolist(), counts.tolist(), strict=True))
+        total += each.double().sum()
+        count += real.sum()
+    total, count = ranks.total(total.cpu(), count.cpu())
+    return float(total), int(count)
 
 
 def _own_rows(tensor: Tensor, fill: int, ranks: Ranks) -> Tensor:
