@@ -77,6 +77,22 @@ def test_imagenet_c_is_relative_to_alexnet_with_its_clean_error() -> None:
     assert found == pytest.approx([np.mean(0.6 / errors), np.mean((0.6 - 0.3) / (errors - 0.435))])
 
 
+def test_corruption_errors_are_of_all_seeds_and_of_rises_that_were_measured() -> None:
+    def record(corrupted: float, images: int) -> dict[str, Any]:
+        rows = [{"top_k": 2, "corruption": name, "value": corrupted} for name in CORRUPTIONS]
+        clean = [{"top_k": 2, "value": 0.5}]
+        return {"every_k": False, "results": rows, "clean": clean, "protocol": {"images": images}}
+
+    own = {seed: record(0.35, 200) for seed in range(3)}
+    # the rise from 0.5 to 0.6 is 0.1; two standard errors are 0.0990 of 200 images and 0.1010 of 192
+    first = {seed: record(0.4, 200) for seed in range(3)}
+    assert _relative(own, 2, first, rise=True).values == pytest.approx(dict.fromkeys(range(3), 1.5))
+    few = {**first, 1: record(0.4, 192)}
+    assert (_relative(own, 2, few, rise=True).values, len(_relative(own, 2, few, rise=False).values)) == ({}, 3)
+    less = {seed: first[seed] for seed in (0, 2)}
+    assert _relative(own, 2, less, rise=False).values == {}, "no seed is dropped without a word"
+
+
 def test_corruption_errors_by_hand() -> None:
     own, other = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.4], "snow": [0.5, 1.0]}
     assert scores.corruption_error(own, other) == pytest.approx((0.6 / 0.8 + 1.0 / 1.5) / 2)

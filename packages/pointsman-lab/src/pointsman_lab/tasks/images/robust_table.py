@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ TITLES = {
 NOTES = {
     "c": "Mean over 15 corruptions at 5 severities. mCE: errors divided by those of the first row with the same seed "
     "(ImageNet-C's own files: of AlexNet), mean over corruptions; relative mCE: the same of the rise over the clean "
-    "error. Moved: share of patches whose first expert, or whose set of experts, differs between the clean and the "
-    "corrupted image at the k of training, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
+    "error. Neither is printed where a seed of the row has none, nor the relative one where the first row's rise on a "
+    "corruption is within two standard errors of 0 (shares of the images that were read). Moved: share of patches "
+    "whose first expert, or whose set of experts, differs between the clean and the corrupted image at the k of "
+    "training, mean over layers. RMS, ECE, AURRA: calibration on the clean images.",
     "a": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
     "r": "Logits are restricted to the classes of these images; clean: the test images of the same classes.",
     "o": "Score: minus the largest probability; outliers are the positives. An AUPR of the base rate is chance.",
@@ -234,25 +237,35 @@ def _difference(one: Figure, two: Figure) -> Figure:
 
 
 def _relative(own: Mapping[int, Record], k: int, reference: Mapping[int, Record], *, rise: bool) -> Cell:
-    """mCE, or relative mCE, against the first row of the same seed; of ImageNet-C's 1,000 classes against AlexNet."""
-    values: dict[int, float] = {}
-    for seed, record in own.items():
-        other, errs = reference.get(seed), errors(record, k)
-        clean = _field("value", "clean")
-        if other is None:
-            continue
-        theirs, start, begin = errors(other, k), clean(record, k), clean(other, k)
-        if errs.keys() != theirs.keys() or start is None or begin is None:
-            continue
-        if record.get("imagenet_c"):
-            theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
-        if rise:
-            value = relative_corruption_error(errs, 1 - start, theirs, 1 - begin)
-        else:
-            value = corruption_error(errs, theirs) if all(any(own) for own in theirs.values()) else None
-        if value is not None:
-            values[seed] = value
-    return Cell(values)
+    """mCE, or relative mCE, against the first row of the same seed; of ImageNet-C's 1,000 classes against AlexNet.
+
+    Empty where a seed of the row has none, so that a printed mean is over all seeds.
+    """
+    values = {seed: _ratio(record, reference.get(seed), k, rise=rise) for seed, record in own.items()}
+    known = {seed: value for seed, value in values.items() if value is not None}
+    return Cell(known if len(known) == len(values) else {})
+
+
+def _ratio(record: Record, other: Record | None, k: int, *, rise: bool) -> float | None:
+    clean = _field("value", "clean")
+    if other is None or (start := clean(record, k)) is None or (begin := clean(other, k)) is None:
+        return None
+    errs, theirs = errors(record, k), errors(other, k)
+    if errs.keys() != theirs.keys():
+        return None
+    if record.get("imagenet_c"):
+        theirs, begin = {name: [error] for name, error in ALEXNET.items()}, 1 - ALEXNET_CLEAN
+    elif rise and not all(_is_measured(statistics.fmean(of), 1 - begin, other) for of in theirs.values()):
+        return None
+    if rise:
+        return relative_corruption_error(errs, 1 - start, theirs, 1 - begin)
+    return corruption_error(errs, theirs) if all(any(of) for of in theirs.values()) else None
+
+
+def _is_measured(error: float, clean: float, record: Record) -> bool:
+    """Whether a rise of the error exceeds two standard errors of a difference of shares of so many images."""
+    variance = error * (1 - error) + clean * (1 - clean)
+    return error - clean > 2 * math.sqrt(variance / record["protocol"]["images"])
 
 
 def _shown(name: str, cell: Cell) -> str:
