@@ -17,6 +17,7 @@ from pointsman._files import read_json, write_whole
 from pointsman._grid import NONE, Grid
 from pointsman._shapes import check_shape
 from pointsman_lab.report.cell import LEAST_SEEDS
+from pointsman_lab.report.tables import ComparisonTable
 from pointsman_lab.runs.comparison import Comparison, read_comparison
 from pointsman_lab.runs.paths import COMPARISON
 from tools.results.claims_file import CLAIMS, Claim, Family, read_claims
@@ -113,7 +114,7 @@ class Page:
         """The claims of `folder`/claims.toml, tested on the grids in `folder`; a grid that is not there is not run.
 
         Raises:
-            RunError: a claim that names no known measure or grid; a damaged grid.
+            RunError: a claim that names no known measure or grid; a damaged grid; what `check_cost` refuses.
         """
         commands, families, claims = read_claims(folder / CLAIMS)
         grids = {name: read_comparison(folder / name) for name in commands if (folder / name / COMPARISON).is_file()}
@@ -127,6 +128,8 @@ class Page:
             )
             for one in claims
         ]
+        for one in tested:
+            check_cost(one.claim, grids.get(one.claim.grid))
         whole = {
             name: [f"{first} \\\n    {_options(grids.get(name))}--out GRID", *after]
             for name, (first, *after) in commands.items()
@@ -238,6 +241,34 @@ def values_of(claim: Claim, other: str, grids: Mapping[str, Comparison]) -> list
     one = claim.measured.of(comparison, claim.row)
     two = replace(claim.measured, k=claim.base_k or claim.k).of(comparison, other)
     return [one[seed] - two[seed] for seed in sorted(one.keys() & two.keys())]
+
+
+def check_cost(claim: Claim, grid: Comparison | None) -> None:
+    """Refuses a claim on what routing gains over a dense row that costs less, without a control that tells them apart.
+
+    Such a control has been run, and is the row's own `+uniform`, or a dense row of its cost (within 2 %).
+
+    Raises:
+        RunError: in one line.
+    """
+    if grid is None or not claim.measure or {claim.row, claim.base} - {*grid.routers}:
+        return
+    rows = {one.router: one for one in ComparisonTable.of(grid).rows}
+    row, base, control = rows[claim.row], rows[claim.base], rows.get(claim.control)
+    if row.router_parameters is None or base.router_parameters is not None or not (row.cost and base.cost):
+        return
+    mine, theirs = row.cost["flops"], base.cost["flops"]
+    if theirs >= 0.98 * mine:
+        return
+    if control is not None and control.done:
+        dense = control.router_parameters is None and abs(control.cost.get("flops", 0) / mine - 1) <= 0.02
+        if dense or claim.control == f"{claim.row.partition('+')[0]}+uniform":
+            return
+    told = f"{claim.base} costs {theirs / 1e6:.3g} MFLOP a token, {claim.row} {mine / 1e6:.3g}"
+    raise RunError(
+        f"{CLAIMS}, {claim.claim!r}: {told}: name a control of {claim.grid} that has been run: {claim.row}+uniform, "
+        "or dense-matched"
+    )
 
 
 def over_limit(claim: Claim, folder: Path) -> list[float]:

@@ -80,7 +80,10 @@ class Pages:
         for question in values["questions"]:
             of = [one for one in self.claims.tested if one.claim.question == question["name"]]
             answers = Grid(
-                ("claim", "grid", "difference", "verdict"), [_answer(one) for one in of], code=False, labels=4
+                ("claim", "grid", "difference", "control", "verdict"),
+                [_answer(one) for one in of],
+                code=False,
+                labels=5,
             )
             parts += [f"## {question['title']}", question.get("note", ""), answers.markdown(),
                       f"![{question['alt']}](pictures/{question['picture']}.svg)"]  # fmt: skip
@@ -89,7 +92,8 @@ class Pages:
 
 
 def _answer(one: Tested) -> Sequence[str]:
-    return one.claim.claim, f"[{one.claim.grid}]({one.claim.grid}.md)", one.figure, f"**{one.verdict}**"
+    where = f"[{one.claim.grid}]({one.claim.grid}.md)"
+    return one.claim.claim, where, one.figure, one.against_control, f"**{one.verdict}**"
 
 
 def measured(comparison: Comparison, columns: Mapping[str, Measure]) -> str:

@@ -129,6 +129,25 @@ def test_families_have_their_own_correction_and_seeds(folder: Path) -> None:
     assert Page.read(folder).tested[1].verdict == "not run (3 of 12 seeds)"
 
 
+def test_a_gain_over_a_cheaper_dense_row_needs_a_control(tmp_path: Path) -> None:
+    million = {"plain": 4, "smoe": 6, "smoe+uniform": 6, "dense-matched": 6, "dense": 9, "xmoe+uniform": 6}
+    write_comparison(tmp_path / "tiny", routers=list(million))
+    for file in (tmp_path / "tiny" / "runs").rglob("evaluation.json"):
+        router = json.loads(file.with_name("config.json").read_text())["model"]["router"]
+        record = json.loads(file.read_text())
+        record["cost"] = {"top_k": 2, "flops": million[router] * 10**6, "active": 1, "total": 1}
+        if router in ("plain", "dense", "dense-matched"):
+            record["results"] = [{key: row[key] for key in row if key != "routers"} for row in record["results"]]
+        file.write_text(json.dumps(record))
+    for base, control in (("plain", ""), ("plain", "dense"), ("plain", "xmoe+uniform")):
+        (tmp_path / CLAIMS).write_text(PAGE + claim("smoe", base=base, control=control))
+        with pytest.raises(RunError, match="plain costs 4 MFLOP a token, smoe 6: name a control"):
+            Page.read(tmp_path)
+    for base, control in (("plain", "smoe+uniform"), ("plain", "dense-matched"), ("dense", ""), ("smoe+uniform", "")):
+        (tmp_path / CLAIMS).write_text(PAGE + claim("smoe", base=base, control=control))
+        assert len(Page.read(tmp_path).tested) == 1
+
+
 def test_claims_about_time_compare_turns(folder: Path) -> None:
     timed = claim("ahead", measure="", grid="", timings="time.json", limit=1.07, test="bench")
     (folder / CLAIMS).write_text(PAGE + timed)
