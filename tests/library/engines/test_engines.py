@@ -16,14 +16,19 @@ from pointsman.engines.common import carried, dense, step_end
 from tests.library.engines.build import BUILDERS, DIM, EXPERTS, HIDDEN, Built
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engines' own
+CARRIED = (
+    "base", "forced", "frozen-scaled", "frozen-temperature", "hyperrouter", "loss-free:rate=0.1",
+    "noisy-topk", "sigma", "sinkhorn", "smoe:balance=0.1", "smoe-dropout", "sparsemixer", "switch", "vmoe", "xmoe",
+    "xmoe-torchscale",
+)  # fmt: skip
+"""The registered routers that take k experts for every token, and look at nothing but it and others of its batch."""
 SPECS = (
-    "smoe:balance=0.1",
-    "xmoe",
-    "hyperrouter",
-    "loss-free:rate=0.1",
-    "sigma",
-    "smoe:gate=sigmoid:renormalize=false",
-)
+    *CARRIED, "smoe:gate=sigmoid:renormalize=false", "hyperrouter:share=true", "xmoe:gate=sigmoid",
+    "smoe@loss-free", "xmoe@loss-free:rate=0.1", "hyperrouter@loss-free", "frozen-scaled@loss-free", "xmoe@sigma",
+    "hyperrouter@sparsemixer", "smoe-dropout@sinkhorn", "hyperrouter@base", "xmoe@noisy-topk",
+    "hyperrouter@sigma", "frozen-temperature@base", "smoe@sinkhorn:z_loss=0.1",
+    "sigma@loss-free",
+)  # fmt: skip
 DEFAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "megatron": [
         ({}, "smoe:bias=false"),
@@ -76,8 +81,9 @@ def ours(built: Built, spec: str, k: int) -> pointsman.MoE:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_engines_layer_equals_ours_forward_and_gradient(engine: str, spec: str) -> None:
-    built = build(engine)(spec)
-    layer = ours(built, spec, 2)
+    k = 1 if spec == "switch" else 2
+    built = build(engine)(spec, k)
+    layer = ours(built, spec, k)
     layer.router.load_state_dict(built.router.state_dict())
     built.layer.train()
     hidden = torch.randn(2, 5, DIM)
@@ -164,6 +170,10 @@ def test_routers_with_another_number_of_experts_for_each_token(engine: str) -> N
     for spec in ("top-p", "expert-choice"):
         with pytest.raises(ValueError, match="the number of experts differs between tokens"):
             build(engine)(spec)
+    if engine != "nemo":  # whose experts skip a choice of none
+        for spec in ("gshard", "xmoe@gshard"):
+            with pytest.raises(ValueError, match="it drops choices"):
+                build(engine)(spec)
 
 
 def test_settings_of_the_engines_own_router_are_refused() -> None:
@@ -213,17 +223,20 @@ def test_torchtitan_draws_weights_after_to_empty() -> None:
     assert float(layer.router.loss_scale) == 0.25
 
 
-def test_how_many_routers_an_engine_carries() -> None:
-    found = {True: 0, False: 0}
-    for ragged in found:
+def test_every_router_is_carried_or_refused_with_the_reason() -> None:
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for ragged, names in found.items():
         for name in list_routers():
             try:
                 carried("engine", name, dim=DIM, num_experts=8, top_k=1 if name == "switch" else 2, ragged=ragged)
             except ValueError:
                 continue
-            found[ragged] += 1
-    assert found[False] >= 17
-    assert found[True] >= 23
+            names.append(name)
+    assert found[False] == [spec.partition(":")[0] for spec in CARRIED]
+    assert {*found[True]} - {*found[False]} == {
+        "depths", "gshard", "dselect", "dynmoe", "expert-choice", "expert-threshold", "relu", "top-p",
+    }  # fmt: skip
+    assert len(SPECS) >= 30
 
 
 def test_the_dense_form_of_a_routing() -> None:

@@ -18,11 +18,20 @@ from pointsman.routers.frame.registry import build_router, parse_spec
 from pointsman.routers.frame.router import Router
 from pointsman.routing import Routing
 
-PROBE = 16
+PROBE = 256
+"""Tokens that a router is tried on."""
 
 
 def carried(
-    engine: str, spec: str, *, dim: int, num_experts: int, top_k: int, ragged: bool = False, dropped: bool = False
+    engine: str,
+    spec: str,
+    *,
+    dim: int,
+    num_experts: int,
+    top_k: int,
+    ragged: bool = False,
+    dropped: bool = False,
+    trains: bool = True,
 ) -> Router:
     """The router of a spec, if an engine can carry it.
 
@@ -30,6 +39,7 @@ def carried(
         engine: its name, for messages.
         ragged: whether its layer takes another number of experts for each token, and experts that choose tokens.
         dropped: whether its layer takes a token without an expert.
+        trains: whether it trains the router.
 
     Raises:
         ValueError: the spec is none, or the engine's layer hands over less than the router needs, or takes less than it
@@ -42,7 +52,7 @@ def carried(
     parsed = parse_spec(spec)
     if parsed.mixer is not None:
         raise refuse("a mixer reads the attention before the layer and earlier tokens, which this layer does not get")
-    router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=2)
+    router = build_router(spec, dim=dim, num_experts=num_experts, top_k=top_k, vocab_size=2).train(trains)
     if router.needs:
         raise refuse(f"it needs {', '.join(sorted(router.needs))}, which this layer does not get")
     if router.objective is not None:
@@ -57,13 +67,15 @@ def carried(
         raise refuse("capacity drops assignments, and this layer takes k experts for every token")
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        routing = router(torch.randn(1, PROBE, dim))
+        routing = router(100 * torch.randn(1, PROBE, dim))  # sure choices
     if routing.above is not None:
         raise refuse("it hands a state to the sparse layer above, which the engine does not pass on")
     if router.needs_moe and not (ragged and routing.by_experts):
         raise refuse("its experts' outputs are not combined by a weighted sum of k, the only one that this layer has")
     if not ragged and (router.ragged or routing.experts.shape[-1] != top_k):
         raise refuse("the number of experts differs between tokens, and this layer takes k for every token")
+    if not (ragged or dropped or routing.experts.is_meta) and bool((routing.experts < 0).any()):
+        raise refuse("it drops choices, and this layer takes k experts for every token")
     return router
 
 

@@ -27,7 +27,7 @@ class RoutingFunction:
     """
 
     def __init__(self, router: Router) -> None:
-        carried(ENGINE, router.spec, dim=router.dim, num_experts=router.num_experts, top_k=router.top_k)
+        carried(ENGINE, router.spec, dim=router.dim, num_experts=router.num_experts, top_k=router.top_k, trains=False)
         if not (router.causal and router.batch_invariant):
             raise ValueError(f"{ENGINE}: router {router.spec!r}: it looks at other tokens, and a batch mixes requests")
         self.router = router.eval()
