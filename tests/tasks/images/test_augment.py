@@ -77,11 +77,13 @@ def test_rand_augment_at_magnitude_0_keeps_geometry() -> None:
 def test_an_inception_crop_is_a_window_of_the_picture() -> None:
     pytest.importorskip("PIL")
     whole, corner = np.array([1.0, 0.5, 0.0, 0.0]), np.array([0.0, 0.5, 0.0, 0.0])
-    assert (inception_crop(IMAGES[0], whole) == IMAGES[0]).all()
+    assert (inception_crop(IMAGES[0], whole, len(IMAGES[0])) == IMAGES[0]).all()
     steps = np.repeat(np.repeat(np.array([[10, 200], [200, 200]], dtype=np.uint8), 8, 0), 8, 1)
-    found = inception_crop(np.stack([steps] * 3, -1), corner)  # 5 % of the area, in the upper left quarter
+    found = inception_crop(np.stack([steps] * 3, -1), corner, 16)  # 5 % of the area, in the upper left quarter
     assert found.shape == (16, 16, 3)
     assert (found == 10).all()
+    wide = np.repeat(np.concatenate([steps, steps], 1)[..., None], 3, -1)  # 5 % of 16 x 32 pixels
+    assert (inception_crop(wide, corner, 4) == 10).all()
 
 
 @pytest.mark.parametrize(

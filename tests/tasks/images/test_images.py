@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pointsman._errors import RunError
 from pointsman_lab.tasks.images import image_set
+from pointsman_lab.tasks.images.augment import Augmentation, ImageStream, inception_crop, to_tensor, uniforms
 from pointsman_lab.tasks.images.image_set import ImageSet, fit, load_images
 
 Image = pytest.importorskip("PIL.Image")
@@ -65,6 +68,53 @@ def test_folders_of_classes(tmp_path: Path) -> None:
     test = images.split("test")
     assert test.labels.tolist() == [0] * 20 + [1] * 20 + [2] * 20
     assert (test.images[20] == picture(1000)).all()
+
+
+@pytest.mark.parametrize("how", ["not cached", "too large"])
+def test_images_that_are_not_cached_are_decoded_as_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    write_classes(tmp_path / "set", side=12)
+    kept = load(tmp_path / "set", tmp_path, ":size=8")
+    if how == "too large":
+        monkeypatch.setattr("pointsman_lab.tasks.images.image_set.MOST_CACHED", 120 * 8 * 8 * 3 - 1)
+    folder = tmp_path / "other"
+    read = load_images(f"{tmp_path / 'set'}:size=8", cache_dir=folder, cached=how == "too large")
+    assert ("0.0 GB of pixels, decoded as they are read" in read.description) == (how == "too large")
+    for split in kept.splits:
+        one, two = kept.split(split), read.split(split)
+        assert (one.labels == two.labels).all()
+        assert (two.images.shape, len(two.images)) == (one.images.shape, len(one.images))
+        for rows in ([2, 0], np.array([1]), slice(0, 2), slice(None)):
+            assert (one.images[rows] == two.images[rows]).all()
+    (tmp_path / "set" / "val" / CLASSES[0] / f"{CLASSES[0]}_0.png").write_bytes(b"")
+    test = read.split("test")
+    assert (test.images[[20]] == kept.split("test").images[[20]]).all(), "other rows are not decoded"
+    with pytest.raises(RunError, match=r"_0\.png"):
+        test.images[[0]]
+    assert not folder.exists()
+
+
+def test_a_cache_that_does_not_fit_the_disk_is_refused_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_classes(tmp_path / "set")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=23_000))
+    with pytest.raises(RunError, match=r"0.0 GB are free; the decoded images take 0.0 GB"):
+        load(tmp_path / "set", tmp_path)
+
+
+def test_crops_are_taken_from_the_image_as_it_lies_on_the_disk(tmp_path: Path) -> None:
+    write_classes(tmp_path / "set", side=40)
+    train = load(tmp_path / "set", tmp_path, ":size=16").split("train")
+    stream = ImageStream(train, 4, 3, Augmentation.parse("inception"), seed=1)
+    pixels, _ = stream.batch(0)
+    draws = uniforms(1, "inception", 0, 4, 4)
+    assert train.original is not None
+    for row, index in enumerate(stream.indices(0)):
+        original = train.original(index)
+        assert original.shape == (40, 40, 3)
+        assert torch.equal(pixels[row], to_tensor(inception_crop(original, draws[row], 16)[None])[0])
 
 
 def test_a_tar_archive_gives_the_same_as_its_folder(tmp_path: Path) -> None:

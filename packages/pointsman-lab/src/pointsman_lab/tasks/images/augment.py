@@ -10,7 +10,7 @@ Shapes: images uint8 [B, S, S, 3]; what the model gets is float32 [B, 3, S, S] i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ def uniforms(seed: int, stream: str, step: int, rows: int, width: int) -> NDArra
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images, in this order: randaugment, inception, crop, flip, cutout, mixup.
+    """What is done to training images, in this order: inception, randaugment, crop, flip, cutout, mixup.
 
     Attributes:
         crop: pixels of reflected margin of which a window of the old size is cut; 0: none.
@@ -45,8 +45,8 @@ class Augmentation:
         cutout: side of the grey square that is put on each image; 0: none.
         mixup: alpha of the Dirichlet distribution; 0: none. One share a step: lambda x_i + (1 - lambda) x_(i+1), the
             larger share first (Zhang et al. 2018, as V-MoE's code draws it).
-        inception: whether a random window of each image, of 5 to 100 % of its area and with sides 3 : 4 to 4 : 3, is
-            resized to the whole (Szegedy et al. 2015).
+        inception: whether a random window of each image as it lies on the disk, of 5 to 100 % of its area and with
+            sides 3 : 4 to 4 : 3, is resized to the images' size (Szegedy et al. 2015).
         randaugment: (operations an image, magnitude from 0 to 10) (Cubuk et al. 2020); None: none.
     """
 
@@ -74,16 +74,23 @@ class Augmentation:
             values[name] = _number(text, name, value)
         return cls(**values)  # type: ignore[arg-type]  # `_number` gives each name its own type
 
-    def __call__(self, images: Pixels, labels: Tensor, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """images [B, S, S, 3] and labels [B, C] of a step -> float32 [B, 3, S, S] in [-1, 1], and labels."""
+    def __call__(
+        self, images: Pixels | Sequence[Pixels], labels: Tensor, *, seed: int, step: int, side: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """images [B, S, S, 3] and labels [B, C] of a step -> float32 [B, 3, S, S] in [-1, 1], and labels.
+
+        With `inception` images may be of any size; `side` is S then.
+        """
         rows = len(images)
+        if self.inception:
+            draws = uniforms(seed, "inception", step, rows, 4)
+            pairs = zip(images, draws, strict=True)
+            images = np.stack([inception_crop(image, row, side or len(image)) for image, row in pairs])
+        images = np.asarray(images)
         if self.randaugment is not None:
             number, magnitude = self.randaugment
             draws = uniforms(seed, "randaugment", step, rows, 3 * number)
             images = np.stack([rand_augment(image, row, magnitude) for image, row in zip(images, draws, strict=True)])
-        if self.inception:
-            draws = uniforms(seed, "inception", step, rows, 4)
-            images = np.stack([inception_crop(image, row) for image, row in zip(images, draws, strict=True)])
         if self.crop:
             images = crop(images, self.crop, uniforms(seed, "crop", step, rows, 2))
         if self.flip:
@@ -139,14 +146,14 @@ def crop(images: Pixels, margin: int, draws: NDArray[np.float64]) -> Pixels:
     return cut
 
 
-def inception_crop(image: Pixels, draws: NDArray[np.float64]) -> Pixels:
-    """A window of the image, resized to the whole (bilinear); `draws` [4] give its area, sides and place."""
+def inception_crop(image: Pixels, draws: NDArray[np.float64], side: int) -> Pixels:
+    """A window of the image, resized to `side` (bilinear); `draws` [4] give its area, sides and place."""
     from PIL import Image
 
-    side = len(image)
-    area, ratio = 0.05 + 0.95 * draws[0], np.exp((2 * draws[1] - 1) * np.log(4 / 3))
-    wide, high = (min(side, side * float(np.sqrt(area * factor))) for factor in (ratio, 1 / ratio))
-    left, top = draws[2] * (side - wide), draws[3] * (side - high)
+    height, width = image.shape[:2]
+    area, ratio = (0.05 + 0.95 * draws[0]) * height * width, np.exp((2 * draws[1] - 1) * np.log(4 / 3))
+    wide, high = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))
+    left, top = draws[2] * (width - wide), draws[3] * (height - high)
     box = (left, top, left + wide, top + high)
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BILINEAR, box=box))
 
@@ -262,7 +269,10 @@ class ImageStream:
         """images [B, 3, S, S] in [-1, 1], and labels [B, C] as probabilities."""
         rows = self.indices(step)
         labels = F.one_hot(torch.from_numpy(self._part.labels[rows]), self.num_classes).float()
-        return self._augmentation(self._part.images[rows], labels, seed=self.seed, step=step)
+        part, side = self._part, self._part.images.shape[1]
+        whole = part.original if self._augmentation.inception else None
+        images = part.images[rows] if whole is None else [whole(row) for row in rows]
+        return self._augmentation(images, labels, seed=self.seed, step=step, side=side)
 
 
 def evaluation_batches(part: ImagePart, batch_size: int, budget: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,43 @@ IMAGE_SETS = {
 _FOLDERS = {"cifar10-10k": ("cifar10-10k", "cifar10"), "tiny-imagenet-50": ("tiny-imagenet-50",)}
 
 
+MOST_CACHED = 8 * 2**30
+"""Bytes of decoded pixels: a set that has more is not cached."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Images of a part that are decoded whenever they are read: `images[rows]` is [.., side, side, 3]."""
+
+    part: LabelledImages
+    size: int | None
+    side: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.part), self.side, self.side, 3
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, rows: Any) -> Pixels:
+        found = np.empty((len(chosen := np.arange(len(self.part))[rows]), *self.shape[1:]), dtype=np.uint8)
+        for place, row in enumerate(chosen):
+            found[place] = _decoded(self.part, int(row), self.size, self.side)
+        return found
+
+
 @dataclass(frozen=True)
 class ImagePart:
-    """images [N, side, side, 3] uint8 and labels [N] int64."""
+    """images [N, side, side, 3] uint8 and labels [N] int64.
 
-    images: Pixels
+    Attributes:
+        original: row -> the image as it was before `size`; None: it is that of `images`.
+    """
+
+    images: Pixels | Unread
     labels: NDArray[np.int64]
+    original: Callable[[int], Pixels] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -89,11 +121,13 @@ class ImageSet:
             if name not in number:
                 raise RunError(f"{self.name}: the class {name!r} is none of the {len(number)} that the model learned")
         label = np.array([number[name] for name in self.classes], dtype=np.int64)
-        parts = {split: ImagePart(part.images, label[part.labels]) for split, part in self._parts.items()}
+        parts = {split: replace(part, labels=label[part.labels]) for split, part in self._parts.items()}
         return replace(self, classes=tuple(classes), _parts=parts)
 
 
-def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | None = None) -> ImageSet:
+def load_images(
+    spec: str, *, data_dir: Path | None = None, cache_dir: Path | None = None, cached: bool = True
+) -> ImageSet:
     """Opens `NAME|PATH[:size=N]`: a name under `data_dir`, or a folder, archive or .npy file.
 
     Without a validation part, one is taken from training: the last tenth of sheets and of CIFAR's binary form, else
@@ -106,6 +140,8 @@ def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | No
             must be square and of one size.
         data_dir: where names are looked up.
         cache_dir: where decoded images are kept; None: the user's cache folder.
+        cached: whether they are; sets of more than `MOST_CACHED` bytes never are. Else each image is decoded when it
+            is read, and the fingerprint is that of names, labels, sizes and times of the files.
 
     Raises:
         RunError: no such set, an unknown option, a damaged image, images of several sizes without `size`.
@@ -121,14 +157,25 @@ def load_images(spec: str, *, data_dir: Path | None = None, cache_dir: Path | No
     _check_parts(parts, layout, f"{path or text}", note)
     root = cache_dir or user_cache_folder() / "images"
     folder = root / _key(layout, size)
-    arrays = _open(folder) or _build(folder, parts, size)
-    checksum = hashlib.sha256("".join(f"{split}{crc}" for split, (_, crc) in sorted(arrays.items())).encode())
-    side = next(iter(arrays.values()))[0].images.shape[1]
-    sizes = ", ".join(f"{split} {len(part):,}" for split, (part, _) in arrays.items())
+    side = size or next(iter(parts.values())).load(0).shape[0]
+    needed = sum(map(len, parts.values())) * side * side * 3
+    if cached and needed <= MOST_CACHED:
+        arrays = _open(folder) or _build(folder, parts, size, side, needed)
+        crc = hashlib.sha256("".join(f"{split}{crc}" for split, (_, crc) in sorted(arrays.items())).encode())
+        opened, fingerprint = {split: part for split, (part, _) in arrays.items()}, crc.hexdigest()
+    else:
+        opened = {
+            split: ImagePart(Unread(part, size, side), np.asarray(part.labels, dtype=np.int64))
+            for split, part in parts.items()
+        }
+        told = json.dumps({split: [list(map(int, part.labels)), list(part.names)] for split, part in parts.items()})
+        fingerprint = hashlib.sha256(f"{folder.name}{told}".encode()).hexdigest()
+        note += f"; {needed / 1e9:,.1f} GB of pixels, decoded as they are read" if cached else ""
+    if size:
+        opened = {split: replace(part, original=parts[split].load) for split, part in opened.items()}
+    sizes = ", ".join(f"{split} {len(part):,}" for split, part in opened.items())
     description = f"{name}: {layout.kind}, {len(layout.classes)} classes, {side} x {side}, {sizes}{note}"
-    return ImageSet(
-        name, layout.classes, side, description, checksum.hexdigest()[:16], {s: part for s, (part, _) in arrays.items()}
-    )
+    return ImageSet(name, layout.classes, side, description, fingerprint[:16], opened)
 
 
 def _parse(spec: str) -> tuple[str, int | None]:
@@ -232,9 +279,12 @@ def _decoded(part: LabelledImages, row: int, size: int | None, side: int) -> Pix
     return pixels
 
 
-def _build(folder: Path, parts: Mapping[str, LabelledImages], size: int | None) -> dict[str, tuple[ImagePart, int]]:
-    first = next(iter(parts.values()))
-    side = size or first.load(0).shape[0]
+def _build(
+    folder: Path, parts: Mapping[str, LabelledImages], size: int | None, side: int, needed: int
+) -> dict[str, tuple[ImagePart, int]]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder.parent).free) < needed:
+        raise RunError(f"{folder.parent}: {free / 1e9:.1f} GB are free; the decoded images take {needed / 1e9:.1f} GB")
     with disk_errors(folder, "the images were not cached"), scratch_folder(folder.parent) as scratch:
         meta: dict[str, Any] = {"format": FORMAT, "parts": {}}
         for split, part in parts.items():
