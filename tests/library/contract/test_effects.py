@@ -28,6 +28,7 @@ NEEDS = {
     "columns": "gate=softmax", "diversity": "rate=1:version=2", "router": "rate=1", "version": "rate=1",
     "warmup": "rate=1", "groups": "kept=1", "kept": "groups=3", "group_score": "groups=3:kept=2",
     "relative": "sigma=2", "bins": "update=quantile", "stage_one": "", "codes": "", "light": "stage_one=1",
+    "eta": "nulls=3:balance=0.1", "null_bias": "nulls=3:update=none", "real": "nulls=3:update=share",
 }  # fmt: skip
 """What an option is given together with, as a user must: alone it is refused or unseen."""
 

@@ -15,10 +15,10 @@ from pointsman.testing.layer import compiles_in_training, trains_the_same_parame
 
 NON_CAUSAL = (
     "smoe+attention:heads=lowest-entropy-sequence", "expert-choice", "soft", "smoe:capacity=1.0:capacity_order",
-    "vmoe:capacity",
+    "vmoe:capacity", "pooled",
 )  # fmt: skip
 NON_CAUSAL_TRAINING = ("base", "depths", "sinkhorn")  # causal in evaluation
-UNMIXED = ("hash", "soft", "thor")  # their choice does not read mixed scores
+UNMIXED = ("hash", "pooled", "soft", "thor")  # their choice does not read mixed scores
 MIXERS = ("similarity", "attention")
 CHOICES = (
     "smoe", "hyperrouter", "xmoe",  # top-k; of generated scores; of a gate with a temperature
@@ -40,8 +40,11 @@ PLAIN = [
     "switch:jitter=0.1",
     "smoe:renormalize=false",
     "smoe:nulls=3",
-    "smoe:nulls=4:kind=mixed:renormalize=false",
-    "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6",
+    "smoe@pooled:over=task",
+    "smoe:residual=true:variance=0.1:orthogonality=0.1",
+    "smoe:nulls=4:kind=mixed:renormalize=false:eta=0.75:balance=0.1",
+    "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6:update=share:real=1",
+    "recurrent:depth=average@loss-free:nulls=1:null_bias=-1:renormalize=false",
     "hyperrouter:share=true:embed_dim=5:hyper_dim=7",
     "hyperrouter:l2=0.1:embed_dropout=0.3:init=hyperfan:generate=expert",
     "xmoe:gate=sigmoid",
@@ -74,7 +77,8 @@ SPECS = [*PLAIN, *OTHERS]
 
 COMPILED = [
     "base", "compete", "default", "depths", "dselect", "dynmoe", "expert-choice", "expert-threshold", "gshard", "hash",
-    "hyperrouter", "loss-free", "mask", "noisy-topk", "recurrent", "relu", "sigma", "sinkhorn", "smoe", "smoe-dropout",
+    "hyperrouter", "loss-free", "mask", "noisy-topk", "pooled", "recurrent", "relu", "sigma", "sinkhorn", "smoe",
+    "smoe-dropout",
     "soft", "sparsemixer", "stable", "switch", "thor", "top-p", "vmoe", "xmoe", "smoe+similarity", "smoe+attention",
     "smoe+similarity:source=attention", "smoe:capacity=1.0:capacity_order=rank",
     "loss-free:gate=softmax:nulls=2:kind=copy:renormalize=false:scale=6", "smoe:weigh=input",

@@ -294,3 +294,47 @@ def test_the_bias_balances() -> None:
 def test_options_out_of_range(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build_router(f"loss-free:{spec}", dim=4, num_experts=6)
+
+
+def test_longcat_holds_the_mean_number_of_real_experts() -> None:
+    """b_i += u (K/(k E) - T_i/(k T)) for real experts, nothing for virtual ones; at its fixed point K real ones."""
+    spec = "loss-free:gate=softmax:nulls=3:kind=copy:renormalize=false:update=share:rate=0.5:real=1.25"
+    layer = MoE(5, 4, EXPERTS, router=spec, top_k=3).double()
+    bias = torch.zeros(EXPERTS + 3, dtype=torch.float64)
+    for step in range(3):
+        counts, tokens = [0] * (EXPERTS + 3), 0
+        for part in range(2):
+            hidden, mask = inputs(10 * step + part)
+            output, routing = layer(hidden, RoutingContext(padding_mask=mask), return_routing=True)
+            output.sum().backward()
+            tokens += int(mask.sum())
+            for row in routing.chosen[mask.flatten()].tolist():
+                for expert in row:
+                    counts[expert] += 1
+        for i in range(EXPERTS):
+            bias[i] += 0.5 * (1.25 / (3 * EXPERTS) - counts[i] / (3 * tokens))
+        step_end(layer)
+        torch.testing.assert_close(layer.router.select.bias.double(), bias, rtol=0, atol=1e-6)
+    layer.router.select.update.rate, held = 0.02, []
+    for step in range(300):
+        hidden = torch.randn(4, 32, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        output, routing = layer(hidden, return_routing=True)
+        output.sum().backward()
+        step_end(layer)
+        held.append(float((routing.experts >= 0).sum() / 128))
+    assert sum(held[-100:]) / 100 == pytest.approx(1.25, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("loss-free:update=share:nulls=2", "update=share needs real"),
+        ("loss-free:real=1:nulls=2", "real needs it"),
+        ("loss-free:real=1:update=share", "need nulls"),
+        ("loss-free:real=3:update=share:nulls=2", "numbers up to 2"),
+        ("loss-free:null_bias=-1", "need nulls"),
+    ],
+)
+def test_options_of_virtual_experts_alone_are_refused(spec: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        build_router(spec, dim=5, num_experts=EXPERTS)

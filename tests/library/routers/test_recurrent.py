@@ -106,3 +106,55 @@ def test_a_scorer_that_holds_it_reads_the_state_below_too(choice: str) -> None:
 
 def test_a_table_without_scores_reads_no_state_below() -> None:
     assert build_router("hash", dim=DIM, num_experts=EXPERTS, vocab_size=8).score.below == {}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_zaya1_whole(k: int) -> None:
+    """State over depth, softmax over E + 1, choice by p + b with b = -1 for the skip expert, weight p of the others."""
+    routers = stack(f"recurrent:depth=average:width={WIDTH}@loss-free:nulls=1:null_bias=-1:renormalize=false")
+    whole = nn.ModuleList(routers)
+    assert all(router.select.bias.tolist() == [0.0] * EXPERTS + [-1.0] for router in routers)
+    for router in routers:
+        router.top_k = k
+        router.select.bias.copy_(0.3 * torch.randn(EXPERTS + 1))
+    hidden, mask = inputs()
+    hidden.requires_grad_()
+    states = [torch.zeros(WIDTH, dtype=torch.float64) for _ in range(mask.numel())]
+    below, skipped = None, 0
+    for router in routers:
+        routing = router(hidden, RoutingContext(padding_mask=mask, below=below))
+        below = routing.above
+        experts: list[list[int]] = []
+        weights: list[list[Tensor]] = []
+        for place, (h, real) in enumerate(zip(hidden.flatten(0, 1), mask.flatten(), strict=True)):
+            states[place] = average(router, h, states[place])
+            p = softmax(logits_of(router, states[place]))
+            chosen = ranked(p + router.select.bias, k) if real else []
+            skipped += EXPERTS in chosen
+            experts.append([e for e in chosen if e < EXPERTS])
+            weights.append([p[e] for e in experts[-1]])
+    assert skipped
+    compare(whole, hidden, mask, Expected(experts, weights), routing)
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_gating_residual_over_layers(k: int) -> None:
+    """MoE++: z_l = W_l h + R_l z_(l-1); the gradient crosses layers."""
+    routers = stack("smoe:residual=true:bias=false:renormalize=false")
+    for router in routers:
+        router.top_k = k
+    hidden, mask = inputs()
+    hidden.requires_grad_()
+    below, before = None, [None] * mask.numel()
+    for router in routers:
+        routing = router(hidden, RoutingContext(padding_mask=mask, below=below))
+        below = routing.above
+        experts: list[list[int]] = []
+        weights: list[list[Tensor]] = []
+        for place, (h, real) in enumerate(zip(hidden.flatten(0, 1), mask.flatten(), strict=True)):
+            z = router.score.weight @ h
+            before[place] = z if before[place] is None else z + router.score.residual @ before[place]
+            p = softmax(before[place])
+            experts.append(ranked(p, k) if real else [])
+            weights.append([p[e] for e in experts[-1]])
+    compare(nn.ModuleList(routers), hidden, mask, Expected(experts, weights), routing)

@@ -22,11 +22,11 @@ def routed(router: Router, h: Tensor, k: int, kinds: list[str], renormalize: boo
     return {c: (p[c] / total if c in there else p[c] * 0) for c in chosen}
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("renormalize", "eta"), [(True, 1.0), (False, 0.75)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_transcription(k: int, kind: str, renormalize: bool) -> None:
-    spec = f"smoe:nulls=4:kind={kind}:renormalize={str(renormalize).lower()}:balance=0.1"
+def test_transcription(k: int, kind: str, renormalize: bool, eta: float) -> None:
+    spec = f"smoe:nulls=4:kind={kind}:renormalize={str(renormalize).lower()}:balance=0.1:eta={eta}"
     torch.manual_seed(0)
     layer = MoE(DIM, 4, EXPERTS, router=spec, top_k=k).double()
     layer.eval()  # at k = 1 training warns
@@ -47,6 +47,7 @@ def test_transcription(k: int, kind: str, renormalize: bool) -> None:
     counts = [sum(column in row for row in found) / sum(map(len, found)) for column in range(EXPERTS + 4)]
     if kind in ("zero", "copy"):
         counts[EXPERTS:] = [sum(counts[EXPERTS:]) / 4] * 4
+    counts[EXPERTS:] = [eta * share for share in counts[EXPERTS:]]
     p = torch.stack([softmax(layer.router.score.weight @ h + layer.router.score.bias) for h in flat[real]]).mean(0)
     balance = 0.1 * (EXPERTS + 4) * sum(share * p[column] for column, share in enumerate(counts))
     experts = [[c for c in row if c < EXPERTS] for row in found]

@@ -17,6 +17,7 @@ from pointsman.routers.papers import hyper as hyper
 from pointsman.routers.papers import loss_free as loss_free
 from pointsman.routers.papers import mask as mask
 from pointsman.routers.papers import noisy_topk as noisy_topk
+from pointsman.routers.papers import pooled as pooled
 from pointsman.routers.papers import recurrent as recurrent
 from pointsman.routers.papers import relu as relu
 from pointsman.routers.papers import sigma as sigma

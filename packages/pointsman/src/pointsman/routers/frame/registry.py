@@ -268,6 +268,8 @@ def _check_effects(
     for option in sorted(changed & OWNERS.keys()):
         if not any(common[owner] for owner in OWNERS[option]):
             raise ValueError(f"{where}{option} needs {' or '.join(OWNERS[option])}")
+    if router.eta != 1 and not common["balance"]:
+        raise ValueError(f"{where}eta needs balance")
     if common["capacity_order"] in ("probs", "priority") and not router.score.tells_apart:
         raise ValueError(f"{where}capacity_order={common['capacity_order']} needs scores that tell experts apart")
     if "dense_gradient" in changed:

@@ -65,7 +65,7 @@ class Router(nn.Module):
         self.limit, self.steps = after_the_choice(options, stages, layer.virtual, bool(select.renormalize))
         self.balancing = Balance(
             options["balance_scope"], options["balance_on"], stages.balance_temperature, stages.gives_softmax,
-            stages.counted, pooled=len(layer.virtual) if set(layer.virtual) in ({"zero"}, {"copy"}) else 0,
+            stages.counted, set(layer.virtual) in ({"zero"}, {"copy"}), len(layer.virtual), stages.eta,
         )  # fmt: skip
         self.spec, self.dim, self.num_experts, self.virtual = spec, layer.dim, layer.num_experts, layer.virtual
         self.top_k, self.fixed_k = check_top_k(top_k, layer.num_experts), fixed_k

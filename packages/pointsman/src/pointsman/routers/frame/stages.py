@@ -314,6 +314,7 @@ class Stages:
         balance_temperature: the balance loss takes P from softmax(logits / balance_temperature).
         losses: further losses by name. Their weights must be 0 or above.
         counted: the experts [N, j] that the balance loss counts; None: those that were chosen.
+        eta: factor of the virtual experts' part of the balance loss.
         steps: what is done with a selection after the choice and after capacity.
         objective: None, or the name of a training objective that the router needs ("consistency").
         objective_weight: weight of that objective's extra term.
@@ -324,6 +325,7 @@ class Stages:
     select: Selector | None = None
     balance_temperature: float = 1.0
     counted: Callable[[LossInput], Tensor] | None = None
+    eta: float = 1.0
     losses: Mapping[str, Loss] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     objective: str | None = None

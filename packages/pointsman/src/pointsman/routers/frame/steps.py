@@ -39,23 +39,26 @@ class Balance(Stage):
         temperature: of the softmax.
         reuse: whether the router's probabilities before mixing are that softmax.
         counted: the experts [N, j] that f counts; None: those that were chosen.
-        pooled: how many of the last experts are alike: their f is their mean f (AdaMoE's null experts).
+        virtual: how many of the last experts are virtual; eta: the factor of their part (MoE++).
+        pooled: whether these are alike: their f is their mean f (AdaMoE's null experts).
     """
 
     def __init__(
         self, scope: str = "batch", basis: str = "softmax", temperature: float = 1.0, reuse: bool = False,
-        counted: Callable[[LossInput], Tensor] | None = None, pooled: int = 0,
+        counted: Callable[[LossInput], Tensor] | None = None, pooled: bool = False, virtual: int = 0, eta: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.scope, self.basis, self.temperature, self.reuse = scope, basis, temperature, reuse
-        self.counted, self.pooled = counted, pooled
+        self.counted, self.pooled, self.virtual, self.eta = counted, pooled, virtual, eta
         self.needs_step_end = scope == "step"
 
     def forward(self, given: LossInput) -> Tensor:
         probs, experts = self._probs(given), self._experts(given)
-        if self.pooled:  # the mean of P over them gives the same sum of f_i P_i as the mean of f
-            alike = probs[:, -self.pooled :].mean(-1, keepdim=True).expand(-1, self.pooled)
-            probs = torch.cat([probs[:, : -self.pooled], alike], -1)
+        if self.virtual:
+            alike = probs[:, -self.virtual :]
+            if self.pooled:  # the mean of P over them gives the same sum of f_i P_i as the mean of f
+                alike = alike.mean(-1, keepdim=True).expand(-1, self.virtual)
+            probs = torch.cat([probs[:, : -self.virtual], self.eta * alike], -1)
         if self.scope == "sequence":
             shape = given.batch, given.length
             mask = None if given.mask is None else given.mask.view(shape)

@@ -1,10 +1,13 @@
 """How the bias of `loss-free` moves after a step: by a sign, smoothly with momentum, or onto a quantile.
+`share` (LongCat) holds how many real experts a token has.
 
 n_i is how many real tokens chose expert i in the step, over all micro-batches and processes; nbar is their mean. A step
 without real tokens moves nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,11 +53,16 @@ class SignUpdate(Stage):
         centre: whether the change has mean 0.
         reach: an upper bound of the scores.
         bins: of `QuantileUpdate`.
+        real, num_real: of `ShareUpdate`.
     """
 
-    def __init__(self, num_experts: int, rate: float, centre: bool, reach: float, bins: int) -> None:
+    def __init__(
+        self, num_experts: int, rate: float, centre: bool, reach: float, bins: int, real: float | None = None,
+        num_real: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.rate, self.centre, self.reach, self.bins = rate, centre, reach, bins
+        self.real, self.num_real = real, num_real
 
     def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
         """What the update needs of a micro-batch besides its counts: scores [N, E], mask [N]."""
@@ -74,8 +82,8 @@ class SignUpdate(Stage):
 class SmebuUpdate(SignUpdate):
     """m = (m + D) / 2, b += m, D = rate tanh(2 (nbar - n) / nbar) (SMEBU: Arcee Trinity, arXiv 2602.17004)."""
 
-    def __init__(self, num_experts: int, rate: float, centre: bool, reach: float, bins: int) -> None:
-        super().__init__(num_experts, rate, centre, reach, bins)
+    def __init__(self, num_experts: int, *args: Any) -> None:
+        super().__init__(num_experts, *args)
         self.momentum: Tensor
         self.register_buffer("momentum", torch.zeros(num_experts))
 
@@ -120,4 +128,22 @@ class QuantileUpdate(SignUpdate):
             bias.copy_(torch.where(chosen > 0, moved, bias))
 
 
-UPDATES = {"sign": SignUpdate, "smebu": SmebuUpdate, "quantile": QuantileUpdate}
+class ShareUpdate(SignUpdate):
+    """b_i += rate (K / E - n_i / T) / k for the E real experts, T real tokens in the step (LongCat, arXiv 2509.01322).
+
+    K, `real`, is the mean number of real experts that a token is to have; virtual experts keep their bias.
+    """
+
+    def statistics(self, scores: Tensor, bias: Tensor, k: int, mask: Tensor | None) -> Tensors:
+        tokens = torch.full((), len(scores), device=scores.device) if mask is None else mask.sum()
+        return {"tokens": tokens}
+
+    @torch.no_grad()
+    def move(self, bias: Tensor, sums: Tensors) -> None:
+        counts, tokens = sums["counts"].to(bias.dtype), sums["tokens"].to(bias.dtype)
+        assert self.real is not None
+        change = self.real / self.num_real * tokens - counts[: self.num_real]
+        bias[: self.num_real].add_(self.centred(self.rate * change / counts.sum().clamp_min(1)))
+
+
+UPDATES = {"sign": SignUpdate, "smebu": SmebuUpdate, "quantile": QuantileUpdate, "share": ShareUpdate}

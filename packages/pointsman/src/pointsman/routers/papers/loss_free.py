@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pointsman.auxiliary import assignment_counts
 from pointsman.ops.selection import top_k
-from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Whole, register_router
+from pointsman.routers.frame.entries import Count, LayerSpec, NotNegative, Positive, Whole, register_router
 from pointsman.routers.frame.stage_values import LossInput, Scores, Selection, Tensors
 from pointsman.routers.frame.stages import Selector, Stages
 from pointsman.routers.frame.steps import Kind
@@ -23,7 +23,7 @@ from pointsman.routers.papers.bias_updates import UPDATES, SignUpdate
 from pointsman.routers.papers.topk import linear_scores
 from pointsman.routing import RoutingContext
 
-RATES = {"sign": 1e-3, "smebu": 5e-4}
+RATES = {"sign": 1e-3, "smebu": 5e-4, "share": 1e-2}
 
 
 def keep_groups(choice: Tensor, groups: int, kept: int, k: int, group_score: str = "top2") -> Tensor:
@@ -49,6 +49,7 @@ class BiasedTopK(Selector):
 
     Args:
         on_logits: A = top-k of z + b.
+        null_bias: where b starts for the experts from `num_real` on, the virtual ones.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class BiasedTopK(Selector):
         kept: int,
         group_score: str,
         on_logits: bool = False,
+        null_bias: float = 0.0,
+        num_real: int = 0,
     ) -> None:
         super().__init__()
         self.update, self.on_logits = update, on_logits
@@ -67,6 +70,8 @@ class BiasedTopK(Selector):
         self.needs_step_end = update is not None
         self.bias: Tensor
         self.register_buffer("bias", torch.zeros(num_experts))
+        if null_bias:
+            self.bias[num_real:] = null_bias
 
     def forward(self, scores: Scores, k: int, context: RoutingContext) -> Selection:
         probs = scores.probs.flatten(0, 1)
@@ -111,7 +116,7 @@ def loss_free(
     stages: Stages,
     *,
     biased: Literal["scores", "logits"] = "scores",
-    update: Literal["sign", "smebu", "quantile", "none"] = "sign",
+    update: Literal["sign", "smebu", "quantile", "share", "none"] = "sign",
     rate: NotNegative | None = None,
     centre: bool | None = None,
     groups: Count = 1,
@@ -120,13 +125,16 @@ def loss_free(
     bins: Whole = 1000,
     nulls: Whole = 0,
     kind: Kind = "zero",
+    null_bias: float = 0.0,
+    real: Positive | None = None,
 ) -> Stages:
     """Loss-free balancing: top-k of score + bias, the bias moved after each step; weights are the scores alone.
 
     biased: what the bias is added to: the scores, or the logits (Kolibri 1).
     update: how the bias moves: by a fixed amount towards balance (sign), smoothly with momentum (smebu), onto the
-        step's quantile (quantile), or not (none).
-    rate: how far it moves in a step (none = 0.001 for sign, 0.0005 for smebu; quantile has none).
+        step's quantile (quantile), in proportion to what is missing of the share that `real` gives each real expert
+        (share: LongCat), or not (none).
+    rate: how far it moves in a step (none = 0.001 for sign, 0.0005 for smebu, 0.01 for share; quantile has none).
     centre: whether the change has mean 0 (none = for smebu and quantile, not for sign).
     groups: the experts in so many equal runs, of which only the best may be chosen from.
     kept: how many groups, at least as many as k experts need.
@@ -134,6 +142,8 @@ def loss_free(
     bins: parts of the histogram that quantile counts in (0 = sorts, in one process only).
     nulls: virtual experts that may be chosen besides the E experts; they have a bias like these.
     kind: what they give: nothing (zero), the input (copy: LongCat), a trained mix (constant), or one of each (mixed).
+    null_bias: where the bias of virtual experts starts (ZAYA1: -1).
+    real: how many real experts a token is to have on average (update=share); at most k.
     """
     if nulls and groups > 1:
         raise ValueError(f"loss-free: option groups={groups}: nulls={nulls} allows 1")
@@ -147,8 +157,18 @@ def loss_free(
         raise ValueError("loss-free: option biased=logits: update=quantile allows scores")
     if not nulls and kind != "zero":
         raise ValueError(f"loss-free: option kind={kind}: nulls=0 allows zero")
+    if (real is None) == (update == "share"):
+        raise ValueError("loss-free: update=share needs real, the mean number of real experts, and real needs it")
+    if not nulls and (null_bias or real is not None):
+        raise ValueError("loss-free: null_bias and real need nulls, the number of virtual experts")
+    if real is not None and real > layer.top_k:
+        raise ValueError(f"loss-free: option real={real}: allowed are numbers up to {layer.top_k} (top_k)")
     rate = RATES.get(update, 0.0) if rate is None else rate
-    centre = update != "sign" if centre is None else centre
-    moving = None if update == "none" else UPDATES[update](layer.columns, rate, centre, stages.normalize.reach, bins)
-    select = BiasedTopK(layer.columns, moving, layer.renormalize, groups, kept, group_score, biased == "logits")
+    centre = update not in ("sign", "share") if centre is None else centre
+    sizes = layer.columns, rate, centre, stages.normalize.reach, bins, real, layer.num_experts
+    moving = None if update == "none" else UPDATES[update](*sizes)
+    on_logits = biased == "logits"
+    select = BiasedTopK(
+        layer.columns, moving, layer.renormalize, groups, kept, group_score, on_logits, null_bias, layer.num_experts
+    )
     return replace(stages, select=select, counted=counted)

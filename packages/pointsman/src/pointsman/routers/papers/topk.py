@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,10 +12,12 @@ from torch import Tensor, nn
 
 from pointsman.ops.drawing import own_rows, randn_like
 from pointsman.ops.linear import upcast
-from pointsman.routers.frame.entries import LayerSpec, NotNegative, Probability, Whole, register_router
-from pointsman.routers.frame.scoring import linear
+from pointsman.routers.frame.entries import LayerSpec, NotNegative, Positive, Probability, Whole, register_router
+from pointsman.routers.frame.scoring import extended, linear
+from pointsman.routers.frame.stage_values import Loss, Scored
 from pointsman.routers.frame.stages import GATES, Product, Scorer, Stages
 from pointsman.routers.frame.steps import Kind
+from pointsman.routers.papers.specialising import Answering, projections, score_variance
 from pointsman.routing import RoutingContext
 
 INIT_STD = 0.02
@@ -23,22 +28,31 @@ class LinearScorer(Scorer):
 
     Args:
         noise: standard deviation of Gaussian noise on the logits, in training only.
+        residual: z_l = W h + b + R z_(l-1), the logits of the sparse layer below (MoE++); R starts as nn.Linear.
         jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter); experts see the clean one.
     """
 
     accepts_half = True
 
     def __init__(
-        self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0
-    ) -> None:
+        self, dim: int, num_experts: int, *, bias: bool = True, noise: float = 0.0, jitter: float = 0.0,
+        residual: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.noise = noise
         self.jitter = jitter
         self.training_stochastic = noise > 0 or jitter > 0
         self.weight = nn.Parameter(torch.randn(num_experts, dim) * INIT_STD)
         self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
+        start = torch.empty(num_experts, num_experts).uniform_(-1, 1) / math.sqrt(num_experts) if residual else None
+        self.name = f"logits-{num_experts}"
+        self.residual = None if start is None else nn.Parameter(start)
 
-    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor:
+    @property
+    def below(self) -> Mapping[str, int]:
+        return {} if self.residual is None else {self.name: len(self.residual)}
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Tensor | Scored:
         if self.training and self.jitter:
             hidden = upcast(hidden)
             hidden = hidden * own_rows(
@@ -49,13 +63,22 @@ class LinearScorer(Scorer):
         logits = linear(hidden, self.weight, self.bias)
         if self.training and self.noise:
             logits = logits + self.noise * randn_like(logits, self.ranks)
-        return logits
+        if self.residual is None:
+            return logits
+        before = (context.below or {}).get(self.name)
+        if before is not None:
+            if before.shape != logits.shape:
+                raise ValueError(f"residual: the logits below must be {list(logits.shape)}, got {list(before.shape)}")
+            logits = logits + linear(before, self.residual).to(logits.dtype)
+        return Scored(logits, above={self.name: logits})
 
-    def plain_linear(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
+    def plain_linear(self) -> tuple[Tensor, Tensor | None] | None:
+        return (self.weight, self.bias) if self.residual is None else None
 
     def product(self, hidden: Tensor, context: RoutingContext) -> Product | None:
-        return None if self.training and (self.noise or self.jitter) else Product(hidden, self.weight, self.bias)
+        if self.residual is not None or (self.training and (self.noise or self.jitter)):
+            return None
+        return Product(hidden, self.weight, self.bias)
 
 
 def linear_scores(
@@ -65,6 +88,7 @@ def linear_scores(
     bias: bool = True,
     noise: NotNegative = 0.0,
     jitter: Probability = 0.0,
+    residual: bool = False,
 ) -> Stages:
     """A trained linear map W h + b.
 
@@ -72,21 +96,39 @@ def linear_scores(
     bias: whether the linear map has one.
     noise: standard deviation of Gaussian noise on the logits in training (V-MoE uses 1/E).
     jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter) (Switch: 0.01).
+    residual: a trained map of the logits of the sparse layer below is added (MoE++).
     """
-    return Stages(LinearScorer(layer.dim, layer.columns, bias=bias, noise=noise, jitter=jitter), GATES[gate]())
+    score = LinearScorer(layer.dim, layer.columns, bias=bias, noise=noise, jitter=jitter, residual=residual)
+    return Stages(score, GATES[gate]())
 
 
 @register_router(
     "smoe", paper="Shazeer et al. 2017, arXiv 1701.06538; the baseline of all three papers", scores=linear_scores
 )
-def smoe(layer: LayerSpec, stages: Stages, *, nulls: Whole = 0, kind: Kind = "zero") -> Stages:
+def smoe(
+    layer: LayerSpec, stages: Stages, *, nulls: Whole = 0, kind: Kind = "zero", eta: Positive = 1.0,
+    variance: NotNegative = 0.0, orthogonality: NotNegative = 0.0,
+) -> Stages:  # fmt: skip
     """A trainable linear router: p = softmax(W h + b), top-k, weights renormalised over the k.
 
     nulls: virtual experts that may be chosen besides the E experts.
     kind: what they give: nothing (zero: AdaMoE), the input (copy), a mix of it and a trained vector (constant), or
         one zero, one copy and the rest constants (mixed: MoE++).
+    eta: factor of the virtual experts' part of the balance loss (MoE++: 0.75).
+    variance: weight of a loss, minus the variance of each expert's scores over the tokens (Guo et al. 2025).
+    orthogonality: weight of a loss, the projections of the chosen experts' outputs on each other (Guo et al. 2025); in
+        training all experts run.
     """
-    return stages
+    if eta != 1 and not nulls:
+        raise ValueError("smoe: eta needs nulls, the number of virtual experts")
+    losses = {} if not variance else {"variance": Loss(score_variance, variance)}
+    if orthogonality:
+        if layer.columns == 1 or layer.top_k == 1:
+            raise ValueError("smoe: orthogonality needs two experts a token: top_k=1")
+        score = extended(stages.score, Answering)
+        stages = replace(stages, score=score)
+        losses["orthogonality"] = Loss(projections, orthogonality)
+    return replace(stages, losses=losses, eta=eta)
 
 
 @register_router(

@@ -1,0 +1,65 @@
+"""Routing of whole sequences and of tasks (Kudugunta et al. 2021, arXiv 2110.03742).
+
+All tokens of a sequence go to the same experts, so that a server loads few of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pointsman.routers.frame.entries import LayerSpec, register_router
+from pointsman.routers.frame.scoring import extended
+from pointsman.routers.frame.stage_values import Scored
+from pointsman.routers.frame.stages import Scorer, Stages, TopK
+from pointsman.routers.papers.topk import linear_scores
+from pointsman.routing import RoutingContext
+
+
+class Pooled(Scorer):
+    """Each token gets the mean of the logits of its sequence's real tokens, or those of the first real token."""
+
+    accepts_half = True
+    first = False
+
+    def forward(self, hidden: Tensor, context: RoutingContext) -> Scored:
+        scored = Scored.of(super().forward(hidden, context))
+        z, mask = scored.logits, context.padding_mask
+        if not self.first:
+            real = torch.ones_like(z[..., :1]) if mask is None else mask[..., None].to(z.dtype)
+            kept = z if mask is None else z.masked_fill(~mask[..., None], 0)
+            pooled = kept.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+            return replace(scored, logits=pooled.expand_as(z))
+        known = (context.past or {}).get("task")  # [B, 1, E + 1]: the logits, and whether there was a real token
+        real = torch.ones_like(z[..., 0]) if mask is None else mask.to(z.dtype)
+        if known is None:
+            known = z.new_zeros(z.shape[0], 1, z.shape[2] + 1)
+        if z.shape[1]:
+            first = real.argmax(1, keepdim=True)
+            here = torch.cat([z, real[..., None]], -1).gather(1, first[..., None].expand(-1, -1, z.shape[2] + 1))
+            known = torch.where(known[..., -1:] > 0, known.to(z.dtype), here)
+        return replace(scored, logits=known[..., :-1].expand_as(z), carry={**scored.carry, "task": known})
+
+
+class SequenceTopK(TopK):
+    """`TopK` of scores that are the same for all tokens of a sequence: mixing and ranking these changes nothing."""
+
+    overrides = frozenset({"mixer", *(f"capacity_order={order}" for order in ("rank", "priority", "probs"))})
+
+
+@register_router(
+    "pooled", paper="Kudugunta et al. 2021, arXiv 2110.03742", scores=linear_scores, renormalize=True, balance=0.01
+)
+def pooled(layer: LayerSpec, stages: Stages, *, over: Literal["sequence", "task"] = "sequence") -> Stages:
+    """All tokens of a sequence go to the same k experts, by the mean of their logits or by its first token's.
+
+    over: the mean over the real tokens (sequence), or the first token, which says the task, as a language's tag (task).
+    """
+    score = extended(stages.score, Pooled)
+    score.first = over == "task"
+    if not score.first:
+        score.causal = score.training_causal = False
+    return replace(stages, score=score, select=SequenceTopK(layer.renormalize))
