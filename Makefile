@@ -7,14 +7,14 @@ RUN := $(VENV)/.run
 CORE := $(VENV)/.core
 DEV := $(VENV)/.dev
 
-.PHONY: help quickstart test-core test test-slow test-contract campaign check bench results docs wheel clean
+.PHONY: help quickstart test-core test test-slow test-weekly campaign check bench results docs wheel clean
 
 help:
 	@echo "make quickstart   compare routers on real text (three minutes on two idle cores)"
 	@echo "make test-core    run the tests of the library alone, but for the slow ones"
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
-	@echo "make test-contract  the contract for every router with every mixer, all compiled (weekly)"
+	@echo "make test-weekly  the contract for every router with every mixer compiled, all layouts, all kernels"
 	@echo "make campaign     random programs against the promises of docs/reliability.md (three minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
@@ -48,8 +48,8 @@ test: $(DEV)
 test-slow: $(DEV)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
-test-contract: $(CORE)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --all-specs tests/library/contract
+test-weekly: $(DEV)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --all-specs tests/library/contract tests/library/kernels tests/lab/parallel/test_invariant.py
 
 campaign: $(DEV)
 	$(BIN)/python tests/campaigns

@@ -11,9 +11,13 @@ torch.set_num_threads(1)  # one process a core runs the tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-specs", action="store_true", help="the contract for every router with every mixer, compiled"
-    )
+    parser.addoption("--all-specs", action="store_true", help="what runs weekly: every spec, layout and fault")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-specs"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("weekly")])
+        items[:] = [item for item in items if not item.get_closest_marker("weekly")]
 
 
 @pytest.fixture(autouse=True)

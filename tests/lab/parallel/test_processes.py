@@ -208,10 +208,10 @@ def test_a_rank_that_hangs_is_named(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words: list[str], tmp_path: Path) -> None:
+def test_killed_again_and_again_it_ends_with_the_figures_of_the_unbroken_run(words: list[str], tmp_path: Path) -> None:
     """A rank is killed at a random moment. At most the steps after the last checkpoint are done again."""
     draw = random.Random(1)
-    words = [*words, "--steps", "250", "--checkpoint-every", "5", "--processes", "2", "--parallel", "experts=2"]
+    words = [*words, "--steps", "90", "--checkpoint-every", "5", "--processes", "2", "--parallel", "experts=2"]
     assert pointsman([*words, "--out", str(tmp_path / "unbroken")]).returncode == 0
     out = tmp_path / "broken"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -220,7 +220,7 @@ def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words:
     gone: set[int] = set()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
         try:
-            while killed < 20 and launcher.poll() is None:
+            while killed < 6 and launcher.poll() is None:
                 one = rank_of(launcher, draw.randrange(2), out, after=killed % 4 * draw.randrange(1, 5), gone=gone)
                 time.sleep(draw.uniform(0, 0.2))
                 if launcher.poll() is None:
@@ -234,7 +234,7 @@ def test_killed_twenty_times_it_ends_with_the_figures_of_the_unbroken_run(words:
             launcher.kill()
     assert launcher.returncode == 0, told
     assert told.count("was ended by SIGKILL") == killed, told
-    assert killed >= 10
+    assert killed >= 4
     assert not list((out / "checkpoints").glob(".*"))
     assert difference(content(tmp_path / "unbroken"), content(out)) == 0  # equal layouts: bit for bit
 

@@ -16,12 +16,14 @@ import torch
 from pointsman.kernels import choice
 from pointsman.ops.feed_forward import ExpertParameters
 from pointsman.ops.kernels import Kernels, using
+from tests.library.kernels.test_others import QUICK as OTHERS
 from tests.library.kernels.tools import (
     FLOAT_ATOMICS,
     FOLDER,
     LIMIT,
     compile_kernel,
     interpreted,
+    most_weekly,
     needs_triton,
     registers_and_spills,
     with_a_fault,
@@ -42,7 +44,7 @@ FEW = (
     " or (test_against_float64 and relative and case1 and dtype0)"
     " or (test_against_float64 and inform and 5 and entropy and False)"
 )
-"""A case or two of every kernel, of `test_others.py` as well; the slow tests run all."""
+"""A case or two of every kernel, of `test_others.py` as well; the slow tests run more."""
 
 
 @needs_triton
@@ -56,8 +58,10 @@ def test_in_the_interpreter() -> None:
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_in_the_interpreter() -> None:
-    ended = interpreted(FOLDER, timeout=1700)
+def test_more_in_the_interpreter(pytestconfig: pytest.Config) -> None:
+    """All of it weekly (`--all-specs`)."""
+    which = [] if pytestconfig.getoption("--all-specs") else ["-k", f"{QUICK} or {OTHERS}"]
+    ended = interpreted(FOLDER, *which, timeout=1700)
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
@@ -101,7 +105,7 @@ MUTATIONS = {
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", most_weekly(MUTATIONS))
 def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
     """What the tests are worth: each of these faults fails one."""
     file, right, wrong = MUTATIONS[name]

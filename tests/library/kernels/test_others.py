@@ -15,6 +15,7 @@ from tests.library.kernels.tools import (
     FLOAT_ATOMICS,
     LIMIT,
     compile_kernel,
+    most_weekly,
     needs_triton,
     registers_and_spills,
     with_a_fault,
@@ -61,7 +62,7 @@ MUTATIONS = {
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", most_weekly(MUTATIONS))
 def test_a_mutation_is_found(name: str, tmp_path: Path) -> None:
     """What the tests are worth: each of these faults fails one."""
     file, right, wrong = MUTATIONS[name]

@@ -49,6 +49,17 @@ def with_a_fault(folder: Path, file: str, right: str, wrong: str, which: str) ->
     return interpreted(FOLDER, "-k", which, timeout=1700, package=folder)
 
 
+NOT_WEEKLY = {
+    "the mask of the last tile", "dropped rows in combine", "an expert that is none", "the scale", "later keys",
+}  # fmt: skip
+"""A fault of each kind of kernel."""
+
+
+def most_weekly(faults: Collection[str]) -> list[Any]:
+    """The faults of `NOT_WEEKLY`, and the others for the weekly workflow."""
+    return [pytest.param(one, marks=() if one in NOT_WEEKLY else pytest.mark.weekly) for one in faults]
+
+
 def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
