@@ -151,15 +151,9 @@ class _Experts(torch.autograd.Function):
 
 
 def apply_traced(
-    hidden: Tensor,
-    weight: Tensor,
-    token: Tensor | None,
-    expert: Tensor,
-    parameters: ExpertParameters,
-    activation: str,
-    dropout: float,
-    seed: Tensor,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, parameters: ExpertParameters,
+    activation: str, dropout: float, seed: Tensor,
+) -> Tensor:  # fmt: skip
     """`apply` for graphs: the seed is a tensor."""
     # an exported program is for inference, whatever the number of tokens
     save = torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -171,21 +165,10 @@ def apply_traced(
 
 @torch.library.custom_op("pointsman::experts_forward", mutates_args=())
 def experts_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    token: Tensor | None,
-    expert: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    seed: Tensor,
-    activation: str,
-    dropout: float,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, w_in: Tensor, w_out: Tensor,
+    b_in: Tensor | None, b_out: Tensor | None, w_gate: Tensor | None, b_gate: Tensor | None, seed: Tensor,
+    activation: str, dropout: float, save: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output [tokens, dim], and what `experts_backward` needs, [0] where none follows."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     options, chosen = Options(activation, dropout, int(seed)), Chosen(token, expert)
@@ -212,23 +195,10 @@ def _(hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor, *res
 
 @torch.library.custom_op("pointsman::experts_backward", mutates_args=())
 def experts_backward(
-    gradient: Tensor,
-    packed: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    token: Tensor | None,
-    expert: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    w_gate: Tensor | None,
-    b_gate: Tensor | None,
-    seed: Tensor,
-    activation: str,
-    dropout: float,
-    wanted: Sequence[bool],
-) -> list[Tensor]:
+    gradient: Tensor, packed: Tensor, hidden: Tensor, weight: Tensor, token: Tensor | None, expert: Tensor,
+    w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, w_gate: Tensor | None,
+    b_gate: Tensor | None, seed: Tensor, activation: str, dropout: float, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     """Gradients of hidden, weight and the six parameters; empty tensors where not wanted."""
     parameters = ExpertParameters(w_in, w_out, b_in, b_out, w_gate, b_gate)
     at = Chosen(token, expert).sorted_for(parameters)
