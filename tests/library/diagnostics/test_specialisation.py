@@ -19,7 +19,6 @@ def test_experts_that_follow_the_id_share_all_its_information():
     diagnostic.update(of_experts((ids % 4)[:, None], 4), token_ids=ids)
     found = diagnostic.result()
     assert found["mutual_information"] == pytest.approx(math.log(4))
-    assert found["of_entropy"] == pytest.approx(1)
     assert found["saturation"] == 1
     assert found["top"][1] == [[1, 50, 1.0], [5, 50, 1.0]]
 

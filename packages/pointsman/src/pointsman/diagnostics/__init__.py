@@ -18,7 +18,6 @@ from pointsman.diagnostics.specialisation import (
     OutputSimilarity,
     RepresentationCollapse,
     Specialisation,
-    weight_similarity,
 )
 from pointsman.diagnostics.statistics import CoActivation, Entropy, Fluctuation, Load, Margin, Mixing, load_summary
 
@@ -49,5 +48,4 @@ __all__ = [
     "observe_routing",
     "plain_reader",
     "scalars",
-    "weight_similarity",
 ]

@@ -17,7 +17,7 @@ from pointsman.diagnostics.base import number, ratio, table
 from pointsman.diagnostics.collection import Diagnostics
 from pointsman.diagnostics.jacobian import JacobianTerms
 from pointsman.diagnostics.observe import evaluating, layer_gradients, named_layers
-from pointsman.diagnostics.specialisation import Specialisation, weight_similarity
+from pointsman.diagnostics.specialisation import Specialisation
 from pointsman.diagnostics.statistics import Fluctuation, Load
 from pointsman.recording import record_routing
 from pointsman.routing import Routing
@@ -193,7 +193,7 @@ def diagnose(
     Returns:
         {"format": 1, "batches",
          "layers": {name: {"router", "num_experts", "top_k", and per diagnostic its result: "entropy", "margin",
-           "load", "co_activation", "collapse", "specialisation", "outputs", "weights", "mixing", "jacobian", and
+           "load", "co_activation", "collapse", "specialisation", "outputs", "mixing", "jacobian", and
            "agreement": [{"top_k", …Fluctuation}], and where batches have groups "group": `Specialisation` of them}},
          "against": {label: {name: {"entropy", "load", "collapse", "fluctuation", "entropy_ratio"}}},
          "history": [{"checkpoint", "layers": {name: {"entropy", "load", "collapse", "fluctuation"}}}],
@@ -260,7 +260,6 @@ def diagnose(
             "num_experts": router.num_experts,
             "top_k": router.top_k,
             **found_layers.get(name, {}),
-            **({"weights": weight_similarity(layers[name].experts)} if name in layers else {}),
             **({"jacobian": jacobian[name].result()} if name in jacobian and jacobian[name].second is not None else {}),
             "agreement": [{"top_k": k, **agreement[k][name].result()} for k in top_k],
             **({"group": groups[name].result()} if name in groups else {}),

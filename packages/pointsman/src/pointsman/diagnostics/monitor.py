@@ -70,7 +70,7 @@ class _Window:
 
     def to_cpu(self) -> None:
         self.sums = {name: total.cpu() for name, total in self.sums.items()}
-        for moments in (self.entropy, self.margin.margin, self.margin.first, self.dropped, self.scale):
+        for moments in (self.entropy, self.margin.margin, self.dropped, self.scale):
             moments.tensors = [tensor.cpu() for tensor in moments.tensors]
 
     def merge(self, other: _Window) -> None:

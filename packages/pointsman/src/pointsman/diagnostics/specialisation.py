@@ -89,23 +89,6 @@ class RepresentationCollapse(RoutingDiagnostic):
         return found
 
 
-def weight_similarity(experts: nn.Module) -> dict[str, Any]:
-    """Cosine between the experts' weights: `cosine` [E, E], and `mean` over pairs i != j.
-
-    An expert's vector is the concatenation of its slices of all parameters with leading dimension E. The figure depends
-    on the order of an expert's hidden units, although its function does not; `OutputSimilarity` avoids that.
-    """
-    num_experts = int(experts.num_experts)  # type: ignore[arg-type]
-    gram = torch.zeros(num_experts, num_experts, dtype=torch.float64)
-    for parameter in experts.parameters():
-        if parameter.shape[:1] == (num_experts,):
-            flat = parameter.detach().reshape(num_experts, -1)
-            for piece in flat.split(1 << 20, dim=1):  # type: ignore[no-untyped-call]
-                gram += (piece.double() @ piece.double().T).cpu()
-    cosine = _unit(gram)
-    return {"cosine": table(cosine), "mean": _mean_over_pairs(cosine)}
-
-
 class OutputSimilarity(RoutingDiagnostic):
     """Similarity of the outputs E_i(h) of all experts for the same tokens, regardless of routing.
 
@@ -202,7 +185,7 @@ class Specialisation(RoutingDiagnostic):
     n_vi = the number of assignments of tokens with id v to expert i; each of a token's k choices counts 1.
     `mutual_information` I = sum_vi p_vi ln(p_vi / (p_v p_i)) in nats, p = n / sum n (0: id and expert are independent).
     It is biased upwards if there are few tokens per id: `corrected` subtracts Miller and Madow's bias
-    (cells - ids - experts + 1) / (2 sum n), counting those that occur, and is at least 0. `of_entropy` = I / H(expert).
+    (cells - ids - experts + 1) / (2 sum n), counting those that occur, and is at least 0.
     `saturation`: the mean over assignments of the share of the token id's most frequent expert.
     `top`: for each expert its 20 most frequent ids as [id, count, share of all assignments of that id].
 
@@ -245,7 +228,7 @@ class Specialisation(RoutingDiagnostic):
         return self
 
     def result(self) -> dict[str, Any]:
-        names = ("mutual_information", "corrected", "of_entropy", "saturation")
+        names = ("mutual_information", "corrected", "saturation")
         if self.table is None:
             return {"assignments": 0, "ids": 0, "pooled": False, **dict.fromkeys(names), "top": []}
         counts = self.table.cpu().double()
@@ -255,8 +238,7 @@ class Specialisation(RoutingDiagnostic):
         def entropy(values: Tensor) -> float:
             return float(torch.special.entr(values / total).sum())
 
-        expert_entropy = entropy(of_expert)
-        information = max(0.0, expert_entropy + entropy(of_id) - entropy(counts))
+        information = max(0.0, entropy(of_expert) + entropy(of_id) - entropy(counts))
         seen_ids = int((of_id > 0).sum())
         cells = int((counts > 0).sum()) - seen_ids - int((of_expert > 0).sum()) + 1
         ids = min(TOP, counts.shape[0])
@@ -271,7 +253,6 @@ class Specialisation(RoutingDiagnostic):
             "pooled": bool(counts.shape[0] == self.most_ids and of_id[-1] > 0),
             "mutual_information": number(information),
             "corrected": max(0.0, information - cells / (2 * total)),
-            "of_entropy": number(information / expert_entropy) if expert_entropy > 1e-12 else None,
             "saturation": number(counts.max(1).values.sum() / total) if math.isfinite(total) else None,
             "top": top,
         }

@@ -40,12 +40,11 @@ class Entropy(RoutingDiagnostic):
     H_t = -sum_i p_ti ln p_ti in nats (HyperRouter, Tables 4 and A5); `uniform`: ln E, virtual experts included. `mean`
     and `std` (population, over tokens) are of the distribution before mixing: the softmax of all logits, or sigmoids
     normalised to sum 1; `mixed_mean` and `mixed_std` of the distribution after mixing; `ratio` = mixed_mean / mean
-    (Mutual-Inform's ratio is to another model: see `diagnose`, `against`). `chosen_mean`: of the normalised combine
-    weights of the k chosen.
+    (Mutual-Inform's ratio is to another model: see `diagnose`, `against`).
     """
 
     def __init__(self) -> None:
-        self.before, self.after, self.weights = Moments(), Moments(), Moments()
+        self.before, self.after = Moments(), Moments()
         self.columns = 0
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
@@ -54,8 +53,6 @@ class Entropy(RoutingDiagnostic):
         of_before = entropies(before)
         self.before.add(of_before, mask)
         self.after.add(of_before if before is routing.probs else entropies(routing.probs), mask)
-        experts = chosen(routing, mask)
-        self.weights.add(entropies(routing.weights.masked_fill(experts < 0, 0)), (experts >= 0).any(-1))
 
     def merge(self, other: Self) -> Self:
         self.columns = self.columns or other.columns
@@ -69,7 +66,6 @@ class Entropy(RoutingDiagnostic):
             "mixed_mean": self.after.mean,
             "mixed_std": self.after.std,
             "ratio": ratio(self.after.mean, self.before.mean),
-            "chosen_mean": self.weights.mean,
             "uniform": math.log(self.columns) if self.columns else None,
         }
 
@@ -77,29 +73,21 @@ class Entropy(RoutingDiagnostic):
 class Margin(RoutingDiagnostic):
     """The margin of the choice, m_t = p_(k) - p_(k+1): the sorted probabilities after mixing.
 
-    `mean`, `std` (population, over tokens); `first_mean` of p_(1) - p_(2). None for k = E and for expert choice. A
-    selection bias is not part of the probabilities.
+    `mean`, `std` (population, over tokens). None for k = E and for expert choice. A selection bias is not part of the
+    probabilities.
     """
 
     def __init__(self) -> None:
-        self.margin, self.first = Moments(), Moments()
+        self.margin = Moments()
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         k, columns = routing.experts.shape[-1], routing.probs.shape[-1]
-        if columns < 2 or routing.by_experts:
-            return
-        best = routing.probs.detach().topk(min(k + 1, columns), dim=-1).values.double()
-        if k < columns:
+        if k < columns and not routing.by_experts:
+            best = routing.probs.detach().topk(k + 1, dim=-1).values.double()
             self.margin.add(best[:, k - 1] - best[:, k], mask)
-        self.first.add(best[:, 0] - best[:, 1], mask)
 
     def result(self) -> dict[str, Any]:
-        return {
-            "tokens": self.margin.count,
-            "mean": self.margin.mean,
-            "std": self.margin.std,
-            "first_mean": self.first.mean,
-        }
+        return {"tokens": self.margin.count, "mean": self.margin.mean, "std": self.margin.std}
 
 
 CHUNK = 1 << 14  # rows of the multi-hot matrix that co-activation builds at a time
@@ -109,40 +97,33 @@ def load_summary(assigned: Tensor) -> dict[str, Any]:
     """Statistics of one load vector n [E], the number of assignments of each expert.
 
     `share` f_i = n_i / sum n; `cv` = std(n) / mean(n), population (its square: Shazeer's CV^2); `dead`: the experts
-    without an assignment; `effective` = exp(H(f)), from 1 to E; `max_violation` = (max n - mean n) / mean n (MaxVio);
-    `busiest`, `idlest`: the total share of the ceil(E / 5) experts with the largest and the smallest load.
+    without an assignment; `effective` = exp(H(f)), from 1 to E; `max_violation` = (max n - mean n) / mean n (MaxVio).
     """
     assigned = assigned.double().cpu()
     total, experts = float(assigned.sum()), assigned.numel()
     if not total:
-        names = ("cv", "effective", "max_violation", "busiest", "idlest")
-        return {"share": [None] * experts, "dead": [], **dict.fromkeys(names)}
+        return {"share": [None] * experts, "dead": [], **dict.fromkeys(("cv", "effective", "max_violation"))}
     share = assigned / total
     mean = total / experts
-    fifth = math.ceil(experts / 5)
-    ordered = share.sort(descending=True).values
     return {
         "share": numbers(share),
         "dead": torch.nonzero(assigned == 0)[:, 0].tolist(),
         "cv": number(assigned.std(correction=0) / mean),
         "effective": number(torch.special.entr(share).sum().exp()),
         "max_violation": number((assigned.max() - mean) / mean),
-        "busiest": number(ordered[:fifth].sum()),
-        "idlest": number(ordered[-fifth:].sum()),
     }
 
 
 class Load(RoutingDiagnostic):
     """The number of assignments of each expert: every one of a token's k choices counts 1, padding and dropped ones 0.
 
-    The figures of `load_summary`, and `tokens`, `assignments`, `importance` (each expert's share of the sum of combine
-    weights), `unfilled` (the share of the entries of `Routing.experts` that are no expert, not a virtual one either:
-    over capacity, or not chosen where k is the most or the mean; None for expert choice).
+    The figures of `load_summary`, and `tokens`, `assignments`, `unfilled` (the share of the entries of
+    `Routing.experts` that are no expert, not a virtual one either: over capacity, or not chosen where k is the most or
+    the mean; None for expert choice).
     """
 
     def __init__(self) -> None:
         self.assigned: Tensor | None = None
-        self.weight: Tensor | None = None
         self.tokens: Tensor | None = None
         self.requested: Tensor | None = None  # tokens * k; tokens * E where k is a mean
         self.filled: Tensor | None = None  # of these, by virtual experts as well
@@ -150,25 +131,20 @@ class Load(RoutingDiagnostic):
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         experts = chosen(routing, mask)
         real = experts.new_tensor(experts.shape[0]) if mask is None else mask.to(experts.device).sum()
-        weights = torch.where(experts < 0, 0.0, routing.weights.detach().double())
-        weight = weights.new_zeros(routing.num_experts + 1)
         self._add(
             assigned=counts(experts, routing.num_experts),
-            weight=weight.index_add_(0, experts.reshape(-1) + 1, weights.reshape(-1))[1:],
             tokens=real.double(),
             requested=real.double() * (0 if routing.by_experts else experts.shape[-1]),
             filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
         )
 
     def result(self) -> dict[str, Any]:
-        if self.assigned is None or self.weight is None or self.tokens is None or self.requested is None:
-            return {"tokens": 0, "assignments": 0, "importance": [], "unfilled": None, **load_summary(torch.zeros(0))}
-        assert self.filled is not None
+        if self.assigned is None or self.tokens is None or self.requested is None or self.filled is None:
+            return {"tokens": 0, "assignments": 0, "unfilled": None, **load_summary(torch.zeros(0))}
         requested = float(self.requested)
         return {
             "tokens": int(self.tokens),
             "assignments": int(self.assigned.sum()),
-            "importance": numbers(self.weight / self.weight.sum()),
             "unfilled": 1 - float(self.filled) / requested if requested else None,
             **load_summary(self.assigned),
         }
@@ -215,8 +191,8 @@ class Mixing(Diagnostic):
 
     `own_mean`: the mean of S[i, i]; at 1 the mixer has no effect (as similarity with tau 1 on layer-normed inputs).
     `effective_mean`: the mean of exp(H(S[i, :])), the effective number of tokens that token i is mixed with, from 1;
-    tokens of earlier segments count. Standard deviations are population ones, over tokens. `changed`: the share of
-    tokens whose set of experts is not that of the k largest scores before mixing, of those with k experts.
+    tokens of earlier segments count. `changed`: the share of tokens whose set of experts is not that of the k largest
+    scores before mixing, of those with k experts.
     """
 
     def __init__(self) -> None:
@@ -239,9 +215,7 @@ class Mixing(Diagnostic):
         return {
             "tokens": self.own.count,
             "own_mean": self.own.mean,
-            "own_std": self.own.std,
             "effective_mean": self.effective.mean,
-            "effective_std": self.effective.std,
             "changed": self.changed.mean,
         }
 
