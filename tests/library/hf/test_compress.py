@@ -104,6 +104,33 @@ def test_equal_experts_are_merged_without_loss(method: str) -> None:
         assert torch.allclose(other.experts.down_proj, gate.experts.down_proj[heads], atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_units_in_another_order_are_aligned_before_a_merge(name: str) -> None:
+    model = spread(zoo.tiny_model(name))
+    gates = find_gates(model)
+    experts = gates[0].experts
+    groups = {gate.layer: [[one, one + 1] for one in (0, 2, 4, 6)] for gate in gates}
+    order = torch.randperm(experts.down_proj.shape[1 if experts.is_transposed else 2])
+    with torch.no_grad():
+        for gate in gates:
+            of: Any = gate.experts
+            for one in (0, 2, 4, 6):
+                up, down = of.gate_up_proj[one], of.down_proj[one]
+                if name == "gpt_oss":  # [dim, hidden of gate and up in turn], biases
+                    up = up.unflatten(1, (-1, 2))[:, order].flatten(1)
+                    of.gate_up_proj_bias[one + 1] = of.gate_up_proj_bias[one].unflatten(0, (-1, 2))[order].flatten()
+                    of.down_proj_bias[one + 1], down = of.down_proj_bias[one], down[order]
+                else:
+                    up, down = up.unflatten(0, (2, -1))[:, order].flatten(0, 1), down[:, order]
+                of.gate_up_proj[one + 1], of.down_proj[one + 1] = up, down
+    pruned, merged = (
+        cut(model, gates, {k: [v[:1] for v in of] for k, of in groups.items()}),
+        cut(model, gates, groups, align=True),
+    )
+    assert torch.allclose(logits(merged), logits(pruned), atol=1e-5)
+    assert not torch.allclose(logits(cut(model, gates, groups)), logits(pruned), atol=1e-5)
+
+
 def test_the_search_is_not_worse_than_its_start_and_distillation_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     from pointsman.hf.audit.trials import mean_of, measured
 

@@ -136,7 +136,7 @@ def compress(
     with evaluating(model):
         tell(f"calibrates on {sum(int(one.mask.sum()) for one in calibrate):,} tokens")
         groups, counts = plan(model, gates, calibrate, kept, method, seed)
-        smaller = cut(model, gates, groups, counts)
+        smaller = cut(model, gates, groups, counts, align=method == "m-smoe")
         if heal:
             tell(f"distils for {heal} steps")
             distil(model, smaller, calibrate, heal)

@@ -30,7 +30,8 @@ METHODS = {
     "norm": "smallest sum of weight times output norm",
     "mean": "smallest sum of squares about the expert's mean output, which replaces it in MoNE",
     "hc-smoe": "merged: clusters of mean outputs over all tokens, average linkage, weighted by frequency",
-    "m-smoe": "merged into the most frequent ones, by similarity of router logits, weighted by frequency",
+    "m-smoe": "merged into the most frequent ones, by similarity of router logits, hidden units aligned, weighted by "
+    "frequency (arXiv 2310.01334)",
     "search": "the prunings of reap, then swaps of an expert in a layer that lower the loss",
     "random": "drawn at random",
 }
@@ -138,11 +139,14 @@ def _searched(
 
 
 @torch.no_grad()
-def cut(model: Any, gates: Sequence[Gate], keep: Keep, weights: Mapping[str, Tensor] | None = None) -> Any:
+def cut(
+    model: Any, gates: Sequence[Gate], keep: Keep, weights: Mapping[str, Tensor] | None = None, align: bool = False
+) -> Any:
     """A model of the same class with one expert for each group; it shares all other tensors with `model`.
 
     Args:
         weights: layer -> [E], how much each expert counts in the mean of its group; None: all the same.
+        align: before a mean, hidden units are put in the order in which they are most like those of the group's first.
 
     Raises:
         ValueError: the class does not take another number of experts from its configuration.
@@ -153,6 +157,8 @@ def cut(model: Any, gates: Sequence[Gate], keep: Keep, weights: Mapping[str, Ten
     for gate in gates:
         first = torch.tensor([group[0] for group in keep[gate.layer]])
         experts = names[id(gate.experts)]
+        if align:
+            _align(gate.experts, experts, state, keep[gate.layer])
         for home in (names[id(gate.module)], experts):
             for name in [one for one in state if one.startswith(f"{home}.") and state[one].shape[:1] == (number,)]:
                 tensor = state[name]
@@ -180,6 +186,35 @@ def cut(model: Any, gates: Sequence[Gate], keep: Keep, weights: Mapping[str, Ten
     smaller.tie_weights()
     smaller.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     return smaller.eval()
+
+
+def _align(experts: Any, home: str, state: dict[str, Tensor], groups: Sequence[Sequence[int]]) -> None:
+    """Permutes the hidden units of each merged expert to the largest sum of products of weights, as M-SMoE does."""
+    from scipy.optimize import linear_sum_assignment
+
+    first, gated = ("gate_up_proj" if experts.has_gate else "up_proj"), experts.has_gate
+    units = []
+    for name in (first, f"{first}_bias", "down_proj"):
+        if (place := f"{home}.{name}") not in state:
+            continue
+        tensor = state[place] = state[place].clone()
+        if name == "down_proj":
+            units.append(tensor if experts.is_transposed else tensor.transpose(1, 2))
+            continue
+        rows = tensor.transpose(1, 2) if experts.is_transposed and tensor.dim() == 3 else tensor
+        if gated:
+            size = rows.shape[1] // 2
+            rows = (
+                rows.view(len(rows), 2, size, *rows.shape[2:]).transpose(1, 2)
+                if experts.is_concatenated
+                else rows.view(len(rows), size, 2, *rows.shape[2:])
+            )
+        units.append(rows)
+    for head, one in ((group[0], one) for group in groups for one in group[1:]):
+        alike = torch.stack([of[head].flatten(1).double() @ of[one].flatten(1).double().T for of in units]).sum(0)
+        order = torch.from_numpy(linear_sum_assignment(alike.cpu().numpy(), maximize=True)[1])
+        for of in units:
+            of[one] = of[one][order.to(of.device)]
 
 
 def _merged(tensor: Tensor, groups: Sequence[Sequence[int]], weights: Tensor | None) -> Tensor:
