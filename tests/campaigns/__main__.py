@@ -14,6 +14,7 @@ from pathlib import Path
 CAMPAIGNS = {
     "sequences": "Sequences", "commands": "CommandLines", "damage": "Damage", "kills": "Kills",
     "resources": "Resources", "strangers": "Strangers", "company": "Company",
+    "compositions": "Compositions",
 }  # fmt: skip
 """Module -> its campaign."""
 PROXIES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")

@@ -70,19 +70,12 @@ def ours(spec: str, k: int = K) -> Any:
     return build_router(spec, dim=DIM, num_experts=EXPERTS, top_k=k, vocab_size=VOCABULARY).double()
 
 
-def dense(routing: Routing) -> Tensor:
-    """[N, columns]: the weights of a routing by expert, those of virtual experts last."""
-    weights = routing.weights.new_zeros(len(routing.weights), routing.num_experts)
-    found = weights.scatter_add(1, routing.experts.clamp_min(0), routing.weights)
-    return found if routing.virtual_weights is None else torch.cat([found, routing.virtual_weights], 1)
-
-
 def routed(router: Router, leaves: Mapping[str, Tensor], training: bool = True) -> Case:
     """What our router says of the hidden states."""
     hidden = hidden_states().requires_grad_()
     torch.manual_seed(3)
     routing: Routing = router.train(training)(hidden, RoutingContext(token_ids=ids()))
-    return Case(dense(routing), routing.losses, {"hidden": hidden, **leaves})
+    return Case(routing.dense_weights, routing.losses, {"hidden": hidden, **leaves})
 
 
 def scattered(weights: Tensor, experts: Tensor, columns: int) -> Tensor:
@@ -304,7 +297,7 @@ def dynmoe(training: bool) -> Callable[[Path | None], tuple[Case, Case]]:
             router.score.threshold.copy_(built.gates)
             scores, _ = built(hidden_states()[0])
             routing: Routing = router(hidden_states())
-        found = (dense(routing) > 0).double()
+        found = (routing.dense_weights > 0).double()
         if not training:  # a token below all thresholds keeps the scores of all, of which the largest is taken
             whole = scores < 1
             best = scattered(torch.ones(TOKENS, 1, dtype=torch.float64), scores.argmax(1, keepdim=True), EXPERTS)

@@ -133,6 +133,14 @@ class Combine:
         """`experts` [N, k] of the routing, with E + v where virtual expert v was chosen."""
         return experts
 
+    def chosen_weights(self, weights: Tensor) -> Tensor:
+        """`weights` [N, k] of the routing, with that of virtual expert v where it was chosen."""
+        return weights
+
+    def joined(self, others: Sequence[Any]) -> Combine:
+        """That of the tokens of several routings in a row, `others` and this one's among them."""
+        return Combine()
+
     def weights(self) -> dict[str, Tensor]:
         """The differentiable weights [tokens, ...] that enter the output besides `Routing.weights`."""
         return {}
@@ -193,14 +201,20 @@ class Routing:
         return self.combine.chosen(self.experts)
 
     @property
-    def virtual_weights(self) -> Tensor | None:
-        """[B*T, V], the combine weights of virtual experts, 0 where not chosen; None without any."""
-        return self.combine.weights().get("virtual")
+    def chosen_weights(self) -> Tensor:
+        """[B*T, k]: the combine weights of `chosen`."""
+        return self.combine.chosen_weights(self.weights)
 
     @property
-    def by_experts(self) -> bool:
-        """Whether experts chose tokens, so that the width of `experts` says nothing."""
-        return self.combine.flat is not None
+    def dense_weights(self) -> Tensor:
+        """[B*T, E + V]: the combine weights by expert, 0 where not chosen; those of virtual experts last."""
+        empty = torch.zeros_like(self.probs, dtype=self.weights.dtype)
+        return empty.scatter_add(1, self.chosen.clamp_min(0), self.chosen_weights)
+
+    @property
+    def requested(self) -> int:
+        """How many experts each token asked for; 0 where experts chose tokens."""
+        return self.experts.shape[-1] if self.combine.flat is None else 0
 
     @property
     def assignments(self) -> tuple[Tensor, Tensor | None, Tensor]:

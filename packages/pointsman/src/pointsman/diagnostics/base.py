@@ -13,8 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pointsman.experts.combine import Virtual
-from pointsman.routing import Combine, Routing
+from pointsman.routing import Routing
 
 Given = Tensor | None
 
@@ -140,10 +139,7 @@ def join_routings(routings: Sequence[Routing]) -> Routing:
     """One routing of the tokens of all `routings`, in order."""
     fields = [(one.experts, one.weights, one.probs, one.logits, unmixed(one)) for one in routings]
     experts, weights, probs, logits, before = (torch.cat(tensors) for tensors in zip(*fields, strict=True))
-    combine, first = Combine(), routings[0].num_experts
-    if shares := [one.virtual_weights for one in routings if one.virtual_weights is not None]:
-        every = torch.cat([one.chosen for one in routings])
-        combine = Virtual(first=first, every=every, shares=torch.cat(shares), inner=combine)
+    combine = routings[0].combine.joined([one.combine for one in routings])
     return Routing(experts, weights, probs, logits, unmixed=before, how=combine)
 
 

@@ -82,7 +82,7 @@ class Margin(RoutingDiagnostic):
 
     def update(self, routing: Routing, mask: Given = None, *, hidden: Given = None, token_ids: Given = None) -> None:
         k, columns = routing.experts.shape[-1], routing.probs.shape[-1]
-        if k < columns and not routing.by_experts:
+        if k < columns and routing.requested:
             best = routing.probs.detach().topk(k + 1, dim=-1).values.double()
             self.margin.add(best[:, k - 1] - best[:, k], mask)
 
@@ -134,7 +134,7 @@ class Load(RoutingDiagnostic):
         self._add(
             assigned=counts(experts, routing.num_experts),
             tokens=real.double(),
-            requested=real.double() * (0 if routing.by_experts else experts.shape[-1]),
+            requested=real.double() * routing.requested,
             filled=(chosen(routing, mask, virtual=True) >= 0).sum().double(),
         )
 

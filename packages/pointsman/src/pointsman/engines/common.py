@@ -70,7 +70,7 @@ def carried(
         routing = router(100 * torch.randn(1, PROBE, dim))  # sure choices
     if routing.above is not None:
         raise refuse("it hands a state to the sparse layer above, which the engine does not pass on")
-    if router.needs_moe and not (ragged and routing.by_experts):
+    if router.needs_moe and not (ragged and not routing.requested):
         raise refuse("its experts' outputs are not combined by a weighted sum of k, the only one that this layer has")
     if not ragged and (router.ragged or routing.experts.shape[-1] != top_k):
         raise refuse("the number of experts differs between tokens, and this layer takes k for every token")

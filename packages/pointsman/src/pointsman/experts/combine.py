@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -168,6 +168,14 @@ class Virtual(Combine):
 
     def chosen(self, experts: Tensor) -> Tensor:
         return torch.where(self.every < self.first, experts, self.every)
+
+    def chosen_weights(self, weights: Tensor) -> Tensor:
+        column = self.every - self.first
+        return torch.where(column < 0, weights, self.shares.gather(1, column.clamp_min(0)))
+
+    def joined(self, others: Sequence[Any]) -> Combine:
+        every, shares = torch.cat([one.every for one in others]), torch.cat([one.shares for one in others])
+        return replace(self, every=every, shares=shares, inner=Combine())
 
     def weights(self) -> dict[str, Tensor]:
         return {**self.inner.weights(), "virtual": self.shares}

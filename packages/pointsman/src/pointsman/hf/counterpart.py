@@ -173,9 +173,7 @@ def _dense(router: Router, hidden: Tensor) -> Tensor:
         ids = (torch.arange(len(hidden)) % score.vocab_size)[None]
     with torch.no_grad():
         routing = router(hidden, RoutingContext(token_ids=ids))
-    chosen = torch.zeros(len(hidden), router.num_experts + 1).scatter(1, routing.experts + 1, routing.weights.float())
-    virtual = routing.virtual_weights
-    return chosen[:, 1:] if virtual is None else torch.cat([chosen[:, 1:], virtual.float()], 1)
+    return routing.dense_weights.float()
 
 
 def _with_random_weights(gate: Gate) -> Gate:

@@ -35,7 +35,7 @@ def drops(router: Router) -> bool:
 
 def any_width(router: Router, routing: Routing) -> bool:
     """Whether a token may have more than k experts: experts choose tokens, or k is a mean."""
-    return routing.by_experts or (router.ragged and routing.experts.shape[-1] == router.num_experts)
+    return not routing.requested or (router.ragged and routing.experts.shape[-1] == router.num_experts)
 
 
 def modes(case: Case) -> Iterator[tuple[str, Router]]:
@@ -94,7 +94,7 @@ def shapes_and_sums(case: Case) -> None:
         expect(routing.experts.dtype == torch.int64, f"k={k}: experts must be int64, got {routing.experts.dtype}")
         least, most = int(routing.experts.min()), int(routing.experts.max())
         expect(most < case.num_experts, f"k={k}: expert {most} of {case.num_experts}")
-        expect(least >= (-1 if drops(router) or routing.by_experts else 0), f"k={k}: expert {least}")
+        expect(least >= (-1 if drops(router) or not routing.requested else 0), f"k={k}: expert {least}")
         for row in routing.experts:
             chosen = row[row >= 0]
             expect(chosen.unique().numel() == chosen.numel(), f"k={k}: an expert twice at one token: {row.tolist()}")

@@ -196,12 +196,8 @@ def _jittered(gate: Any, layout: Layout | None, hidden: Tensor) -> tuple[Tensor,
 
 def _own_output(form: Form, routing: Routing) -> tuple[Any, ...]:
     """The tuple that the class's gate would return for this routing."""
-    experts, weights = routing.experts, routing.weights
-    if routing.virtual_weights is not None:  # the class has its own virtual experts
-        column = routing.chosen - routing.num_experts
-        experts, apart = routing.chosen, routing.virtual_weights.gather(1, column.clamp_min(0))
-        weights = torch.where(column >= 0, apart, weights)
-    output = {form.logits: routing.logits, form.weights: weights, form.indices: experts}
+    # a class with virtual experts of its own has them among its experts
+    output = {form.logits: routing.logits, form.weights: routing.chosen_weights, form.indices: routing.chosen}
     return tuple(output[place] for place in range(len(output)))
 
 
