@@ -42,7 +42,7 @@ class Compositions(frame.Campaign):
             if any(one in spec for one in PREPARED):
                 continue
             sizes = {"dim": random.choice([8, 12]), "num_experts": random.randint(2, 7)}
-            sizes |= {"batch": random.randint(3, 4), "length": random.randint(7, 12)}
+            sizes |= {"batch": random.randint(3, 4), "length": random.randint(9, 12)}
             try:
                 Case(spec, **sizes).router()
             except ValueError as refusal:

@@ -70,6 +70,8 @@ def carried(
         routing = router(100 * torch.randn(1, PROBE, dim))  # sure choices
     if routing.above is not None:
         raise refuse("it hands a state to the sparse layer above, which the engine does not pass on")
+    if routing.carry is not None or not router.score.causal:
+        raise refuse("its scores look at other tokens of the sequence, which this layer does not tell apart")
     if router.needs_moe and not (ragged and not routing.requested):
         raise refuse("its experts' outputs are not combined by a weighted sum of k, the only one that this layer has")
     if not ragged and (router.ragged or routing.experts.shape[-1] != top_k):

@@ -33,15 +33,16 @@ class Pooled(Scorer):
             kept = z if mask is None else z.masked_fill(~mask[..., None], 0)
             pooled = kept.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
             return replace(scored, logits=pooled.expand_as(z))
-        known = (context.past or {}).get("task")  # [B, 1, E + 1]: the logits, and whether there was a real token
+        # [B, S, E + 1], the same for all S tokens so far: the logits, and whether there was a real token
+        past = (context.past or {}).get("task", z.new_zeros(z.shape[0], 0, z.shape[2] + 1))
+        known = past[:, :1] if past.shape[1] else z.new_zeros(z.shape[0], 1, z.shape[2] + 1)
         real = torch.ones_like(z[..., 0]) if mask is None else mask.to(z.dtype)
-        if known is None:
-            known = z.new_zeros(z.shape[0], 1, z.shape[2] + 1)
         if z.shape[1]:
             first = real.argmax(1, keepdim=True)
             here = torch.cat([z, real[..., None]], -1).gather(1, first[..., None].expand(-1, -1, z.shape[2] + 1))
             known = torch.where(known[..., -1:] > 0, known.to(z.dtype), here)
-        return replace(scored, logits=known[..., :-1].expand_as(z), carry={**scored.carry, "task": known})
+        seen = known.expand(-1, past.shape[1] + z.shape[1], -1)
+        return replace(scored, logits=known[..., :-1].expand_as(z), carry={**scored.carry, "task": seen})
 
 
 class SequenceTopK(TopK):
