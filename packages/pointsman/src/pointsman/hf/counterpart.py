@@ -173,7 +173,8 @@ def _dense(router: Router, hidden: Tensor) -> Tensor:
         ids = (torch.arange(len(hidden)) % score.vocab_size)[None]
     with torch.no_grad():
         routing = router(hidden, RoutingContext(token_ids=ids))
-    return routing.dense_weights.float()
+    found: Tensor = routing.dense_weights.float()
+    return found
 
 
 def _with_random_weights(gate: Gate) -> Gate:
