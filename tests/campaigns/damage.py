@@ -39,7 +39,6 @@ READERS: dict[str, list[list[str]]] = {
     ],
     "run/finetune": [
         ["evaluate", "run/finetune/task.tsv/seed-0", "--out", "out"],
-        ["evaluate", "run/finetune/task.tsv/seed-0", "--out", "out"],
         ["finetune", "run", "--task", "task.tsv", "--steps", "2", "--length", "8", "--set", "batch_size=2"],
         ["report", "run/finetune/task.tsv/seed-0", "--map", "none", "--out", "page.html"],
     ],

@@ -36,7 +36,6 @@ READERS: dict[str, list[list[str]]] = {
         *ALL, ["report", "@of", "--out", "@out/page.html"], TEXT,
         ["finetune", "@of", "--task", "task.tsv", "--steps", "1", "--length", "8", *OUT],
         ["evaluate", "@of/finetune/task.tsv/seed-0", *OUT], ["report", "@of/finetune/task.tsv/seed-0", *PAGE],
-        ["evaluate", "@of/finetune/task.tsv/seed-0", *OUT],
         ["diagnose", "@of", "--against", "@of/checkpoints/step-2", *FEW],
         ["train", "--config", "small.toml", "--data", "text.txt", "--router", "xmoe", "--resume", "--out", "@of"],
     ],

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from pointsman._errors import RunError
 from pointsman.diagnostics.samples import most_taken, pack
 from pointsman.routing import Routing
 from pointsman_lab.data.vocabulary import Vocabulary
@@ -181,10 +180,3 @@ def test_what_cannot_be_sampled_is_told(tmp_path: Path) -> None:
 
 def test_dense_runs_have_no_sample(trained: Path) -> None:
     assert collect_samples(trained / "runs" / "dense" / "seed-0") is None
-
-
-def test_an_unknown_baseline_is_told_before_anything_is_sampled(trained: Path) -> None:
-    told: list[str] = []
-    with pytest.raises(RunError, match="baseline 'smo': did you mean 'smoe'"):
-        write_report(trained, baseline="smo", samples=True, note=told.append)
-    assert told == []

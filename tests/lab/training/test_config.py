@@ -11,7 +11,8 @@ from pointsman._errors import RunError
 from pointsman_lab.models.encoder import EncoderConfig
 from pointsman_lab.training.config import RunConfig, differing_settings
 from pointsman_lab.training.config import settings as all_settings
-from pointsman_lab.training.settings import default_top_k, derived
+from pointsman_lab.training.k_schedule import doublings
+from pointsman_lab.training.settings import derived
 
 Settings = Callable[..., RunConfig]
 
@@ -158,9 +159,9 @@ def test_the_seed_is_the_models_too(settings: Settings) -> None:
 
 
 def test_k_values_of_the_evaluation_follow_the_number_of_experts(settings: Settings) -> None:
-    assert default_top_k(16) == (1, 2, 4, 8, 16)
-    assert default_top_k(6) == (1, 2, 4, 6)
-    assert default_top_k(1) == (1,)
+    assert doublings(1, 16) == (1, 2, 4, 8, 16)
+    assert doublings(1, 6) == (1, 2, 4, 6)
+    assert doublings(1, 1) == (1,)
     assert settings(**{"model.num_experts": 6}).eval_top_k == (1, 2, 4, 6)
 
 

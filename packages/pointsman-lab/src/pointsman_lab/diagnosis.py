@@ -39,7 +39,6 @@ class Settings:
         split: "train", "valid" or "test"; None: the one that a run reports, of a Hugging Face model "test".
         tokens: the number of targets: of a run in evenly spaced segments, of a Hugging Face model the first; None: all.
         top_k: values of k whose routing is compared with that at the model's own k; None: the run's, for a model none.
-        history: the largest number of earlier checkpoints of the run.
         device: where models run.
         changes: changed settings of a run's evaluation (names in `READING`), in the form of --set.
     """
@@ -48,7 +47,6 @@ class Settings:
     split: str | None = None
     tokens: int | None = 50_000
     top_k: Sequence[int] | None = None
-    history: int = MOST_HISTORY
     device: str = "cpu"
     changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -180,10 +178,10 @@ def _history(run: Run, settings: Settings) -> dict[str, nn.Module]:
     from pointsman_lab.runs.checkpoints import CheckpointError, steps_of
 
     steps = sorted(step for step in steps_of(within(run.path, "checkpoints")) if step < run.step)
-    if len(steps) > settings.history:
-        steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, settings.history)]
+    if len(steps) > MOST_HISTORY:
+        steps = [steps[round(place)] for place in np.linspace(0, len(steps) - 1, MOST_HISTORY)]
     models: dict[str, nn.Module] = {}
-    for step in steps[: settings.history]:
+    for step in steps:
         try:
             models[f"step-{step}"] = _open(within(run.path, "checkpoints") / f"step-{step}", settings.device).model
         except CheckpointError:

@@ -56,7 +56,7 @@ def parser() -> Parser:
     flags.add_argument("--cluster", metavar="NAME", help=told)
     told = "choose this setting for each row by successive halving, on a seed of its own: KEY=A,B,C or KEY=LOW..HIGH"
     flags.add_argument("--tune", action="append", metavar="KEY=VALUES", help=told)
-    told = "call rows otherwise in tables and page: smoe=Plain,xmoe=X-MoE"
+    told = "names of rows in tables and page: smoe=Plain,xmoe=X-MoE"
     flags.add_argument("--names", type=words, default=[], metavar="ROW=TEXT,…", help=told)
     flags.add_argument("--baseline", metavar="ROW", help="the row that differences are taken against (the first)")
     told = "the table's columns, by their titles: k=1,k=8,entropy,seeds"

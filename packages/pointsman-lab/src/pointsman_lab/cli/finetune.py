@@ -68,7 +68,10 @@ def add_task_settings(flags: Parser) -> None:
 def add_compare_flags(flags: Parser) -> None:
     """--task and its flags, for `compare`."""
     flags.add_argument(
-        "--task", type=words, metavar="A,B", help="fine-tune every row on these tasks; alone: a trained comparison's"
+        "--task",
+        type=words,
+        metavar="A,B",
+        help="fine-tune every row on these tasks; without --routers: rows that are trained",
     )
     flags.add_argument("--task-routers", type=words, metavar="A,B", help="fine-tune these rows only (default: all)")
     flags.add_argument("--task-steps", type=whole(1), metavar="N", help="steps of a fine-tuning (default: the paper's)")

@@ -21,21 +21,11 @@ EPILOG = """examples:
 def parser() -> Parser:
     flags = Parser("report", "Write the page of a run or a comparison.", EPILOG)
     flags.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories, or one comparison")
-    flags.add_argument(
-        "--baseline", metavar="SPEC", help="the row that differences are taken against (default: the first)"
-    )
-    flags.add_argument(
-        "--paper",
-        metavar="NAME",
-        help="our figures beside published ones: hyperrouter, x-moe, mutual-inform",
-    )
+    told = "our figures beside published ones: hyperrouter, x-moe, mutual-inform"
+    flags.add_argument("--paper", metavar="NAME", help=told)
     flags.add_argument("--figures", type=words, metavar="png,svg,pdf", help="static figures as well")
-    flags.add_argument(
-        "--map",
-        default="pca",
-        choices=("pca", "none"),
-        help="the map of tokens (default: pca); none looks into no router anew",
-    )
+    told = "the map of tokens (default: pca); none opens no checkpoint"
+    flags.add_argument("--map", default="pca", choices=("pca", "none"), help=told)
     flags.common("the page, or the folder for it (default: report.html in the first RUN)", settings="", folder=False)
     return flags
 
@@ -45,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     values = flags.read(arguments)
     check_device(values.device)
     if values.paper:
-        flags.without_effect(values, ("--baseline", "--figures", "--map"), "with --paper, which writes tables")
+        flags.without_effect(values, ("--figures", "--map"), "with --paper, which writes tables")
     from pointsman_lab import report
     from pointsman_lab.report.figures import check_formats
 
@@ -67,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         for file in tables.write(values.out or values.runs[0]):
             note(str(file))
         return 0
-    page = report.write_report(runs, values.out, baseline=values.baseline, samples=values.map != "none", note=note)
+    page = report.write_report(runs, values.out, samples=values.map != "none", note=note)
     for figure in report.figures(runs, values.figures, values.out) if values.figures else ():
         note(str(figure))
     print(page)

@@ -78,11 +78,6 @@ class Attention(nn.Module):
         self.query_norm = qk_norm(head_dim if norm_heads else num_heads * head_dim) if qk_norm else None
         self.key_norm = qk_norm(head_dim if norm_heads else self.kv_heads * head_dim) if qk_norm else None
 
-    @property
-    def memory_width(self) -> int:
-        """Width of what is remembered of a position: keys and values, side by side."""
-        return 2 * self.kv_heads * self.head_dim
-
     def forward(
         self,
         hidden: Tensor,

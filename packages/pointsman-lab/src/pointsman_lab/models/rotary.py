@@ -48,7 +48,6 @@ class Turns:
     def __init__(self, cos: Tensor, sin: Tensor, turned: Sequence[Tensor] = ()) -> None:
         self.tables, self.turned = (cos, sin), turned
         self.keys_turned: list[Tensor] = []
-        self._wide: tuple[Tensor, Tensor] | None = None
 
     def keys(self, keys: Tensor) -> Tensor:
         """All keys [B, S, G, D] of the next layer, from position 0 on."""
@@ -65,35 +64,21 @@ class Turns:
 
     def __call__(self, heads: Tensor, first: int) -> Tensor:
         """heads [B, S, H, D], whose first stands at position `first`."""
-        stop, half = first + heads.shape[1], heads.shape[-1] // 2
+        cos, sin = (table[first : first + heads.shape[1], None] for table in self.tables)
         if torch.compiler.is_compiling() or transformed():
-            cos, sin = (table[first:stop, None] for table in self.tables)
-            return heads * cos + heads.roll(half, -1) * sin
-        cos, sin = self._of(heads, first, stop)
+            return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
         if not (torch.is_grad_enabled() and heads.requires_grad):
             return _turned(heads, cos, sin, 1)
         output: Tensor = _Turn.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
         return output
 
-    def _of(self, heads: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for these heads, [S, 1, D]; or [S, H D]: a row for all heads of a position is faster."""
-        count, width = heads.shape[2:]
-        if not FEW <= heads.numel() <= SMALL:
-            return self.tables[0][first:stop, None], self.tables[1][first:stop, None]
-        if self._wide is None or self._wide[0].shape[1] < count * width:
-            self._wide = self.tables[0].repeat(1, count), self.tables[1].repeat(1, count)
-        return self._wide[0][first:stop, : count * width], self._wide[1][first:stop, : count * width]
 
-
-FEW, SMALL = 1 << 14, 1 << 19
-"""Elements: from the first on wide tables are worth their making; up to the second is a copy of the heads."""
+SMALL = 1 << 19
+"""Elements up to which a copy of the heads is worth its making."""
 
 
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     half = heads.shape[-1] // 2
-    if cos.dim() == 2:
-        swapped = heads.roll(half, -1).flatten(2)
-        return (heads.flatten(2) * cos).addcmul_(swapped, sin, value=sign).view(heads.shape)
     output = heads * cos
     if heads.numel() <= SMALL:
         return output.addcmul_(heads.roll(half, -1), sin, value=sign)

@@ -42,9 +42,7 @@ def write_report(
     path: Path | Sequence[Path],
     out: Path | None = None,
     *,
-    baseline: str | None = None,
     samples: bool = False,
-    quotes: bool = True,
     note: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes report.html for a run directory, a comparison directory, or several run directories side by side.
@@ -52,27 +50,23 @@ def write_report(
     Args:
         path: the directory, or several run directories.
         out: the file to write, or a folder for it; `report.html` in the (first) directory by default.
-        baseline: the router that differences are taken against; the first by default.
         samples: whether to make the samples for maps and explorer first, where they are missing (a second or two a
             run).
-        quotes: whether text of the data is shown (explorer), where samples have them. Their
-            licence may not allow it on a page that is published.
         note: told which runs are sampled, and which cannot be.
 
     Returns:
         The file written.
 
     Raises:
-        RunError: no run, a damaged file, an unknown baseline, jinja2 missing, or a folder that cannot be written.
+        RunError: no run, a damaged file, jinja2 missing, or a folder that cannot be written.
     """
     comparison = read(path)
-    ComparisonTable.of(comparison, baseline=baseline)  # refuses an unknown baseline before the sampling
     if samples:
         from pointsman_lab.report.samples import collect_all
 
         keep = page_path(out, comparison).absolute().is_relative_to(comparison.path.absolute())
         comparison = collect_all(comparison, note=note, keep=keep)
-    return write_whole(page_path(out, comparison), render(comparison, baseline=baseline, quotes=quotes))
+    return write_whole(page_path(out, comparison), render(comparison))
 
 
 def page_path(out: Path | None, comparison: Comparison) -> Path:
@@ -82,22 +76,17 @@ def page_path(out: Path | None, comparison: Comparison) -> Path:
     return (out or comparison.path) / "report.html"
 
 
-def render(comparison: Comparison, *, baseline: str | None = None, quotes: bool = True) -> str:
-    """The page as a string; the arguments are those of `write_report`."""
-    table = replace(ComparisonTable.of(comparison, baseline=baseline), names={})  # renamed below, everywhere
-    found = {
-        "tasks": sections.tasks(comparison, baseline=baseline),
-    }
-    added = task_sections(comparison)
-    data = chart_data(comparison, table) | {name: sections.charts(entries) for name, entries in found.items()}
+def render(comparison: Comparison) -> str:
+    """The page as a string."""
+    table = replace(ComparisonTable.of(comparison), names={})  # renamed below, everywhere
+    tasks, added = sections.tasks(comparison), task_sections(comparison)
+    data = chart_data(comparison, table) | {"tasks": sections.charts(tasks)}
     for each in added:
         data |= each.data
-    if not quotes:
-        data["inside"]["explorer"] = {"texts": [], "routers": []}
     values = {
         **context(comparison, table, data, [title for each in added for title in each.titles]),
         "totals": [table.grid() for entry in entries() for table in entry.tables(comparison)],
-        **found,
+        "tasks": tasks,
     }
     names = comparison.shown.get("names", {})
     data = renamed(data, names)

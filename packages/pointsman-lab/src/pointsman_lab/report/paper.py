@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pointsman._files import write_whole
 from pointsman._grid import NONE, Grid
 from pointsman_lab.report.cell import Cell, Metric, metric
 from pointsman_lab.report.cells import counted, finetuned, measured
 from pointsman_lab.report.forms import Forms, joined
-from pointsman_lab.report.html import fill
 from pointsman_lab.report.published import OWN_METRICS, Column, Line, Paper, PublishedTable, open_paper
 from pointsman_lab.runs.comparison import read_comparison
 
@@ -107,11 +105,6 @@ class PaperTables(Forms):
     def latex(self) -> str:
         """A LaTeX table for each table, for the booktabs package."""
         return "\n".join(one.grid().latex() for one in self.tables)
-
-    def write(self, directory: Path) -> list[Path]:
-        """Writes paper-NAME.txt, .csv, .md, .tex and .html; returns their paths."""
-        page = fill("paper.html.j2", paper=self.paper, tables=self.tables)
-        return [*super().write(directory), write_whole(directory / f"{self.file}.html", page)]
 
 
 def paper_tables(path: Path | Sequence[Path], name: str) -> PaperTables:

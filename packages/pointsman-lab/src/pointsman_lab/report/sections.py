@@ -14,13 +14,13 @@ from pointsman_lab.runs.comparison import Comparison
 TASKS_SHOWN = {"tuned": "from the pre-trained run", "scratch": "from scratch"}
 
 
-def tasks(comparison: Comparison, *, baseline: str | None = None) -> list[dict[str, Any]]:
+def tasks(comparison: Comparison) -> list[dict[str, Any]]:
     """An entry for each task; fine-tunings from scratch are columns beside those from the pre-trained run."""
     every = variants(comparison)
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys(one.removesuffix(FROM_SCRATCH) for one in every):
         tables = {
-            start: TaskTable.of(comparison, variant, baseline=baseline)
+            start: TaskTable.of(comparison, variant)
             for start, variant in (("tuned", name), ("scratch", name + FROM_SCRATCH))
             if variant in every
         }

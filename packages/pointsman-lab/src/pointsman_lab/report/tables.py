@@ -278,10 +278,6 @@ class ComparisonTable(Forms):
         grid = self.grid()
         return grid.latex([shown[name] for name in grid.header], self.file)
 
-    def rich(self) -> Any:
-        """The table for a terminal, as a `rich.table.Table`."""
-        return self.grid().rich(f"{self.metric.label} ({self.metric.direction})")
-
 
 def _row(comparison: Comparison, router: str, split: str) -> Row:
     done = [run for run in comparison.of(router) if run.done]

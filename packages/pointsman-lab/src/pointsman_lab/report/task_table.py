@@ -65,29 +65,27 @@ class TaskTable(Forms):
     routing: Mapping[str, Mapping[str, float | None]]
 
     @classmethod
-    def read(cls, path: Path, variant: str, *, baseline: str | None = None) -> TaskTable:
+    def read(cls, path: Path, variant: str) -> TaskTable:
         """The table of this task in a comparison or run directory.
 
         Raises:
-            RunError: neither a run nor a comparison, or an unknown baseline.
+            RunError: neither a run nor a comparison.
         """
-        return cls.of(read_comparison(path), variant, baseline=baseline)
+        return cls.of(read_comparison(path), variant)
 
     @classmethod
-    def of(cls, comparison: Comparison, variant: str, *, baseline: str | None = None) -> TaskTable:
+    def of(cls, comparison: Comparison, variant: str) -> TaskTable:
         """The table of this task in a comparison; its rows are the routers of which a fine-tuning has begun."""
-        return cls._of(variant, finetunings(comparison, variant), comparison, baseline)
+        return cls._of(variant, finetunings(comparison, variant), comparison)
 
     @classmethod
     def of_runs(cls, variant: str, tuned: Sequence[RunRecord]) -> TaskTable:
         """The table of fine-tunings of one run."""
         seeds = [run.seed for run in tuned]
-        return cls._of(variant, tuned, Comparison(tuned[0].path, {}, [tuned[0].router], seeds, {}), None)
+        return cls._of(variant, tuned, Comparison(tuned[0].path, {}, [tuned[0].router], seeds, {}))
 
     @classmethod
-    def _of(
-        cls, variant: str, tuned: Sequence[RunRecord], comparison: Comparison, baseline: str | None
-    ) -> TaskTable:  # fmt: skip
+    def _of(cls, variant: str, tuned: Sequence[RunRecord], comparison: Comparison) -> TaskTable:
         found = {(run.router, run.seed): run for run in tuned}
         seeds = sorted({run.seed for run in tuned}) or list(comparison.seeds)
         begun = {run.router for run in tuned}
@@ -95,7 +93,6 @@ class TaskTable(Forms):
         protocol = next((dict(run.evaluation["protocol"]) for run in tuned if run.done), {})
         table = ComparisonTable.of(
             Comparison(comparison.path, comparison.settings, routers, seeds, found),
-            baseline=baseline,
             split=protocol.get("split", "test"),
         )
         table = replace(table, repeats=True)

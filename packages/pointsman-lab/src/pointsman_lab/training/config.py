@@ -18,8 +18,8 @@ from pointsman.routers.frame.registry import split_specs
 from pointsman_lab.models.config import ModelConfig
 from pointsman_lab.registry import OLDEST, entries, family, own_settings
 from pointsman_lab.training.imports import import_recorded
-from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule
-from pointsman_lab.training.settings import EARLIER, GONE, default_top_k, derived, flat, without_effect
+from pointsman_lab.training.k_schedule import Shape, TopKSchedule, build_schedule, doublings
+from pointsman_lab.training.settings import EARLIER, GONE, derived, flat, without_effect
 
 FORMAT = 1
 TRACKERS = ("wandb", "trackio")
@@ -152,7 +152,7 @@ class RunConfig:
         if self.batch_size % self.accumulation:
             raise RunError(f"accumulation={self.accumulation}: batch_size={self.batch_size} is no multiple of it")
         if not self.eval_top_k:
-            object.__setattr__(self, "eval_top_k", default_top_k(self.model.num_experts))
+            object.__setattr__(self, "eval_top_k", doublings(1, self.model.num_experts))
         most_k = self.model.num_experts
         for k in self.eval_top_k:
             if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most_k:

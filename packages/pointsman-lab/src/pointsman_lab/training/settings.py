@@ -35,12 +35,6 @@ GONE: Mapping[str, Any] = {
 """Settings of models that earlier versions wrote -> the value that means nothing."""
 
 
-def default_top_k(num_experts: int) -> tuple[int, ...]:
-    """1, 2, 4, … and N: the columns of a table of quality against k."""
-    powers = [2**i for i in range(num_experts.bit_length()) if 2**i < num_experts]
-    return (*powers, num_experts)
-
-
 def derived(family_name: str) -> dict[str, str]:
     """The settings of runs of this family that follow from others, or from the data -> why."""
     return DERIVED | {f"model.{name}": why for name, why in family(family_name).of_the_data.items()}

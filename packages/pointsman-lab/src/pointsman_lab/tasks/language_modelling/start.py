@@ -11,7 +11,7 @@ from pointsman_lab.models.decoder import Decoder, DecoderConfig
 from pointsman_lab.models.huggingface import difference, load_theirs, open_config, read_config
 from pointsman_lab.registry import own_settings
 from pointsman_lab.training.config import RunConfig
-from pointsman_lab.training.settings import default_top_k
+from pointsman_lab.training.k_schedule import doublings
 
 SAME = 1e-4  # of the logits' standard deviation
 
@@ -30,7 +30,7 @@ def start_config(config: RunConfig, folder: str, router: str | None) -> RunConfi
     own = {name: value for name, value in config.own.items() if name in own_settings(model.family)}
     return replace(
         config, model=model, own={**own, "start_from": folder}, train_top_k=k,
-        eval_top_k=default_top_k(model.num_experts),
+        eval_top_k=doublings(1, model.num_experts),
     )  # fmt: skip
 
 
