@@ -51,10 +51,10 @@ def megatron(spec: str | None, k: int = 2, **settings: Any) -> Built:
         parallel_state.initialize_model_parallel()
     config = TransformerConfig(
         num_layers=1, hidden_size=DIM, num_attention_heads=2, num_moe_experts=EXPERTS, moe_router_topk=k,
-        moe_token_dispatcher_type="allgather", ffn_hidden_size=HIDDEN, moe_ffn_hidden_size=HIDDEN,
-        add_bias_linear=False,
+        ffn_hidden_size=HIDDEN, moe_ffn_hidden_size=HIDDEN, add_bias_linear=False,
         gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True, bias_activation_fusion=False,
-        **{"moe_router_load_balancing_type": "none", "moe_router_pre_softmax": k == 1, **settings},
+        **{"moe_token_dispatcher_type": "allgather", "moe_router_load_balancing_type": "none",
+           "moe_router_pre_softmax": k == 1, **settings},
     )  # fmt: skip
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linear)
