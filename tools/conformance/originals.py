@@ -25,6 +25,7 @@ class _Double:
 
 
 TORCH = _Double()
+GITHUB = "https://raw.githubusercontent.com"
 
 
 @contextmanager
@@ -91,7 +92,7 @@ class File:
             if found.returncode:
                 raise NotFetchedError(f"{self.commit[:12]} of {self.repository} is not in {originals}")
             return found.stdout
-        address = f"https://raw.githubusercontent.com/{self.repository}/{self.commit}/{self.path}"
+        address = f"{GITHUB}/{self.repository}/{self.commit}/{self.path}"
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:
                 return str(answer.read().decode())
