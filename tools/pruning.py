@@ -177,8 +177,8 @@ def spread(values: Sequence[float]) -> str:
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The page as Markdown."""
     models = {name: [row for row in rows if row["model"] == name] for name in TRAINED}
-    models = {name: of for name, of in models.items() if of}
     seeds = min(len(of) for of in models.values())
+    models = {name: sorted(of, key=lambda row: row["seed"])[:seeds] for name, of in models.items()}  # the same seeds
     ranks: dict[str, list[float]] = {}
     table = []
     for method in [name for name in METHODS if name != "random"]:
@@ -208,7 +208,8 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         Grid(["model", "class", "loss", "best pruning", "worst pruning"], sizes, code=False).markdown(), "",
         "**Regret**: the loss minus that of the best pruning, mean ± half of the 95 % interval over seeds. **Better "
         "prunings**: the share of all prunings with a smaller loss, mean and largest over models and seeds. A merged "
-        "model (`hc-smoe`, `m-smoe`) is no pruning, so its regret may be negative.", "",
+        "model (`hc-smoe`, `m-smoe`) is no pruning, so its regret may be negative. *No pruning* is the whole "
+        "model: above 0 where the best pruning, chosen on the same tokens, has the smaller loss.", "",
         Grid(["method", *models, "better prunings", "at worst"], table, code=False).markdown(), "",
         "This says how methods rank on models of this size, trained this long, without healing. It says nothing of the "
         "loss that a large model pays, nor that the order is the same there. [The methods](huggingface.md"
