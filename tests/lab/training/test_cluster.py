@@ -176,6 +176,8 @@ def test_slurm_s_tasks_give_the_same_bits(settings: Callable[..., RunConfig], tm
     [
         (["--cluster", "rya"], "--cluster 'rya': allowed are ray, ray://HOST:PORT, slurm and slurm://PARTITION"),
         (["--cluster", "ray:10"], "--cluster 'ray:10': allowed are"),
+        (["--cluster", "ray://127.0.0.1:1"], "--cluster ray://127.0.0.1:1: cannot be reached as HOST:PORT: "),
+        (["--cluster", "ray://head"], "--cluster ray://head: cannot be reached as HOST:PORT: "),
         (["--cluster", "ray", "--jobs", "2"], "--jobs has no effect with --cluster"),
         (["--cluster", "ray", "--processes", "2"], "--processes has no effect with --cluster"),
         (["--cluster", "ray", "--device", "mps"], "--device mps: with --cluster, allowed are cpu and cuda"),

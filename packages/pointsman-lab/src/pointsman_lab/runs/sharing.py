@@ -61,6 +61,7 @@ def share(folder: Path, out: Path, papers: str = "") -> Path:
     """
     plan = read_whole_json(folder / COMPARISON)
     if plan is not None:
+        plan = {key: value for key, value in plan.items() if key != "nodes"}  # names of the sender's machines
         with disk_errors(folder, "the comparison's record was not written"):
             file = write_record(folder)
         if file is None:

@@ -219,6 +219,12 @@ class Ray:
     """
 
     def __init__(self, address: str, device: str) -> None:
+        host, _, port = address.rpartition(":")
+        try:  # Ray itself would try for minutes
+            if address:
+                socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise RunError(f"--cluster ray://{address}: cannot be reached as HOST:PORT: {error}") from None
         import ray
 
         self._ray = ray
