@@ -82,5 +82,5 @@ def test_keys_can_come_from_elsewhere() -> None:
     hidden, source = torch.randn(B, T, DIM).double(), torch.randn(B, 4, DIM).double()
     output, new, _ = module(hidden, source=source, keep=True)
     assert new is not None
-    assert (output.shape, new.shape) == ((B, T, DIM), (B, 4, module.memory_width))
+    assert (output.shape, new.shape) == ((B, T, DIM), (B, 4, 2 * H * D))
     torch.testing.assert_close(module(hidden[:, :2], source=source)[0], output[:, :2])

@@ -452,7 +452,7 @@ def pass_without_waiting(config: RunConfig, device: str) -> None:
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "experts" in name)
 
 
-AHEAD = ("base", "depths", "expert-choice", "sinkhorn", "soft")
+AHEAD = ("base", "depths", "expert-choice", "pooled", "sinkhorn", "soft")
 
 
 @pytest.mark.usefixtures("on_meta")
