@@ -43,7 +43,7 @@ def main() -> int:
     import frame  # all that follows imports torch, which reads the environment
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    held = True
+    held, home = True, Path.cwd()
     for name in values.names or CAMPAIGNS:
         with tempfile.TemporaryDirectory(prefix=f"campaign-{name}-") as made:
             folder = Path(made).resolve()
@@ -65,6 +65,7 @@ def main() -> int:
                     campaign, seed=seed, count=count, jobs=values.jobs, folder=folder / "programs",
                     failures=values.failures,
                 )  # fmt: skip
+        os.chdir(home)  # a campaign may have left for its folder, which is gone
     return 0 if held else 1
 
 
