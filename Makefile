@@ -15,7 +15,7 @@ help:
 	@echo "make test         run the tests, but for the slow ones"
 	@echo "make test-slow    run the slow ones"
 	@echo "make test-weekly  the contract for every router with every mixer compiled, all layouts, all kernels"
-	@echo "make campaign     random programs against the promises of docs/reliability.md (three minutes)"
+	@echo "make campaign     random programs against the promises of docs/reliability.md (four minutes)"
 	@echo "make check        format, lint and type-check"
 	@echo "make bench        measure the MoE layer against its limit and its peers"
 	@echo "make results      make the pages of docs/results from records/"
